@@ -1,0 +1,312 @@
+"""Compile one training step for devices that are not there, and write down what it costs.
+
+    record = compile_case(Case(stage=3))
+    record.peak_bytes, record.moved_bytes, record.compile_seconds
+
+The program is a GPT of ``examples/gpt.py`` trained with AdamW in bf16 with fp32 masters, its
+blocks rematerialised. ``memory.py`` prints these records, and the tests assert on them.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import zerojax
+from examples.gpt import GPT, GPTConfig
+from examples.loss import loss_fn
+from zerojax.foresight.lifetimes import gather_lifetimes, peak_gathered_bytes
+from zerojax.foresight.traffic import collectives, moved_by_kind
+
+MASTER_BYTES = 12  # a parameter's fp32 master and two fp32 moments
+COMPUTE_BYTES = 2  # bf16
+PERSISTENCE_THRESHOLD = 100_000  # elements; DeepSpeed's default
+LEARNING_RATE = 3e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What to compile.
+
+    Attributes:
+      stage: the ZeRO stage, or None for plain ``jax.jit`` with the state sharded by its
+        ``in_shardings`` and ``out_shardings`` alone.
+      accumulate: micro-batches a step.
+      micro_batch: sequences a device sees in one micro-batch.
+      device: a name that ``zerojax.topology`` knows.
+    """
+
+    stage: int | None
+    devices: int = 8
+    accumulate: int = 1
+    scan: bool = False
+    n_layer: int = 24
+    n_head: int = 25
+    n_embd: int = 1600
+    vocab_size: int = 50304
+    block_size: int = 1024
+    micro_batch: int = 4
+    device: str = "h100"
+
+    @property
+    def name(self) -> str:
+        words = ["plain jit" if self.stage is None else f"stage {self.stage}"]
+        words += [f"gas {self.accumulate}"] if self.accumulate > 1 else []
+        words += ["scan"] if self.scan else []
+        return ", ".join(words)
+
+    @property
+    def model(self) -> GPT:
+        return GPT(
+            GPTConfig(
+                vocab_size=self.vocab_size,
+                block_size=self.block_size,
+                n_layer=self.n_layer,
+                n_head=self.n_head,
+                n_embd=self.n_embd,
+                scan=self.scan,
+                remat=True,
+            )
+        )
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Tokens of all devices: one more than a sequence, for the shifted targets."""
+        sequences = self.devices * self.micro_batch * self.accumulate
+        return {"tokens": jax.ShapeDtypeStruct((sequences, self.block_size + 1), jnp.int32)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a case costs, for each device. Sizes in bytes, times in seconds.
+
+    Attributes:
+      parameters: how many there are.
+      resting_bytes: the step's arguments less the batch: what lives between steps.
+      expected_resting_bytes: 12P/N, or 12P at stage 0.
+      argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
+      moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
+      expected_moved_bytes: the same by ``expected_moved``.
+      collective_dtypes: payload bytes a step by kind, then dtype.
+      gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
+      collective_counts: collectives in the text by kind, those in loops once.
+      largest_all_reduce: payload bytes.
+      crossing_bytes: gathered parameters that live from the forward to the backward pass.
+      peak_gathered_bytes: the most gathered arrays held at once.
+      trace_seconds: tracing and lowering, in Python.
+      compile_seconds: XLA.
+    """
+
+    case: Case
+    parameters: int
+    resting_bytes: int
+    expected_resting_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    moved_bytes: dict[str, int]
+    expected_moved_bytes: dict[str, int]
+    collective_dtypes: dict[str, dict[str, int]]
+    gather_dtypes: dict[str, int]
+    collective_counts: dict[str, int]
+    largest_all_reduce: int
+    crossing_bytes: int
+    peak_gathered_bytes: int
+    trace_seconds: float
+    compile_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments and temporaries together: the outputs take the donated arguments' place."""
+        return self.argument_bytes + self.temporary_bytes
+
+    @property
+    def all_to_all(self) -> int:
+        return self.collective_counts.get("all-to-all", 0)
+
+    @property
+    def total_moved_bytes(self) -> int:
+        return sum(self.moved_bytes.values())
+
+    @property
+    def total_expected_moved_bytes(self) -> int:
+        return sum(self.expected_moved_bytes.values())
+
+
+def compile_case(case: Case) -> Record:
+    """Compile a case and measure it.
+
+    Raises:
+      ImportError: the GPU compiler's wheels are not installed.
+    """
+    return measure(case, compile_step(case))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step, and the seconds that tracing and compiling it took."""
+
+    executable: Any
+    parameters: int
+    trace_seconds: float
+    compile_seconds: float
+
+
+def compile_step(case: Case) -> Compiled:
+    """Trace, lower and compile the step of a case."""
+    mesh = zerojax.topology(case.device, case.devices)
+    began = time.perf_counter()
+    lower = lower_plain if case.stage is None else lower_zero
+    lowered, parameters = lower(case, mesh)
+    traced = time.perf_counter()
+    executable = lowered.compile()
+    return Compiled(executable, parameters, traced - began, time.perf_counter() - traced)
+
+
+def measure(case: Case, compiled: Compiled) -> Record:
+    """Read memory, collectives and lifetimes off a compiled step."""
+    memory = compiled.executable.memory_analysis()
+    text = compiled.executable.as_text()
+    found = collectives(text)
+    gathered = [each for each in gather_lifetimes(text) if each.of_parameter]
+    times = {(each.computation, each.name): each.times for each in found}
+    batch_bytes = math.prod(case.batch["tokens"].shape) * 4 // case.devices
+    shards = 1 if case.stage == 0 else case.devices
+    return Record(
+        case=case,
+        parameters=compiled.parameters,
+        resting_bytes=memory.argument_size_in_bytes - batch_bytes,
+        expected_resting_bytes=MASTER_BYTES * compiled.parameters // shards,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        moved_bytes=moved_by_kind(found),
+        expected_moved_bytes=expected_moved(case, compiled.parameters),
+        collective_dtypes={
+            kind: _sum_by(
+                (dtype, each.times * size)
+                for each in found
+                if each.kind == kind
+                for dtype, size in each.bytes_by_dtype.items()
+            )
+            for kind in dict.fromkeys(each.kind for each in found)
+        },
+        gather_dtypes=_sum_by(
+            (each.shape.dtype, each.bytes * times[each.computation, each.name]) for each in gathered
+        ),
+        collective_counts=_sum_by((each.kind, 1) for each in found),
+        largest_all_reduce=max(
+            (each.payload_bytes for each in found if each.kind == "all-reduce"), default=0
+        ),
+        crossing_bytes=sum(each.bytes for each in gathered if each.crosses),
+        peak_gathered_bytes=peak_gathered_bytes(text),
+        trace_seconds=compiled.trace_seconds,
+        compile_seconds=compiled.compile_seconds,
+    )
+
+
+def expected_moved(case: Case, parameters: int) -> dict[str, int]:
+    """Bytes each of n devices should send in a step, in a ring, for P parameters of 2 bytes.
+
+    One pass over all parameters is ``(n-1)/n * 2P``. With g micro-batches a step takes:
+
+    - stage 0: g all-reduces, 2 passes each
+    - stage 1: one all-gather, and g all-reduces; for g = 1 the one is a reduce-scatter
+    - stage 2: one all-gather and g reduce-scatters
+    - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters
+    """
+    once = round((case.devices - 1) / case.devices * COMPUTE_BYTES * parameters)
+    g = case.accumulate
+    if case.stage == 0:
+        return {"all-reduce": 2 * g * once}
+    if case.stage == 1 and g > 1:
+        return {"all-gather": once, "all-reduce": 2 * g * once}
+    if case.stage in (1, 2):
+        return {"all-gather": once, "reduce-scatter": g * once}
+    return {"all-gather": 2 * g * once, "reduce-scatter": g * once}
+
+
+def train_step_of(
+    model: GPT, cast: Callable[[Any], Any] = lambda params: params
+) -> Callable[[TrainState, Any], tuple[TrainState, Any]]:
+    """The single-device step that all cases share; ``cast`` is applied to the parameters."""
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def loss(params: Any) -> jax.Array:
+            tokens = batch["tokens"]
+            variables = {"params": cast(params)}
+            logits: Any = model.apply(variables, tokens[:, :-1], deterministic=True)
+            return loss_fn(logits, tokens[:, 1:])
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return train_step
+
+
+def create_state_of(model: GPT) -> Callable[[jax.Array], TrainState]:
+    """``create_state(key)`` for a GPT under AdamW."""
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        tx = optax.adamw(LEARNING_RATE)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return create_state
+
+
+def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
+    """Lower the decorated step; return it and the number of parameters."""
+    zero = zerojax.zero(
+        {
+            "train_micro_batch_size_per_gpu": case.micro_batch,
+            "gradient_accumulation_steps": case.accumulate,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": case.stage},
+        },
+        mesh=mesh,
+    )
+    state = zero.abstract_state(create_state_of(case.model), jax.random.key(0))
+    lowered = zero(train_step_of(case.model)).lower(state, case.batch)
+    return lowered, _count(state.params)
+
+
+def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
+    """Lower the same step under plain ``jax.jit``, with sharded state and XLA left to the rest."""
+    state = jax.eval_shape(create_state_of(case.model), jax.random.key(0))
+
+    def shard(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec: list[str | None] = [None] * len(leaf.shape)
+        divisible = [at for at, size in enumerate(leaf.shape) if size % case.devices == 0]
+        if leaf.size >= PERSISTENCE_THRESHOLD and divisible:
+            spec[max(divisible, key=lambda at: leaf.shape[at])] = "data"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    shardings = jax.tree.map(shard, state)
+    step = train_step_of(
+        case.model, lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    )
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec("data"))),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, case.batch), _count(state.params)
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _sum_by(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for key, size in sizes:
+        total[key] = total.get(key, 0) + size
+    return total

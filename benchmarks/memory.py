@@ -1,0 +1,154 @@
+"""Memory and communication of ZeRO's stages, from compiling for GPUs that are not here.
+
+    python -m benchmarks.memory                      # everything, about ten minutes on two cores
+    python -m benchmarks.memory --quick              # a shallower model, about two minutes
+    python -m benchmarks.memory --only stages --json records/memory.json
+
+The model is a GPT of 820M parameters (24 layers, width 1600, vocabulary 50304) over sequences of
+1024, 4 on each of 8 H100s, in bf16 with AdamW and rematerialised blocks. Needs
+``pip install 'zerojax[compile,examples]'`` and no GPU.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.measure import Case, Record, compile_case
+from benchmarks.report import console, write_json
+
+STAGES = (0, 1, 2, 3)
+MEGA = 1e6
+
+
+def sections(quick: bool) -> dict[str, list[Case]]:
+    """The cases of each section. ``quick`` has a sixth of the layers and fewer sizes."""
+    depth, gas = (4, 2) if quick else (24, 4)
+    plain = Case(stage=None, n_layer=depth)
+    third = dataclasses.replace(plain, stage=3)
+    depths = (depth // 2, depth, 2 * depth)
+    counts = (8, 64) if quick else (8, 64, 256, 1024)
+    return {
+        "stages": [plain, *(dataclasses.replace(plain, stage=stage) for stage in STAGES)],
+        "accumulation": [
+            dataclasses.replace(plain, stage=stage, accumulate=gas) for stage in (1, 2, 3)
+        ],
+        "scan": [
+            third,
+            *(dataclasses.replace(third, n_layer=layers, scan=True) for layers in depths),
+        ],
+        "devices": [dataclasses.replace(third, devices=count) for count in counts],
+    }
+
+
+def memory_table(title: str, records: Iterable[Record]) -> Table:
+    """Bytes per device and seconds, a row for each case."""
+    table = Table(title=f"{title}: MB per device")
+    table.add_column("case")
+    for name in ("layers", "devices", "resting", "12P/N", "arguments", "temporaries", "peak",
+                 "gathered at once", "trace s", "compile s"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for each in records:
+        table.add_row(
+            each.case.name,
+            str(each.case.n_layer),
+            str(each.case.devices),
+            *map(
+                _mega,
+                (
+                    each.resting_bytes,
+                    each.expected_resting_bytes,
+                    each.argument_bytes,
+                    each.temporary_bytes,
+                    each.peak_bytes,
+                    each.peak_gathered_bytes,
+                ),
+            ),
+            f"{each.trace_seconds:.1f}",
+            f"{each.compile_seconds:.1f}",
+        )
+    return table
+
+
+def traffic_table(title: str, records: Iterable[Record]) -> Table:
+    """Bytes sent per step by each device, beside what theory asks for."""
+    table = Table(title=f"{title}: MB sent per step and device, measured / theory")
+    table.add_column("case")
+    for name in ("all-gather", "reduce-scatter", "all-reduce", "total", "parameters gathered in",
+                 "largest all-reduce", "all-to-alls", "held into backward"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for each in records:
+        table.add_row(
+            each.case.name + (f", {each.case.devices} devices" if each.case.devices != 8 else ""),
+            *(_beside(each, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
+            f"{_mega(each.total_moved_bytes)} / {_mega(each.total_expected_moved_bytes)}",
+            ", ".join(f"{dtype} {_mega(size)}" for dtype, size in each.gather_dtypes.items())
+            or "-",
+            f"{each.largest_all_reduce / MEGA:.3f}",
+            str(each.all_to_all),
+            _mega(each.crossing_bytes) if each.crossing_bytes else "nothing",
+        )
+    return table
+
+
+def run(
+    wanted: Sequence[str], *, quick: bool = False, out: Console | None = None
+) -> dict[str, list[Record]]:
+    """Compile the wanted sections and print their tables as they are ready."""
+    out = out or console()
+    chosen = {name: cases for name, cases in sections(quick).items() if name in wanted}
+    known: dict[Case, Record] = {}
+    results: dict[str, list[Record]] = {}
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task("", total=sum(map(len, chosen.values())))
+        for name, cases in chosen.items():
+            for case in cases:
+                what = f"{case.name}, {case.n_layer} layers, {case.devices} devices"
+                progress.update(task, description=f"compiling {what}")
+                if case not in known:  # the unrolled stage 3 stands in several sections
+                    known[case] = compile_case(case)
+                progress.advance(task)
+            results[name] = [known[case] for case in cases]
+            out.print(memory_table(name, results[name]))
+            out.print(traffic_table(name, results[name]))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description="Memory and traffic of ZeRO's stages."
+    )
+    names = list(sections(quick=False))
+    parser.add_argument("--quick", action="store_true", help="4 layers instead of 24")
+    parser.add_argument("--only", action="append", choices=names, help="may be given repeatedly")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the records here")
+    options = parser.parse_args()
+    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    jax.config.update("jax_platforms", "cpu")
+    results = run(options.only or names, quick=options.quick)
+    if options.json:
+        write_json(
+            options.json,
+            {name: [dataclasses.asdict(each) for each in found] for name, found in results.items()},
+        )
+
+
+def _mega(size: int) -> str:
+    return f"{size / MEGA:,.0f}"
+
+
+def _beside(record: Record, kind: str) -> str:
+    moved, expected = record.moved_bytes.get(kind, 0), record.expected_moved_bytes.get(kind, 0)
+    return f"{_mega(moved)} / {_mega(expected)}" if moved or expected else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The devices of a run: accelerators where there are some, else virtual CPU devices.
+
+Example::
+
+    mesh = data_mesh(None)        # 8 virtual devices on a laptop, all GPUs on a GPU machine
+    device_bytes(mesh)            # Memory(bytes=7340032, kind="live arrays")
+"""
+
+import math
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+VIRTUAL_DEVICES = 8
+
+
+def data_mesh(count: int | None) -> Mesh:
+    """`count` devices (None: all, or 8 virtual ones on a CPU) on one "data" axis.
+
+    Call it before anything else touches JAX's devices. `JAX_PLATFORMS`, where set, decides.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"--devices must be at least 1, not {count}")
+    # A CUDA plugin may be installed for its compiler alone; it fails to start without a GPU.
+    platforms = os.environ.get("JAX_PLATFORMS") or ("" if accelerator_present() else "cpu")
+    if platforms.startswith("cpu"):
+        jax.config.update("jax_platforms", platforms)
+        jax.config.update("jax_num_cpu_devices", count or VIRTUAL_DEVICES)
+    devices = jax.devices()
+    if count is not None and count > len(devices):
+        raise ValueError(f"--devices {count}: there are {len(devices)}, {devices[0].device_kind}")
+    devices = devices[:count]
+    return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def accelerator_present() -> bool:
+    """Whether the machine shows an NVIDIA GPU or a TPU, asked of the system and not of JAX."""
+    signs = ("dev/nvidia[0-9]*", "dev/dxg", "dev/accel[0-9]*", "dev/vfio/[0-9]*")
+    return any(next(pathlib.Path("/").glob(sign), None) for sign in signs)
+
+
+class Memory(NamedTuple):
+    """Bytes on the fullest device, and what was counted."""
+
+    bytes: int
+    kind: str
+
+
+def device_bytes(mesh: Mesh) -> Memory:
+    """The device's own peak where it keeps one, else the bytes of the placed arrays alive now."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if all("peak_bytes_in_use" in s for s in stats):
+        return Memory(max(s["peak_bytes_in_use"] for s in stats), "peak")
+    return Memory(sum(map(_bytes_on_each, jax.live_arrays())), "live arrays")
+
+
+def _bytes_on_each(array: jax.Array) -> int:
+    """Bytes of one device's part; 0 for host memory and for views of single shards."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.memory_kind != "device":
+        return 0
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize

@@ -1,0 +1,59 @@
+"""Cross-entropy that holds no fp32 array of the logits' size.
+
+Example::
+
+    loss_fn(logits, targets)                     # mean over B x T tokens, nats
+    loss_fn(logits, targets, mask)               # mean over the tokens where mask is 1
+
+Shapes: logits [B, T, V], targets int [B, T], mask [B, T].
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Mean cross-entropy in nats: logits [B, T, V], targets int [B, T] -> a scalar in fp32.
+
+    sum(mask * (logsumexp(logits) - logits[target])) / sum(mask), `mask` [B, T] or all ones.
+    """
+    losses = cross_entropy(logits, targets)
+    if mask is None:
+        return losses.mean()
+    mask = mask.astype(losses.dtype)
+    return (losses * mask).sum() / mask.sum()
+
+
+@jax.custom_vjp
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Per-token loss [B, T] in fp32 or wider.
+
+    Written out because autodiff keeps exp(logits) in fp32 for the backward pass, the largest array
+    of the step. Here the logits themselves are all that is kept, and the gradient
+    softmax(logits) - onehot(targets) is one elementwise pass in the logits' dtype. The target is
+    picked by comparison, which shards and fuses where a gather's transpose (a scatter) does not.
+    """
+    return _cross_entropy_fwd(logits, targets)[0]
+
+
+def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    lse = jax.nn.logsumexp(wide, axis=-1)
+    label = jnp.where(_onehot(targets, logits.shape[-1]), wide, 0).sum(-1)
+    return lse - label, (logits, targets, lse)
+
+
+def _cross_entropy_bwd(residuals: Any, grad: jax.Array) -> tuple[jax.Array, None]:
+    logits, targets, lse = residuals
+    softmax = jnp.exp(logits.astype(lse.dtype) - lse[..., None])
+    d_logits = (softmax - _onehot(targets, logits.shape[-1])) * grad[..., None]
+    return d_logits.astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _onehot(targets: jax.Array, vocab_size: int) -> jax.Array:
+    return targets[..., None] == jnp.arange(vocab_size)

@@ -1,0 +1,71 @@
+"""What the main job says before and after training.
+
+Example::
+
+    console.print(bytes_by_stage(config, mesh, create_state, key))
+    console.print(summary(history, progress, folder))
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.table import Table
+
+import zerojax
+from examples.job import Job
+from examples.progress import Progress, told
+from examples.run_folder import History, RunFolder
+from zerojax.config import ZeroConfig
+
+
+def bytes_by_stage(
+    config: ZeroConfig, mesh: Mesh, create_state: Callable[[jax.Array], Any], key: jax.Array
+) -> Table:
+    """What one device keeps between steps at each ZeRO stage, from the plans alone."""
+    table = Table(title=f"State at rest on each of {mesh.size} devices", title_justify="left")
+    table.add_column("ZeRO stage")
+    table.add_column("bytes", justify="right")
+    table.add_column("of stage 0", justify="right")
+    whole = 0
+    for stage in range(4):
+        zero = zerojax.zero(dataclasses.replace(config, stage=stage), mesh=mesh)
+        held = zero.plan(zero.abstract_state(create_state, key)).bytes_per_device
+        whole = whole or held
+        chosen = stage == config.stage
+        table.add_row(
+            f"{stage} (this run)" if chosen else str(stage),
+            f"{held:,}",
+            f"{held / whole:.1%}",
+            style="bold" if chosen else "",
+        )
+    return table
+
+
+def title(job: Job, config: ZeroConfig, mesh: Mesh) -> str:
+    """The curve's title."""
+    device = mesh.devices.flat[0]
+    text = ", ".join(path.name for path in job.text) or "the Python library's sources"
+    return (
+        f"GPT {job.model} on {text}\nZeRO stage {config.stage}, {mesh.size} x {device.device_kind}"
+    )
+
+
+def already_done(folder: RunFolder, done: int, steps: int) -> str:
+    """For a run that is asked for no more than it has."""
+    return (
+        f"{folder.checkpoints} has {done} steps, and {steps} were asked for: nothing to do. "
+        f"--steps {2 * done} goes on from there, --restart begins again."
+    )
+
+
+def summary(history: History, progress: Progress, folder: RunFolder) -> str:
+    """One line: held-out loss before -> after, tokens/s, peak bytes per device, paths."""
+    before, after = history.held_out[0][1], history.held_out[-1][1]
+    return (
+        f"held-out loss {before:.3f} -> [bold]{after:.3f}[/] | "
+        f"{progress.tokens_per_second:,.0f} tokens/s | {told(progress.peak)} | "
+        f"checkpoint {folder.checkpoints}/{folder.step} | curve {folder.curve}"
+    )

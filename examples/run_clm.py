@@ -1,0 +1,169 @@
+"""Train a GPT as a byte-level language model with ZeRO: the main job.
+
+Command, from the repository root::
+
+    python -m examples.run_clm                              # the Python library's own sources
+    python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
+    python -m examples.run_clm --model small --scan --remat --batch-size 64
+
+Hardware, time and the number to expect: @@NUMBERS@@
+
+It prints what each device holds, evaluates on text that it never trains on, writes an orbax
+checkpoint at each evaluation, continues from the newest one when run again with the same `--out`,
+and draws the loss curve beside it.
+"""
+
+import pathlib
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import typer
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.markup import escape
+
+import zerojax
+from examples import curve, data, report
+from examples.devices import data_mesh
+from examples.gpt import GPT, SIZES, loss_fn
+from examples.job import DEFAULT_CONFIG, Job, size_of
+from examples.progress import Progress
+from examples.run_folder import RunFolder
+from zerojax.config import load
+
+EVAL_BATCHES = 4
+
+
+def train(job: Job, console: Console) -> None:
+    """The whole job, from text to curve."""
+    text = job.read_text()
+    mesh = data_mesh(job.devices)
+    config = load(job.config)
+    rows = job.rows(config, mesh.size)
+    zero = zerojax.zero(config, mesh=mesh)
+    model = GPT(job.model_config)
+    batches = data.Batches(text.train, rows, job.block_size, job.seed)
+    unseen = data.Batches(text.held_out, rows, job.block_size)
+    init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, job.block_size), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
+
+    @zero
+    def train_step(state: TrainState, batch: Any, dropout_key: jax.Array) -> Any:
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+
+        def loss(params: Any) -> jax.Array:
+            variables, rngs = {"params": params}, {"dropout": dropout_key}
+            logits = state.apply_fn(variables, inputs, deterministic=False, rngs=rngs)
+            return loss_fn(logits, targets)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    @jax.jit
+    def eval_step(params: Any, batch: Any) -> jax.Array:
+        params = optax.tree.cast(params, jnp.bfloat16) if config.bf16 else params
+        logits: Any = model.apply({"params": params}, batch["tokens"][:, :-1])
+        return loss_fn(logits, batch["tokens"][:, 1:])
+
+    def held_out_loss(state: TrainState) -> float:
+        by_row = NamedSharding(mesh, PartitionSpec("data"))
+        some = [jax.device_put(batch, by_row) for batch in unseen.spread(EVAL_BATCHES)]
+        return sum(float(eval_step(state.params, batch)) for batch in some) / len(some)
+
+    identity = job.identity(config, rows, text)
+    with RunFolder(job.out, identity, restart=job.restart) as folder:
+        history, start = folder.history(), folder.step or 0
+        if start >= job.steps:
+            console.print(report.already_done(folder, start, job.steps))
+            return
+        console.print(report.bytes_by_stage(config, mesh, create_state, init_key))
+        if start:
+            state = folder.restore(zero.abstract_state(create_state, init_key))
+            console.print(f"Continuing from step {start} in {folder.checkpoints}")
+        else:
+            state = zero.init(create_state, init_key)
+        console.print(str(zero.plan(state)))
+
+        tokens = rows * job.block_size
+        with Progress(console, job.steps, done=start, step_tokens=tokens, mesh=mesh) as progress:
+            if start == 0:
+                history.held_out.append((0, held_out_loss(state)))
+                progress.held_out(*history.held_out[-1])
+            for step in range(start, job.steps):
+                key = jax.random.fold_in(dropout_key, step)
+                state, metrics = train_step(state, batches.batch_at(step), key)
+                history.train.append(metrics["loss"])
+                progress.advance(step + 1, metrics["loss"])
+                if (step + 1) % job.eval_every == 0 or step + 1 == job.steps:
+                    history.held_out.append((step + 1, held_out_loss(state)))
+                    progress.held_out(*history.held_out[-1])
+                    folder.save(step + 1, state, history)
+    curve.draw(folder.curve, history, report.title(job, config, mesh))
+    console.print(report.summary(history, progress, folder))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help="Train a GPT as a byte-level language model with ZeRO.")
+def main(
+    more_text: Annotated[list[pathlib.Path] | None, typer.Argument(hidden=True)] = None,
+    text: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(help="UTF-8 text files  [default: the Python library's sources]"),
+    ] = None,
+    config: Annotated[pathlib.Path, typer.Option(help="DeepSpeed JSON")] = DEFAULT_CONFIG,
+    steps: Annotated[int, typer.Option(min=1, help="updates in all, resumed ones included")] = 300,
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "mini",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="rows per update, over all devices")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="bytes per row")] = None,
+    scan: Annotated[bool, typer.Option(help="compile one block, not one per layer")] = False,
+    remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
+    dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    out: Annotated[
+        pathlib.Path, typer.Option(help="checkpoints and the curve; continued from if there")
+    ] = pathlib.Path("runs/clm"),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    devices: Annotated[
+        int | None, typer.Option(help="how many  [default: all; 8 virtual ones on a CPU]")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="steps between evaluations and checkpoints")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="discard --out's checkpoints")] = False,
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        job = Job(
+            text=[*(text or []), *(more_text or [])],
+            config=config,
+            steps=steps,
+            model=model,
+            batch_size=batch_size,
+            block_size=block_size or size_of(model)["block_size"],
+            scan=scan,
+            remat=remat,
+            dropout=dropout,
+            out=out,
+            seed=seed,
+            devices=devices,
+            eval_every=eval_every or max(1, steps // 10),
+            restart=restart,
+        )
+        train(job, console)
+    except (ValueError, PermissionError) as error:
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

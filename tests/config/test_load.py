@@ -1,0 +1,313 @@
+"""What a JSON or a dict becomes, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerojax.config import ConfigError, OptimizerConfig, ZeroConfig, load
+from zerojax.config.families import OPTIMIZERS, SCHEDULERS
+from zerojax.config.keys import KEYS, sections
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+
+# As guides to ZeRO-2 and ZeRO-3 print it, fp16 and offload off.
+GUIDE = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def refusal(config: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    text = str(caught.value)
+    assert "pydantic" not in text
+    return text
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_ready_configs_load(path):
+    config = load(path)
+    stage, _, dtype = path.stem.removeprefix("zero").partition("_")
+    assert config.stage == int(stage)
+    assert config.bf16 == (dtype == "bf16")
+    assert config.gradient_clipping == 1.0
+    for world in (1, 2, 3, 8):
+        assert config.batch(world) == (None, None, 1)
+
+
+def test_there_are_ready_configs_for_every_stage():
+    assert {p.stem for p in CONFIGS} >= {f"zero{s}" for s in range(4)} | {"zero3_bf16"}
+
+
+def test_path_str_dict_and_config_say_the_same(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(GUIDE))
+    want = load(GUIDE)
+    assert load(path) == load(str(path)) == want
+    assert load(want) is want
+    assert hash(load(path)) == hash(want)
+
+
+def test_guide_loads_with_every_key_noted():
+    config = load(GUIDE)
+    assert config == ZeroConfig(
+        stage=3,
+        bf16=True,
+        gradient_clipping=1.0,
+        optimizer=OptimizerConfig(type="AdamW"),
+        scheduler=config.scheduler,
+    )
+    notes = {note.key: note for note in config.notes}
+    assert len(notes) == len(config.notes)
+    assert notes["zero_optimization.overlap_comm"].status == "left to XLA"
+    assert notes["steps_per_print"].status == "no effect"
+    assert notes["fp16.loss_scale"].status == "no effect"
+    assert notes["zero_optimization.stage"].status == "honoured"
+    for key in ("gradient_clipping", "train_batch_size", "optimizer.params.lr", "fp16.enabled"):
+        assert notes[key].status == "resolved"
+        assert notes[key].reason
+    assert "left to XLA" in notes["zero_optimization.reduce_bucket_size"].reason
+
+    def leaves(tree, path=""):
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                yield from leaves(value, f"{path}{name}.")
+            else:
+                yield f"{path}{name}"
+
+    assert set(leaves(GUIDE)) <= set(notes)
+
+
+def test_json_defaults_are_deepspeeds_and_are_told():
+    config = load({})
+    assert (config.stage, config.gradient_clipping) == (0, 1.0)
+    assert [(n.key, n.value, n.status) for n in config.notes] == [
+        ("gradient_clipping", 1.0, "default")
+    ]
+    assert load({"gradient_clipping": 0}).gradient_clipping == 0.0
+    named = load({"optimizer": {"type": "Adam", "params": {}}})
+    assert ("optimizer.params.lr", 1e-3) in [(n.key, n.value) for n in named.notes]
+
+
+@pytest.mark.parametrize("path", sorted(KEYS))
+def test_every_key_is_taken_at_its_default(path):
+    key = KEYS[path]
+    if path.startswith(("optimizer", "scheduler")) or (key.field and key.default is None):
+        return
+    config: object = key.default
+    for name in reversed(path.split(".")):
+        config = {name: config}
+    notes = {note.key: note for note in load(config).notes}
+    assert notes[path].status in ("honoured", "left to XLA", "no effect")
+
+
+@pytest.mark.parametrize("path", [p for p, k in KEYS.items() if k.treatment == "off only"])
+def test_every_off_key_is_refused_when_on(path):
+    key = KEYS[path]
+    candidates = (True, False, "cpu", "fp16", 2, 7, 0.5, {"a": 1})
+    on = next(v for v in candidates if key.kind.accepts(v) and v not in key.accepts)
+    config: object = on
+    for name in reversed(path.split(".")):
+        config = {name: config}
+    if path.startswith("optimizer."):
+        config["optimizer"]["type"] = "Adam"
+    text = refusal(config)
+    assert text.startswith(f"{path} = ")
+    assert "not supported: " in text
+    assert key.why in text
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`?"),
+        ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag: .*`zero_optimization.stage`"),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "offload_param.device`"),
+        ({"stage": 3}, "stage: unknown key here; it belongs at `zero_optimization.stage`"),
+        ({"bf16": {"loss_scale": 0}}, "it belongs at `fp16.loss_scale`"),
+        ({"optimizer": {"type": "Adam", "lr": 1}}, "it belongs at `optimizer.params.lr`"),
+        ({"zero_optimization": {"gradient_clipping": 1}}, "it belongs at `gradient_clipping`"),
+        ({"xyzzy": 1}, "xyzzy: unknown key; take it out"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "got true"),
+        ({"zero_optimization": {"stage": 3.0}}, "got 3.0"),
+        ({"zero_optimization": {"stage": "3"}}, 'got "3"'),
+        ({"zero_optimization": {"stage": None}}, "got null"),
+        ({"zero_optimization": {"stage": "auto"}}, '"auto" has nothing to resolve it; write 0'),
+        ({"zero_optimization": True}, "zero_optimization: expected an object, got true"),
+        ({"zero_optimization": []}, "expected an object"),
+        ({"fp16": "auto"}, "fp16: expected an object"),
+        ({"train_batch_size": 0}, "at least 1, got 0"),
+        ({"train_batch_size": -8}, "at least 1, got -8"),
+        ({"train_batch_size": True}, "got true"),
+        ({"train_batch_size": 1.5}, "got 1.5"),
+        ({"gradient_clipping": -1}, "gradient_clipping: expected a finite number of at least 0"),
+        ({"gradient_clipping": float("nan")}, "got NaN"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping: expected a finite number"),
+        ({"gradient_clipping": True}, "got true"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "5e8 will do"),
+        ({"fp16": {"enabled": True}}, "loss scaling is not there yet"),
+        ({"fp16": {"loss_scale": True}}, "fp16.loss_scale: expected"),
+        ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window: expected"),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "bfloat16 and fp16 modes cannot be simultaneously enabled",
+        ),
+        ({"bf16": {}, "bfloat16": {}}, "bfloat16: means the same as `bf16`"),
+        ({"zero_optimization": {"cpu_offload": True}}, "deprecated"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "not there yet"),
+        ({"data_types": {"grad_accum_dtype": "f32"}}, '"fp32", "bf16", "fp16"'),
+        ({"optimizer": {"params": {}}}, "optimizer.type: missing; one of Adam"),
+        ({"optimizer": {"type": "AdmW"}}, 'did you mean "AdamW"?'),
+        ({"optimizer": {"type": "Rprop"}}, "known: Adam, AdamW"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "1-bit compression is not there yet"),
+        ({"optimizer": {"type": "Muon"}}, "Muon is not there yet"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "use `gradient_clippin"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "unknown parameter"),
+        ({"optimizer": {"type": "Adam", "params": {"beta": [0, 0]}}}, "did you mean `betas`?"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "two numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "AMSGrad is not supported"),
+        ({"optimizer": {"type": "Adam", "params": "auto"}}, "optimizer.params"),
+        ({"scheduler": {"type": "WarmupRL"}}, 'did you mean "WarmupLR"?'),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            'total_num_steps: "auto" cannot be resolved: only the training loop',
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+            "warmup_num_steps: expected a whole number of at least 1, got 0",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
+            "cycle_momentum = true, DeepSpeed's default, is not supported",
+        ),
+        ({3: 4}, "keys are strings"),
+        ([], "expected the path of a JSON file, a mapping or a ZeroConfig"),
+        (None, "expected the path"),
+    ],
+)
+def test_bad_config(config, says):
+    assert re.search(says.replace("(", r"\(").replace("?", r"\?"), refusal(config))
+
+
+def test_all_problems_at_once_one_a_line():
+    with pytest.raises(ConfigError) as caught:
+        load({"zero_optimisation": {}, "fp16": {"enabled": True}, "train_batch_size": "8"})
+    assert len(caught.value.problems) == 3
+    assert len(str(caught.value).splitlines()) == 4
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"bf16": {"enabled": true, "enabled": false}}', "bf16.enabled: stands there more than"),
+        (b'{"a": 1, "a": 2}', "a: stands there more than once"),
+        (b'{"bf16":\n  {"enabled" true}}', "line 2, column 14"),
+        (b"", "not valid JSON at line 1, column 1"),
+        (b"[1, 2]", "expected an object, got [1, 2]"),
+        (b"\xff\xfe\x00\x80garbage", "not a text file"),
+        (b'{"gradient_clipping": NaN}', "NaN is not a number in JSON"),
+        (b'{"a": ' * 100_000, "not a usable JSON file"),
+    ],
+)
+def test_bad_file(tmp_path, text, says):
+    path = tmp_path / "bad.json"
+    path.write_bytes(text)
+    message = refusal(path)
+    assert says in message
+    assert str(path) in message
+
+
+def test_missing_file_and_folder(tmp_path):
+    assert "no such file" in refusal(tmp_path / "none.json")
+    assert "no such file in" in refusal("surely/not/here.json")
+    assert "cannot be read" in refusal(tmp_path)
+    assert "cannot be read" in refusal("nul\0.json")
+
+
+def test_the_dict_is_left_alone_and_copied():
+    mine = {"bfloat16": {"enabled": "auto"}, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}}
+    before = json.dumps(mine)
+    config = load(mine)
+    assert json.dumps(mine) == before
+    mine["optimizer"]["params"]["lr"] = 2.0
+    assert config.optimizer.params["lr"] == 1.0
+
+
+def test_a_dict_within_itself_is_refused():
+    mine: dict[str, object] = {}
+    mine["bf16"] = mine
+    assert "nested too deeply" in refusal(mine)
+
+
+NAMES = sorted({name for names in sections().values() for name in names} | {"stag", "lr", ""})
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10)
+    | st.floats()
+    | st.sampled_from(["auto", "cpu", "x", *OPTIMIZERS, *SCHEDULERS])
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.dictionaries(st.sampled_from(NAMES), inner, max_size=5) | st.lists(inner, max_size=2)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6))
+@settings(deadline=None, max_examples=300)
+def test_any_dict_loads_or_is_refused(config):
+    try:
+        loaded = load(config)
+    except ConfigError as error:
+        problems = error.problems
+        told = str(error)
+    else:
+        problems, told = (), ""
+        assert hash(loaded) == hash(load(config))
+    assert all(problem in told for problem in problems)
+    assert len(told.splitlines()) == len(problems) + (len(problems) > 1)

@@ -1,0 +1,118 @@
+"""Gradient accumulation: the body once for each micro-batch, one update at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend import core
+
+from zerojax import compat
+from zerojax.body import Cut, View, apply
+from zerojax.parts import Parts
+
+# evaluate(parts, micro_batch) runs the body; parts.opt_state is a View.
+Evaluate = Callable[[Parts, Any], tuple[Parts, Any]]
+
+
+def accumulate(
+    evaluate: Evaluate, parts: Parts, batch: Any, tx: optax.GradientTransformation,
+    *, sharded: Cut, kept: Cut, dtype: Any,
+) -> tuple[Parts, Any]:
+    """One step of ``k`` micro-batches.
+
+    The gradient is the equal-weight mean, :math:`g = \\frac{1}{k} \\sum_i g_i`, summed in
+    ``dtype``. Other state (batch statistics, PRNG keys) passes from one micro-batch to the next;
+    the step counter is the same for all of them.
+
+    Args:
+      evaluate: runs the user's step on one micro-batch with an optimizer that only collects.
+      parts: the state; its ``opt_state`` a :class:`View` of the optimizer's own state.
+      batch: leaves [k, rows, ...]; scalars go to every micro-batch.
+      tx: the wrapped transformation.
+      sharded, kept: constrain gradients to their shards, and to how they are accumulated.
+      dtype: of the accumulator; None for the parameter's, float32 at least.
+
+    Returns:
+      The state after one update, and the step's results: numbers averaged, arrays stacked
+      along a new first dimension.
+    """
+    view: View = parts.opt_state
+    params = parts.params if view.masters is None else view.masters
+    zeros = kept(jax.tree.map(lambda p: jnp.zeros(p.shape, _accumulator(p.dtype, dtype)), params))
+    still = jax.tree.map(jnp.zeros_like, parts.params)
+    cut, scalars = _separate(batch)
+    k = cut[0].shape[0] if cut else 1
+
+    def micro(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
+        rest, grads = carry
+        here = parts._replace(opt_state=view._replace(grads=grads, updates=still), rest=rest)
+        made, out = evaluate(here, scalars(rows))
+        return (made.rest, made.opt_state.grads), (out, made.step)
+
+    (rest, grads), (outs, steps) = lax.scan(micro, (parts.rest, zeros), cut)
+    grads = sharded(jax.tree.map(lambda g: g / k, grads))
+    updates, opt = tx.update(grads, view.opt, params)
+    after = view._replace(opt=opt)
+    if view.masters is not None:
+        updates, after = apply(after, updates)
+
+    def last(updates: Any, rest: Any) -> tuple[Parts, Any]:
+        """The body on the last micro-batch, with these as the updates of ``apply_gradients``."""
+        here = parts._replace(opt_state=view._replace(grads=zeros, updates=updates), rest=rest)
+        return evaluate(here, scalars([x[-1] for x in cut]))
+
+    # What follows from the new parameters (their average, say) is made once, by the real update;
+    # XLA drops the rest of this run of the body.
+    (final, out), (late, late_out) = _with_dependence(last, updates, parts.rest)
+    made = Parts(
+        params=final.params,
+        opt_state=after._replace(grads=None, updates=None),
+        step=steps[-1],
+        rest=_choose(late.rest, final.rest, rest),
+    )
+    return made, _choose(late_out, out, jax.tree.map(_combine, outs))
+
+
+def _accumulator(param: Any, dtype: Any) -> Any:
+    return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
+
+
+def _separate(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves that are cut into micro-batches, and the way back from one cut of each."""
+    leaves, tree = jax.tree.flatten(batch)
+    cut = [x for x in leaves if jnp.ndim(x)]
+
+    def back(rows: list[Any]) -> Any:
+        left = iter(rows)
+        return jax.tree.unflatten(tree, [next(left) if jnp.ndim(x) else x for x in leaves])
+
+    return cut, back
+
+
+def _combine(x: jax.Array) -> jax.Array:
+    if x.ndim > 1 or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        return x
+    return jnp.mean(x, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32)
+
+
+def _with_dependence(function: Callable[..., Any], first: Any, *others: Any) -> tuple[Any, Any]:
+    """The result of ``function``, and which of its leaves depend on the first argument."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(first, *others)
+    jaxpr, _ = compat.open_jaxpr(closed)
+    reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, core.Literal) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    marks = [not isinstance(v, core.Literal) and v in reached for v in jaxpr.outvars]
+    outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves((first, *others)))
+    tree = jax.tree.structure(shape)
+    return jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, marks)
+
+
+def _choose(marks: Any, marked: Any, unmarked: Any) -> Any:
+    return jax.tree.map(lambda m, a, b: a if m else b, marks, marked, unmarked)

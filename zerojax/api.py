@@ -1,0 +1,134 @@
+"""``zerojax.zero``: one object for one config on one mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from zerojax import mesh as meshes
+from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.optim.named import named_optimizer
+from zerojax.optim.schedules import schedule
+from zerojax.optim.wrap import ZeroTransformation, wrap
+from zerojax.plan import Plan
+from zerojax.state import States
+from zerojax.step import Step
+
+
+class Zero:
+    """ZeRO for a train step, as a config asks, over the devices of a mesh.
+
+    Made by :func:`zero`. Calling it decorates a step.
+    """
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh, specs: Any, donate: bool) -> None:
+        self.config = config
+        self.mesh = meshes.automatic(mesh)
+        axis = meshes.shard_axis(self.mesh)
+        config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
+        self._states = States(config, self.mesh, axis, specs)
+        self._donate = donate
+
+    def __call__(self, train_step: Callable[..., Any]) -> Step:
+        """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
+        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX."""
+        return Step(train_step, self._states, self._donate)
+
+    def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
+        """Makes a state that is sharded from the start.
+
+        Args:
+          create_state: ``create_state(*args)`` returns a ``TrainState``, or a pair of an
+            ``nnx.Module`` and its ``nnx.Optimizer``. It runs under ``jit``.
+          *args: usually a PRNG key.
+
+        Returns:
+          The same, on the mesh as planned, with its optimizer wrapped as the config asks.
+        """
+        return self._states.init(create_state, *args)
+
+    def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
+        """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings: for
+        ``train_step.lower`` and for orbax to restore into. Touches no device."""
+        return self._states.abstract(create_state, *args)
+
+    def plan(self, *state: Any) -> Plan:
+        """How a state lies over the devices, and why.
+
+        Args:
+          *state: a ``TrainState``, or a model and its optimizer (or the pair); abstract ones too.
+
+        Returns:
+          Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of it is
+          a table with bytes per device and reasons.
+        """
+        objects = state[0] if len(state) == 1 and isinstance(state[0], tuple) else state
+        return self._states.plan(self._states.open(tuple(objects)))
+
+    def optimizer(self) -> ZeroTransformation:
+        """The config's optimizer with its schedule and clipping, as an optax transformation.
+
+        Raises:
+          ConfigError: the config names no optimizer.
+        """
+        config = self.config
+        if config.optimizer is None:
+            raise ConfigError(
+                'optimizer: the config names none. Add {"optimizer": {"type": "AdamW", "params": '
+                '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create yourself.'
+            )
+        rate = None
+        if config.scheduler is not None:
+            rate = schedule(config.scheduler, config.optimizer.with_defaults()["lr"])
+        tx, learning_rate = named_optimizer(config.optimizer, rate)
+        return wrap(
+            tx, gradient_clipping=config.gradient_clipping, learning_rate=learning_rate
+        )
+
+    def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
+        """The config's clipping and telemetry around the user's own optax transformation."""
+        return self._states.wrap(tx)
+
+
+def zero(
+    config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    donate: bool = True,
+    **keywords: Any,
+) -> Zero:
+    """Reads a config and returns what decorates a train step.
+
+    Args:
+      config: a DeepSpeed JSON as a path or a dict, with DeepSpeed's defaults; or a
+        :class:`ZeroConfig`.
+      mesh: the devices; all there are, on one "data" axis, by default. ZeRO shards over "data";
+        other axes are the user's.
+      specs: the user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, where
+        the model does not carry them itself (flax partitioning metadata, logical or not).
+      donate: reuse the memory of the state passed to the step, which is then gone, as with
+        ``jax.jit(donate_argnums=0)``.
+      **keywords: the fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
+        they do not ask for.
+
+    Raises:
+      ConfigError: names the key, its value and the remedy.
+
+    Example:
+      >>> import zerojax
+      >>> zero = zerojax.zero(stage=3, bf16=True)
+      >>> @zero
+      ... def train_step(state, batch):
+      ...     ...
+    """
+    if config is not None and keywords:
+        raise ConfigError(
+            f"{', '.join(keywords)}: pass a config or keywords, not both; change the config instead."
+        )
+    resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config)
+    return Zero(resolved, meshes.mesh() if mesh is None else mesh, specs, donate)

@@ -1,0 +1,185 @@
+"""What the user's step sees: its own state, with an optimizer that is zerojax's.
+
+The state's ``params`` are the compute parameters. Its ``opt_state`` is a :class:`View`, and
+its ``tx`` takes and returns views, so that what happens in ``apply_gradients`` travels through
+the user's code as plain values, whatever that code does with the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from zerojax.parts import Opened, Parts
+from zerojax.state import take_apart
+
+
+class View(NamedTuple):
+    """The ``opt_state`` that the user's step carries.
+
+    Attributes:
+      opt: the optimizer's own state.
+      masters: full-precision parameters, where the step computes with a copy; else None.
+      compute: that copy after the last update; None without masters.
+      grads: accumulated gradient, under accumulation; else None.
+      updates: what ``apply_gradients`` adds to the parameters, under accumulation; else None.
+    """
+
+    opt: Any
+    masters: Any = None
+    compute: Any = None
+    grads: Any = None
+    updates: Any = None
+
+
+Cut = Callable[[Any], Any]
+
+
+class Calls:
+    """How often the optimizer was reached in one trace of the step."""
+
+    n = 0
+
+
+def updating(tx: optax.GradientTransformation, cut: Cut, calls: Calls) -> Any:
+    """An optimizer that updates at once.
+
+    Args:
+      tx: the wrapped transformation.
+      cut: constrains a gradient tree to its shards.
+      calls: counts.
+    """
+
+    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+        calls.n += 1
+        if view.masters is None:
+            updates, opt = tx.update(cut(grads), view.opt, params, **extra)
+            return updates, view._replace(opt=opt)
+        updates, opt = tx.update(cut(grads), view.opt, view.masters, **extra)
+        return apply(view._replace(opt=opt), updates)
+
+    return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def apply(view: View, updates: Any) -> tuple[Any, View]:
+    """Updates the masters, and says what to add to the compute parameters to get their copy."""
+    masters = optax.apply_updates(view.masters, updates)
+    difference = jax.tree.map(lambda m, p: m - p.astype(m.dtype), masters, view.compute)
+    compute = optax.apply_updates(view.compute, difference)
+    return difference, view._replace(masters=masters, compute=compute)
+
+
+def collecting(cut: Cut, calls: Calls) -> Any:
+    """An optimizer that only adds the gradient up; see :class:`View` for what it returns."""
+
+    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+        calls.n += 1
+        if extra:
+            raise TypeError(
+                f"apply_gradients passes {sorted(extra)} to the optimizer, which cannot be "
+                "accumulated over micro-batches: set gradient_accumulation_steps to 1."
+            )
+        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), view.grads, cut(grads))
+        return view.updates, view._replace(grads=cut(summed))
+
+    return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def _no_init(params: Any) -> Any:
+    raise TypeError("a decorated step updates its optimizer; it cannot start a new one")
+
+
+class Body:
+    """The user's function on a state taken apart.
+
+    Args:
+      function: the user's step.
+      opened: how to put the state together again.
+      accumulation: micro-batches per update.
+    """
+
+    def __init__(self, function: Callable[..., Any], opened: Opened, accumulation: int) -> None:
+        self.function, self.close, self.accumulation = function, opened.close, accumulation
+        self.calls = Calls()
+
+    def __call__(self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any) -> tuple[Parts, Any]:
+        """Runs the step; ``parts.opt_state`` is a :class:`View`, and ``tx`` takes one.
+
+        Raises:
+          TypeError: the step returns something else, or changes the structure of the state.
+          ValueError: it updates never, or twice under accumulation.
+        """
+        self.calls.n = 0
+        state = self.close(parts, tx)
+        if isinstance(state, tuple):  # NNX: updated in place
+            out = self.function(*state, batch, *args, **kwargs)
+            made = take_apart(state).parts
+        else:
+            new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
+            made = take_apart((new,)).parts
+        self._check_calls()
+        before, after = jax.tree.structure(parts), jax.tree.structure(made)
+        if before != after:
+            raise TypeError(
+                f"{self._name} changed the structure of the state from {before} to {after}: "
+                "a training state keeps its fields and their trees from step to step."
+            )
+        return made, out
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.function, "__name__", "the step")
+
+    def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
+        if (
+            isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], type(state))
+        ):
+            return returned
+        raise TypeError(
+            f"{self._name} returned {_kind(returned)}: a decorated step returns the pair "
+            f"(state, metrics), with a {type(state).__name__} first."
+        )
+
+    def _check_calls(self) -> None:
+        if not self.calls.n:
+            raise ValueError(
+                f"{self._name} never updates (state.apply_gradients, or optimizer.update in NNX): "
+                "nothing would be trained. Call it with the gradients; put a step that does not "
+                "train under jax.jit instead."
+            )
+        if self.accumulation > 1 and self.calls.n > 1:
+            raise ValueError(
+                f"{self._name} updates {self.calls.n} times, which cannot be accumulated over "
+                f"{self.accumulation} micro-batches: update once, or set "
+                "gradient_accumulation_steps to 1."
+            )
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, tuple):
+        return f"a tuple of {', '.join(type(y).__name__ for y in x)}"
+    return f"a {type(x).__name__}"
+
+
+def masters_after(view: View, returned: Any) -> Any:
+    """The parameters to keep, given those that the step returned.
+
+    Where the step returned what ``apply_gradients`` made, the masters. Where it changed a
+    parameter afterwards (clipped a weight, say), its own value.
+    """
+    if view.masters is None:
+        return returned
+    return jax.tree.map(
+        lambda mine, seen, its: jnp.where(its == seen, mine, its.astype(mine.dtype)),
+        view.masters, view.compute, returned,
+    )
+
+
+def constrainer(shardings: Any) -> Cut:
+    """Constrains a tree to ``shardings``."""
+    return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)

@@ -1,0 +1,4 @@
+"""Which collectives a step has, and where they stand."""
+
+from zerojax.collectives.insert import Inserter as Inserter
+from zerojax.collectives.insert import Shard as Shard

@@ -1,0 +1,281 @@
+"""Where a sharded parameter becomes whole: inserted after the user's step has been traced.
+
+The body is traced to a jaxpr, in which differentiation has already happened, and run again
+equation by equation. A parameter enters as its shard. Equations that work element by element
+or only change its layout run on the shard; the first equation that needs the whole parameter
+(a matrix product, a lookup, a convolution) gets an all-gather in front. Loops and
+rematerialised blocks are entered, so that a stacked parameter is gathered one layer at a time.
+
+Everything inserted is an identity (a sharding constraint, an optimization barrier), so the
+numbers cannot change, whatever the body does. And because the backward pass stands in the same
+jaxpr, a parameter is gathered again there without any rule for differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import compat
+from zerojax.collectives import layout, wanted
+from zerojax.collectives.layout import Spec
+
+_ELEMENTWISE = frozenset(
+    "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq erf exp "
+    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul name ne neg "
+    "not or pow reduce_precision rem round rsqrt select_n sign sin sqrt "
+    "square stop_gradient sub tan tanh xor".split()
+)
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin".split())
+_CALLS = {
+    prims.jit_p: "jaxpr",
+    prims.closed_call_p: "call_jaxpr",
+    prims.custom_jvp_call_p: "call_jaxpr",
+    prims.custom_vjp_call_p: "call_jaxpr",
+    prims.remat_p: "jaxpr",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A parameter, or a value of its shape made from it, in the body.
+
+    ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
+    the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
+    """
+
+    value: jax.Array
+    spec: Spec
+    whole: jax.Array | None = None
+
+
+@dataclass
+class _Scope:
+    """The stretch of program in which one gather of a parameter may serve several uses.
+
+    One iteration of a loop or one rematerialised block: the gather dies with it. The body
+    itself is no such stretch at stage 3: there each use gathers anew, held apart from the
+    earlier ones by a barrier, so that no gathered parameter lives on to the backward pass.
+    """
+
+    share: bool
+    gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
+    seen: dict[int, Shard] = field(default_factory=dict)
+    token: jax.Array | None = None
+
+
+class Inserter:
+    """Runs a traced body on sharded parameters.
+
+    Args:
+      mesh: the mesh of all specs.
+      axis: the axis over which ZeRO shards.
+      keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers
+        where used, drops, and gathers again (stage 3).
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
+        self.mesh, self.axis, self.keep = mesh, axis, keep
+
+    def __call__(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays."""
+        return [_plain(o) for o in self._run(closed, args, _Scope(share=self.keep))]
+
+    def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        return lax.with_sharding_constraint(
+            value, NamedSharding(self.mesh, PartitionSpec(*spec))
+        )
+
+    def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        """All-gathers a shard. The shard's own spec is pinned first, else XLA may move the
+        cast that made it behind the gather and send twice the bytes."""
+        pinned = self.constrain(value, spec)
+        return self.constrain(pinned, layout.without(spec, self.axis))
+
+    def _gather(self, shard: Shard, scope: _Scope, rest: Sequence[Any]) -> jax.Array:
+        if shard.whole is not None:
+            return shard.whole
+        if id(shard) in scope.gathered:
+            return scope.gathered[id(shard)][1]
+        value = shard.value
+        if not scope.share:
+            if id(shard) in scope.seen and scope.token is not None:
+                value, _ = lax.optimization_barrier((value, scope.token))
+            scope.seen[id(shard)] = shard
+            scope.token = next(
+                (x for x in rest if not isinstance(x, Shard) and getattr(x, "ndim", 0)), scope.token
+            )
+        whole = self.whole(value, shard.spec)
+        if scope.share:
+            scope.gathered[id(shard)] = shard, whole
+        return whole
+
+    def scattered(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """A gradient as its shard: the sum over the axis becomes a reduce-scatter.
+
+        Wanted whole first, and cut then. Without that XLA carries the cut on to what the
+        gradient is made from and gathers every device's activations or cotangents for it.
+        """
+        whole = self.constrain(gradient, layout.without(spec, self.axis))
+        return self.constrain(whole, spec)
+
+    def _run(
+        self, closed: Any, args: Sequence[Any], scope: _Scope, want: Sequence[Spec | None] = ()
+    ) -> list[Any]:
+        jaxpr, consts = compat.open_jaxpr(closed)
+        want = want or [None] * len(jaxpr.outvars)
+        wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            with (
+                source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
+                eqn.ctx.manager,
+            ):
+                if any(isinstance(v, Shard) for v in values) or not wants.keys().isdisjoint(
+                    eqn.outvars
+                ):
+                    outs = self._equation(eqn, values, scope, wants)
+                else:
+                    outs = _bind(eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec]
+    ) -> Sequence[Any]:
+        if eqn.primitive in _CALLS:
+            return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
+        if eqn.primitive is prims.scan_p:
+            if self.keep:
+                values = self._all_whole(values, scope)
+            return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants))
+        if any(isinstance(v, Shard) for v in values):
+            return self._use(eqn, values, scope)
+        outs = _bind(eqn, values)
+        if wanted.passes(eqn):
+            return outs
+        return [
+            self.scattered(o, wants[v]) if v in wants else o
+            for v, o in zip(eqn.outvars, outs, strict=True)
+        ]
+
+    def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
+        name = eqn.primitive.name
+        shards = [v for v in values if isinstance(v, Shard)]
+        shape = eqn.outvars[0].aval.shape
+        if name in _ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
+            (shards[0].spec, shape)  # not where a bias is broadcast against activations
+        }:
+            return self._on_shards(eqn, values, shards[0].spec)
+        if name in _REDUCTIONS:
+            return _bind(eqn, [_plain(v) for v in values])
+        if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
+            return self._on_shards(eqn, values, spec)
+        if eqn.primitive is prims.sharding_constraint_p and (
+            wanted.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
+        ):
+            return shards  # flax unboxing a parameter with the user's own spec
+        if name == "optimization_barrier":
+            outs = _bind(eqn, [_plain(v) for v in values])
+            return [_like(v, o) for v, o in zip(values, outs, strict=True)]
+        if not self.keep and eqn.primitive is prims.while_p:
+            return self._while(eqn.params, values, scope)
+        if not self.keep and eqn.primitive is prims.cond_p:
+            index, *operands = values
+            return lax.switch(index, [self._closed(b, operands) for b in eqn.params["branches"]])
+        return _bind(eqn, self._all_whole(values, scope))
+
+    def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
+        return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
+
+    def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
+        outs = _bind(eqn, [_plain(v) for v in values])
+        return [Shard(self.constrain(o, spec), spec) for o in outs]
+
+    def _call(
+        self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
+    ) -> Sequence[Any]:
+        if eqn.primitive is prims.remat_p:
+            if self.keep:
+                values = self._all_whole(values, scope)
+            if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+                held = lax.optimization_barrier([_plain(v) for v in values])
+                values = [_like(v, h) for v, h in zip(values, held, strict=True)]
+            scope = _Scope(share=True)
+        return self._run(eqn.params[_CALLS[eqn.primitive]], values, scope, want)
+
+    def _closed(self, jaxpr: Any, captured: Sequence[Any]) -> Callable[..., list[Any]]:
+        """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""
+
+        def body(*args: Any) -> list[Any]:
+            outs = self._run(jaxpr, (*captured, *args), _Scope(share=True))
+            return [_plain(o) for o in outs]
+
+        return body
+
+    def _while(self, p: dict[str, Any], values: list[Any], scope: _Scope) -> Sequence[Any]:
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        cond, body = (
+            self._closed(p["cond_jaxpr"], values[:a]), self._closed(p["body_jaxpr"], values[a:b])
+        )
+        carry = self._all_whole(values[b:], scope)
+        return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
+
+    def _scan(
+        self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
+    ) -> Sequence[Any]:
+        p = eqn.params
+        a, n = compat.scan_counts(eqn)
+        consts, carry, xs = values[:a], values[a : a + n], values[a + n :]
+        carry = self._all_whole(carry, scope)
+        # A stack cut along its layers has to be whole before the loop can take one.
+        xs = [
+            self._gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
+        ]
+        specs_out: dict[int, Spec] = {}
+
+        def body(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+            sliced = [
+                Shard(s, x.spec[1:]) if isinstance(x, Shard) else s
+                for s, x in zip(sliced, xs, strict=True)
+            ]
+            outs = self._run(p["jaxpr"], (*consts, *carry, *sliced), _Scope(share=True), want)
+            specs_out.update({i: o.spec for i, o in enumerate(outs) if isinstance(o, Shard)})
+            outs = [_plain(o) for o in outs]
+            return outs[:n], outs[n:]
+
+        carry, ys = lax.scan(
+            body, carry, [_plain(x) for x in xs],
+            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )
+        stacked = [
+            Shard(y, (None, *specs_out[n + i])) if n + i in specs_out else y
+            for i, y in enumerate(ys)
+        ]
+        return [*carry, *stacked]
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Shard) else value
+
+
+def _like(value: Any, new: jax.Array) -> Any:
+    return Shard(new, value.spec) if isinstance(value, Shard) else new
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]

@@ -1,0 +1,86 @@
+"""Where a gradient is made, so that it can be reduce-scattered there and not later.
+
+The step constrains each gradient to its shard when the optimizer takes it. That may be long
+after it was made: after a loop over layers, or after the sum of two uses of a tied parameter.
+Followed backwards through the jaxpr, the constraint reaches the equations that make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh, NamedSharding
+
+from zerojax import compat
+from zerojax.collectives import layout
+from zerojax.collectives.layout import Spec
+
+_PASSES = frozenset(
+    "add add_any convert_element_type copy copy_p div mul neg select_n sharding_constraint sub".split()
+)
+
+
+def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -> dict[Any, Spec]:
+    """For each variable that is, or goes into, a gradient: the spec of its shard.
+
+    Args:
+      jaxpr: an open jaxpr.
+      outs: the spec wanted of each of its results, None where there is none.
+      mesh, axis: the mesh, and the axis over which ZeRO shards.
+    """
+    wants = {
+        v: spec
+        for v, spec in zip(jaxpr.outvars, outs, strict=True)
+        if spec is not None and not isinstance(v, core.Literal)
+    }
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        if eqn.primitive is prims.sharding_constraint_p:
+            spec = spec_of(eqn)
+            if spec and any(axis in layout.axes(entry) for entry in spec):
+                wants.setdefault(eqn.outvars[0], spec)
+        if eqn.primitive is prims.scan_p:
+            _through_carry(eqn, wants)
+        out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
+        if out not in wants:
+            continue
+        if name in _PASSES:
+            for v in eqn.invars:
+                if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
+                    wants.setdefault(v, wants[out])
+        elif name in layout.INVERSES and (
+            found := layout.INVERSES[name](eqn, wants[out], mesh)
+        ):
+            wants.setdefault(eqn.invars[0], found)
+    return wants
+
+
+def passes(eqn: Any) -> bool:
+    """Whether :func:`trace_back` follows the constraint through this equation."""
+    return eqn.primitive.name in _PASSES or eqn.primitive.name in layout.INVERSES
+
+
+def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:
+    """What is wanted of one iteration's results, given what is wanted of the whole scan's."""
+    _, n = compat.scan_counts(eqn)
+    specs = [wants.get(v) for v in eqn.outvars]
+    stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
+    return [*specs[:n], *(s if s and any(s) else None for s in stacked)]
+
+
+def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
+    a, n = compat.scan_counts(eqn)
+    for out, start in zip(eqn.outvars[:n], eqn.invars[a : a + n], strict=True):
+        if out in wants and not isinstance(start, core.Literal):
+            wants.setdefault(start, wants[out])
+
+
+def spec_of(eqn: Any) -> Spec | None:
+    """The spec that a sharding constraint asks for."""
+    sharding = eqn.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return layout.full(sharding.spec, eqn.outvars[0].aval.ndim)

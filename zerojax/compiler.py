@@ -1,0 +1,17 @@
+"""Options for XLA, set for each compile because an unknown one ends the process."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+# Whole gradients that may wait, in bytes, to be reduced together. XLA's own choice lets
+# hundreds of megabytes wait, which is what stages 2 and 3 are there to avoid.
+BUCKET = 32 * 2**20
+
+
+def options(mesh: Mesh) -> dict[str, int] | None:
+    """Compiler options for the mesh's platform, None where there are none to set."""
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return None
+    # XLA counts the result of a reduce-scatter, which is one device's piece.
+    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}

@@ -1,0 +1,9 @@
+"""The DeepSpeed JSON, read strictly, and the frozen config behind it."""
+
+from zerojax.config.batch import BatchSizes as BatchSizes
+from zerojax.config.errors import ConfigError as ConfigError
+from zerojax.config.frozen import Note as Note
+from zerojax.config.frozen import OptimizerConfig as OptimizerConfig
+from zerojax.config.frozen import SchedulerConfig as SchedulerConfig
+from zerojax.config.frozen import ZeroConfig as ZeroConfig
+from zerojax.config.load import load as load

@@ -1,0 +1,47 @@
+"""Every key of the JSON: its kind, DeepSpeed's default, and what zerojax does with it.
+
+The loader, the schema and the frozen config all read this one table. To teach zerojax a key,
+change its row.
+"""
+
+from functools import cache
+
+from zerojax.config.row import Key as Key
+from zerojax.config.rows_numbers import batch_and_numbers, optimizer_and_scheduler
+from zerojax.config.rows_other import elsewhere, reports
+from zerojax.config.rows_zero import zero
+
+
+def _table() -> dict[str, Key]:
+    rows = [*batch_and_numbers(), *zero(), *optimizer_and_scheduler(), *reports(), *elsewhere()]
+    table = {key.path: key for key in rows}
+    assert len(table) == len(rows), "a key stands in the table twice"
+    return table
+
+
+KEYS: dict[str, Key] = _table()
+
+# Sections that may be null, which means the same as leaving them out.
+NULLABLE = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
+
+# Old names at the top level that DeepSpeed still takes.
+ALIASES = {"bfloat16": "bf16"}
+
+# Which row speaks for a field of `ZeroConfig`.
+BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field} | {
+    "check_grad_overflow": KEYS["bf16.check_grad_overflow"]
+}
+
+
+@cache
+def sections() -> dict[str, list[str]]:
+    """Each section's path ("" is the top) and the names in it, sections among them."""
+    found: dict[str, list[str]] = {"": []}
+    for path in KEYS:
+        names = path.split(".")
+        for depth, name in enumerate(names):
+            parent = ".".join(names[:depth])
+            siblings = found.setdefault(parent, [])
+            if name not in siblings:
+                siblings.append(name)
+    return found

@@ -1,0 +1,85 @@
+"""What a value may be: strict types, each with the words for an error message."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, TypeAdapter, ValidationError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type that pydantic checks, and how to say it.
+
+    Attributes:
+      says: completes the sentence "expected ...".
+      annotation: the type for pydantic.
+
+    Example:
+      >>> WHOLE.check(3)
+      3
+      >>> WHOLE.accepts("3"), WHOLE.accepts(True)
+      (False, False)
+    """
+
+    says: str
+    annotation: Any
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.annotation)
+
+    def check(self, value: Any) -> Any:
+        """The value as the kind's type; `pydantic.ValidationError` where it is not one."""
+        return self._adapter.validate_python(value)
+
+    def accepts(self, value: Any) -> bool:
+        try:
+            self.check(value)
+        except ValidationError:
+            return False
+        return True
+
+
+def _whole_float(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def optional(kind: Kind) -> Kind:
+    """The same kind, or JSON's null."""
+    return Kind(f"{kind.says} or null", kind.annotation | None)
+
+
+def choice(*names: str) -> Kind:
+    """One of a few strings."""
+    return Kind("one of " + ", ".join(f'"{n}"' for n in names), Literal[names])
+
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Beta = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
+
+FLAG = Kind("true or false", StrictBool)
+TEXT = Kind("a string", StrictStr)
+OBJECT = Kind("an object", dict[str, Any])
+INTEGER = Kind("a whole number", Annotated[int, Field(strict=True)])
+WHOLE = Kind("a whole number of at least 0", Annotated[int, Field(strict=True, ge=0)])
+POSITIVE = Kind("a whole number of at least 1", Annotated[int, Field(strict=True, ge=1)])
+STAGE = Kind("0, 1, 2 or 3", Annotated[int, Field(strict=True, ge=0, le=3)])
+# Sizes are often written 5e8, which JSON reads as a float.
+SIZE = Kind(
+    "a whole number of at least 0 (5e8 will do)",
+    Annotated[int, Field(strict=True, ge=0), BeforeValidator(_whole_float)],
+)
+NUMBER = Kind("a finite number", _Number)
+AMOUNT = Kind("a finite number of at least 0", Annotated[_Number, Field(ge=0)])
+ABOVE_ZERO = Kind("a finite number above 0", Annotated[_Number, Field(gt=0)])
+BETA = Kind("a number from 0 to below 1", _Beta)
+BETAS = Kind(
+    "two numbers from 0 to below 1, as [0.9, 0.999]",
+    Annotated[tuple[_Beta, _Beta], BeforeValidator(_as_tuple)],
+)
+DTYPE = choice("fp32", "bf16", "fp16")

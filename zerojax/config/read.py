@@ -1,0 +1,78 @@
+"""From a file or a mapping to plain dicts, with what JSON itself gets wrong."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zerojax.config.errors import ConfigError, shown
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers the names it saw twice."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        made.repeated = tuple(dict.fromkeys(n for n in names if names.count(n) > 1))
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON; write a finite one")
+
+
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+      ConfigError: no such file, not text, not JSON (with line and column), or a key twice.
+    """
+    source = os.fspath(path)
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
+        raise ConfigError(f"no such file{where}; check the path", source) from None
+    except UnicodeDecodeError:
+        raise ConfigError("not a text file; a JSON file in UTF-8 is needed", source) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {error}", source) from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"not valid JSON at {at}: {error.msg}; mend it there", source) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not a usable JSON file: {error}", source) from None
+    if problems := list(_repeated(value, "")):
+        raise ConfigError(problems, source)
+    return value
+
+
+def _repeated(value: Any, path: str) -> list[str]:
+    found: list[str] = []
+    if isinstance(value, _Object):
+        found += [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
+        for name, child in value.items():
+            found += _repeated(child, f"{path}{name}.")
+    return found
+
+
+def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
+    """A deep copy in plain dicts, so that a later change of the original changes nothing.
+
+    Raises:
+      ConfigError: a key that is not a string.
+    """
+    copy: dict[str, Any] = {}
+    for name, child in value.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{path}{shown(name)}: keys are strings; put it in quotes")
+        copy[name] = plain(child, f"{path}{name}.") if isinstance(child, Mapping) else child
+    return copy

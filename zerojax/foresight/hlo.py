@@ -1,0 +1,213 @@
+"""A compiled XLA program, read from its text.
+
+    program = parse(compiled.as_text())
+    program.entry.instructions          # in scheduled order
+
+Only what the counting of collectives and lifetimes needs is kept: names, shapes, operands and the
+raw attributes. ``traffic.py`` and ``lifetimes.py`` build on it.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
+_HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*\{$")
+_CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"?known_trip_count"?[:=]\{"?n"?:"?(\d+)')
+_ASYNC = re.compile(r"-(start|update|done)$")
+_BITS = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array of a value: ``bf16[1600,4800]``."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes, layout padding not counted; a token or opaque value is 0."""
+        found = _BITS.search(self.dtype)
+        bits = 8 if self.dtype == "pred" else int(found[0]) if found else 0
+        return math.ceil(self.elements * bits / 8)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. ``shapes`` flattens a tuple's arrays in order."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    argument: str
+    is_root: bool = False
+
+    @property
+    def operation(self) -> str:
+        """The opcode without ``-start``, ``-update`` or ``-done``."""
+        return _ASYNC.sub("", self.opcode)
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from in the traced Python: ``jit(step)/transpose(jvp(GPT))/mul``."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that run as part of it. A ``while``'s condition is left out."""
+        if self.operation in ("fusion", "call", "while", "conditional", "async"):
+            names = [
+                name
+                for key, name in _CALLED.findall(self.attributes)
+                if key != "to_apply" or self.opcode == "call"
+            ]
+            for listed in _BRANCHES.findall(self.attributes):
+                names += _OPERAND.findall(listed)
+            return tuple(names)
+        return ()
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a ``while`` runs its body, or None where XLA does not know."""
+        found = _TRIPS.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def index(self) -> int:
+        """The element a ``get-tuple-element`` takes, or the number of a ``parameter``."""
+        if self.opcode == "parameter":
+            return int(self.argument)
+        found = re.search(r"\bindex=(\d+)", self.attributes)
+        assert found, self
+        return int(found[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in scheduled order."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def position(self) -> Mapping[str, int]:
+        return {each.name: at for at, each in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
+        for each in self.instructions:
+            for operand in dict.fromkeys(each.operands):
+                if operand in found:
+                    found[operand].append(each)
+        return {name: tuple(users) for name, users in found.items()}
+
+    def __getitem__(self, name: str) -> Instruction:
+        return self.instructions[self.position[name]]
+
+    def parameter(self, number: int) -> Instruction | None:
+        for each in self.instructions:
+            if each.opcode == "parameter" and each.index == number:
+                return each
+        return None
+
+    @property
+    def root(self) -> Instruction:
+        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All computations by name, and the number of devices the program runs on."""
+
+    computations: Mapping[str, Computation]
+    entry_name: str
+    devices: int
+
+    @property
+    def entry(self) -> Computation:
+        return self.computations[self.entry_name]
+
+    def callees(self, instruction: Instruction) -> Iterator[Computation]:
+        for name in instruction.called:
+            if name in self.computations:
+                yield self.computations[name]
+
+
+@functools.lru_cache(maxsize=4)
+def parse(text: str) -> Program:
+    """Read ``compiled.as_text()``.
+
+    Raises:
+      ValueError: the text has no entry computation, so is not a compiled program's.
+
+    Example::
+
+      parse(jax.jit(f).lower(x).compile().as_text()).entry.root
+    """
+    computations: dict[str, Computation] = {}
+    lines: list[Instruction] = []
+    name, entry = "", None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            lines, name = [], header[2]
+            entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(lines))
+        elif found := _INSTRUCTION.match(line):
+            lines.append(_instruction(found, line[found.end() :]))
+    if entry is None:
+        raise ValueError("no ENTRY computation: this is not the text of a compiled program")
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    return Program(computations, entry, math.prod(map(int, counts)))
+
+
+def _instruction(head: re.Match[str], rest: str) -> Instruction:
+    result, rest = _split(rest) if rest.startswith("(") else rest.split(" ", 1)
+    opcode, _, rest = rest.strip().partition("(")
+    argument, attributes = _split("(" + rest)
+    return Instruction(
+        name=head[2],
+        opcode=opcode,
+        shapes=shapes(result),
+        operands=tuple(_OPERAND.findall(argument)),
+        attributes=attributes,
+        argument=argument[1:-1] if opcode == "parameter" else "",
+        is_root=bool(head[1]),
+    )
+
+
+def shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays named in a piece of HLO text, in order."""
+    return tuple(
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
+        for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split after the parenthesis that closes the one ``text`` begins with."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return text[: found.end()], text[found.end() :]
+    return text, ""

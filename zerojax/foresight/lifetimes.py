@@ -1,0 +1,266 @@
+"""How long a compiled step keeps what it has gathered.
+
+    lifetimes = gather_lifetimes(compiled.as_text())
+    [each for each in lifetimes if each.crosses]     # held from the forward to the backward pass
+    peak_gathered_bytes(compiled.as_text())
+
+Positions are indices in the scheduled instructions of one computation: the entry or a loop's body.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from zerojax.foresight.hlo import Computation, Instruction, Program, Shape, parse
+from zerojax.foresight.provenance import ALIASES, MOVES, Callers, hands_on, is_argument, only_moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifetime:
+    """One array that an all-gather produced, and the span in which it is held.
+
+    Attributes:
+      name: the all-gather instruction; a combined one has a lifetime for each of its arrays.
+      computation: where it stands, the entry or a loop's body.
+      shape: the gathered array.
+      issued: position at which the gather starts, and its buffer is taken.
+      done: position at which the gathered array is there.
+      last: position of its last use in any form. Uses in a loop count at the loop's position.
+      spans: the buffers that hold it: the gathered array, and arrays converted or transposed from
+        it.
+      forward: it is used by forward operations.
+      backward: it is used by backward operations, rematerialised ones among them.
+      stacked: a loop's body writes it into an array that outlives the body, as the residuals of
+        a scan are kept.
+      of_parameter: what is gathered is an argument of the program, but for moves and
+        conversions, and of floating point: a parameter's shard, not an activation.
+    """
+
+    name: str
+    computation: str
+    shape: Shape
+    issued: int
+    done: int
+    last: int
+    spans: tuple["Span", ...]
+    forward: bool
+    backward: bool
+    stacked: bool
+    of_parameter: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.bytes
+
+    @property
+    def crosses(self) -> bool:
+        """Held from the forward into the backward pass: used in both, or saved by a scan."""
+        return self.stacked or (self.forward and self.backward)
+
+    def live_bytes(self, position: int) -> int:
+        """Bytes held at a position, in all forms."""
+        return sum(each.shape.bytes for each in self.spans if each.first <= position <= each.last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A buffer, and the positions between which it is held."""
+
+    shape: Shape
+    first: int
+    last: int
+
+
+def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
+    """Return the lifetime of each gathered array of a compiled program's text.
+
+    Uses are followed through bitcasts, copies, conversions, transpositions, tuples, optimization
+    barriers and into loops.
+    Forward and backward are told apart by what JAX writes into ``op_name``: an operation under
+    ``transpose(...)`` belongs to the backward pass, one under ``jvp(...)`` alone to the forward.
+
+    Raises:
+      ValueError: the text is not a compiled program's.
+    """
+    program = parse(text)
+    callers: dict[str, tuple[Computation, Instruction]] = {}
+    places = list(_schedules(program, program.entry, callers))
+    return tuple(each for place in places for each in _lifetimes(program, callers, place))
+
+
+def peak_gathered_bytes(text: str) -> int:
+    """Return the most bytes of gathered arrays that are held at any one time.
+
+    A loop's peak is added to what its surroundings hold while it runs.
+
+    Raises:
+      ValueError: the text is not a compiled program's.
+    """
+    program = parse(text)
+    held = gather_lifetimes(text)
+
+    def peak(place: Computation) -> int:
+        here = [each for each in held if each.computation == place.name]
+        return max(
+            sum(each.live_bytes(at) for each in here)
+            + max((peak(callee) for callee in _nested(program, instruction)), default=0)
+            for at, instruction in enumerate(place.instructions)
+        )
+
+    return peak(program.entry)
+
+
+def _nested(program: Program, instruction: Instruction) -> Iterator[Computation]:
+    if instruction.opcode in ("while", "call", "conditional"):
+        yield from program.callees(instruction)
+
+
+def _schedules(
+    program: Program,
+    place: Computation,
+    callers: dict[str, tuple[Computation, Instruction]],
+) -> Iterator[Computation]:
+    """Yield ``place`` and what it runs in turn, and note who calls each loop's body."""
+    yield place
+    for instruction in place.instructions:
+        for callee in _nested(program, instruction):
+            if instruction.opcode == "while":
+                callers[callee.name] = (place, instruction)
+            yield from _schedules(program, callee, callers)
+
+
+def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterator[Lifetime]:
+    for done, instruction in enumerate(place.instructions):
+        if instruction.opcode not in ("all-gather", "all-gather-done"):
+            continue
+        start = instruction
+        if instruction.opcode == "all-gather-done":
+            start = place[instruction.operands[0]]
+        combined = len(instruction.shapes) > 1
+        for element, shape in enumerate(instruction.shapes):
+            form = _Form(shape, place.position[start.name])
+            taken = element if combined else None
+            uses = list(_uses(program, place, instruction.name, taken, form))
+            names = [each.op_name for each in uses]
+            ends: dict[_Form, int] = {form: done}
+            for each in uses:
+                ends[each.form] = max(each.at, ends.get(each.form, 0))
+            yield Lifetime(
+                name=start.name,
+                computation=place.name,
+                shape=shape,
+                issued=form.born,
+                done=done,
+                last=max(ends.values()),
+                spans=tuple(Span(each.shape, each.born, last) for each, last in ends.items()),
+                forward=any("jvp(" in name and "transpose(" not in name for name in names),
+                backward=any("transpose(" in name for name in names),
+                stacked=any(each.stacks for each in uses),
+                of_parameter=shape.dtype.startswith(("f", "bf"))
+                and is_argument(program, callers, place, start.operands[element]),
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A buffer that holds the value: the gathered array, or one converted from it."""
+
+    shape: Shape
+    born: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    form: _Form
+    at: int
+    op_name: str = ""
+    stacks: bool = False
+
+
+def _uses(
+    program: Program, place: Computation, name: str, element: int | None, form: _Form
+) -> Iterator[_Use]:
+    """Yield what uses the value ``name`` (or one element of that tuple) in ``place``."""
+    for user in place.users[name]:
+        at = place.position[user.name]
+        if user.opcode == "get-tuple-element":
+            if element is None or user.index == element:
+                yield from _uses(program, place, user.name, None, form)
+        elif user.opcode == "tuple":
+            if user.is_root:
+                yield _Use(form, at)
+            for index, operand in enumerate(user.operands):
+                if operand == name:
+                    yield from _uses(program, place, user.name, index, form)
+        elif user.opcode in ALIASES:
+            yield _Use(form, at)
+            yield from _uses(program, place, user.name, element, form)
+        elif user.opcode == "while":
+            yield _Use(form, at)
+            for body in program.callees(user):
+                yield from _loop_uses(program, place, user, body, element, form)
+        elif converted := _converted(program, place, user, form):
+            yield _Use(form, place.position[converted.name])
+            yield from _uses(program, place, converted.name, None, _Form(converted.shapes[0], at))
+        else:
+            yield _Use(form, _end(place, user), user.op_name, _stacks(program, user, name))
+
+
+def _loop_uses(
+    program: Program,
+    place: Computation,
+    loop: Instruction,
+    body: Computation,
+    element: int | None,
+    form: _Form,
+) -> Iterator[_Use]:
+    """Uses of an element of a loop's tuple in its body, and after it if the body hands it on."""
+    at, parameter = place.position[loop.name], body.parameter(0)
+    if parameter is None:
+        return
+    for inner in _uses(program, body, parameter.name, element, form):
+        yield dataclasses.replace(inner, at=at, form=form)
+    if element is not None and hands_on(body, element):
+        yield from _uses(program, place, loop.name, element, form)
+
+
+def _converted(
+    program: Program, place: Computation, user: Instruction, form: _Form
+) -> Instruction | None:
+    """The instruction whose result is the same value in another form, if ``user`` makes one."""
+    if user.operation == "fusion":
+        if not all(only_moves(inside) for inside in program.callees(user)):
+            return None
+    elif user.opcode not in ("convert", "transpose", "reshape"):
+        return None
+    done = user
+    if user.opcode == "fusion-start":
+        done = next(each for each in place.users[user.name] if each.opcode == "fusion-done")
+    same = len(done.shapes) == 1 and done.shapes[0].elements == form.shape.elements
+    return done if same else None
+
+
+def _end(place: Computation, user: Instruction) -> int:
+    """Position at which a use is over: an asynchronous one ends with its done."""
+    if user.opcode.endswith("-start"):
+        ends = [e for e in place.users[user.name] if e.opcode.endswith(("-done", "-update"))]
+        return max([place.position[user.name], *(_end(place, each) for each in ends)])
+    if user.opcode.endswith("-update"):
+        return max(_end(place, each) for each in place.users[user.name])
+    return place.position[user.name]
+
+
+def _stacks(program: Program, user: Instruction, name: str) -> bool:
+    """Whether ``user`` writes the value itself, not something computed of it, into a stack."""
+    if user.opcode == "dynamic-update-slice":
+        return user.operands[1] == name
+    if user.operation != "fusion":
+        return False
+    for inside in program.callees(user):
+        for update in inside.instructions:
+            if update.opcode == "dynamic-update-slice":
+                source = inside[update.operands[1]]
+                while source.opcode in MOVES and source.operands:
+                    source = inside[source.operands[0]]
+                if source.opcode == "parameter" and user.operands[source.index] == name:
+                    return True
+    return False

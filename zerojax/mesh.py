@@ -1,0 +1,70 @@
+"""The devices that are there, as the mesh that every spec refers to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXIS = "data"
+
+
+def mesh(devices: int | None = None, axes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh over the devices that are there.
+
+    Args:
+      devices: how many of them; all by default.
+      axes: axis names and sizes, multiplying to ``devices``; one "data" axis by default.
+
+    Raises:
+      ValueError: more devices than there are, or axes that do not multiply out.
+
+    Example:
+      >>> import zerojax
+      >>> zerojax.mesh().axis_names
+      ('data',)
+    """
+    there = jax.devices()
+    if devices is not None and not 0 < devices <= len(there):
+        raise ValueError(
+            f"{devices} devices asked for, but there are {len(there)} ({there[0].platform}). "
+            "Ask for fewer; for virtual CPU devices set "
+            "jax.config.update('jax_num_cpu_devices', N) before JAX is first used; for devices "
+            "that are not there use zerojax.topology(...)."
+        )
+    chosen = there[:devices]
+    sizes = dict(axes) if axes is not None else {AXIS: len(chosen)}
+    if math.prod(sizes.values()) != len(chosen):
+        raise ValueError(
+            f"axes {sizes} multiply to {math.prod(sizes.values())}, not to the "
+            f"{len(chosen)} devices: change the axes or pass devices=."
+        )
+    return automatic(Mesh(np.array(chosen).reshape(tuple(sizes.values())), tuple(sizes)))
+
+
+def automatic(given: Mesh) -> Mesh:
+    """``given`` with every axis left to XLA, whatever axis types it was made with.
+
+    zerojax places collectives through constraints, which explicit axes do not take.
+    """
+    return Mesh(given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names))
+
+
+def shard_axis(given: Mesh) -> str:
+    """The axis over which ZeRO shards: "data", or the only one there is."""
+    if AXIS in given.axis_names:
+        return AXIS
+    if len(given.axis_names) == 1:
+        return given.axis_names[0]
+    raise ValueError(
+        f"the mesh has axes {given.axis_names} and none is called {AXIS!r}: ZeRO shards over "
+        f"that one. Rename the data-parallel axis to {AXIS!r}."
+    )
+
+
+def same_devices(a: Mesh, b: Mesh) -> bool:
+    """Whether two meshes lay the same devices out under the same axis names."""
+    return a.axis_names == b.axis_names and np.array_equal(a.devices, b.devices)

@@ -1,0 +1,61 @@
+"""An ``nnx.Module`` and its ``nnx.Optimizer`` taken apart, and brought up to date in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from zerojax.parts import Opened, Parts
+
+
+def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
+    """Takes a model and its optimizer apart.
+
+    Raises:
+      TypeError: ``optimizer`` is no ``nnx.Optimizer``.
+    """
+    if not isinstance(optimizer, nnx.Optimizer) or isinstance(optimizer, nnx.ModelAndOptimizer):
+        raise TypeError(
+            "a decorated NNX step is called as step(model, optimizer, batch, ...) with an "
+            f"nnx.Optimizer(model, tx, wrt=nnx.Param) second, not {type(optimizer).__name__}."
+        )
+    graph, params, rest = nnx.split(model, optimizer.wrt, ...)
+    parts = Parts(
+        params=nnx.as_pure(params),
+        opt_state=nnx.as_pure(optimizer.opt_state),
+        step=optimizer.step[...],
+        rest={"model": nnx.as_pure(rest)},
+    )
+    # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
+    optimizer_graph, optimizer_state = nnx.split(optimizer)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optimizer_state)
+
+    def close(parts: Parts, tx: Any) -> tuple[nnx.Module, Any]:
+        closed = nnx.merge(optimizer_graph, shapes)
+        adopt(closed, parts, tx)
+        return nnx.merge(graph, parts.params, parts.rest["model"]), closed
+
+    specs = jax.tree.leaves(
+        nnx.as_pure(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec)
+    )
+    return Opened(parts, optimizer.tx, close, (graph, optimizer_graph), tuple(specs))
+
+
+def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
+    """Gives an optimizer another transformation and its state."""
+    optimizer.tx = tx
+    optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
+    optimizer.step[...] = parts.step
+
+
+def update(model: nnx.Module, optimizer: Any, parts: Parts, tx: Any) -> None:
+    """Brings the user's own objects up to date, as ``nnx.jit`` does."""
+    nnx.update(model, parts.params, parts.rest["model"])
+    if optimizer.tx is tx:
+        nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
+        optimizer.step[...] = parts.step
+    else:
+        adopt(optimizer, parts, tx)

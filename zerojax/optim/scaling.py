@@ -1,0 +1,135 @@
+"""Update rules of DeepSpeed's optimizers where optax has another formula.
+
+Each is an optax transformation without learning rate, to be chained with one.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class ScaleByRootSumState(NamedTuple):
+    """State of `scale_by_root_sum`.
+
+    Attributes:
+      sum_of_squares: like the parameters.
+    """
+
+    sum_of_squares: optax.Updates
+
+
+def scale_by_root_sum(eps: float = 1e-10) -> optax.GradientTransformation:
+    """Adagrad: s += g^2; u = g / (sqrt(s) + eps).
+
+    `optax.scale_by_rss` has eps under the root and starts its sum at 0.1.
+
+    Example:
+      >>> tx = scale_by_root_sum()
+      >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(jnp.array([1.0])))
+      >>> float(updates[0])
+      1.0
+    """
+
+    def init(params: optax.Params) -> ScaleByRootSumState:
+        return ScaleByRootSumState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        updates: optax.Updates, state: ScaleByRootSumState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByRootSumState]:
+        del params
+        total = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, updates)
+        scaled = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, total)
+        return scaled, ScaleByRootSumState(total)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_raw_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_inside_sqrt: bool = False
+) -> optax.GradientTransformation:
+    """Adam's direction without bias correction: u = m / (sqrt(v) + eps).
+
+    m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2; with `eps_inside_sqrt` the divisor is
+    sqrt(v + eps). The state is `optax.ScaleByAdamState`.
+
+    Example:
+      >>> tx = scale_by_raw_adam(b1=0.0, b2=0.0, eps=0.0)
+      >>> updates, _ = tx.update(jnp.array([-3.0]), tx.init(jnp.array([1.0])))
+      >>> float(updates[0])
+      -1.0
+    """
+
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+        return m / (jnp.sqrt(v + eps) if eps_inside_sqrt else jnp.sqrt(v) + eps)
+
+    def update(
+        updates: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        del params
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+        count = optax.safe_increment(state.count)
+        return jax.tree.map(direction, mu, nu), optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_clamped_trust_ratio(
+    min_coeff: float = 0.01, max_coeff: float = 10.0
+) -> optax.GradientTransformation:
+    """Lamb: u times clamp(|p| / |u|, min_coeff, max_coeff), by leaf; 1 where a norm is 0.
+
+    `optax.scale_by_trust_ratio` does not clamp.
+
+    Raises:
+      ValueError: the update is called without parameters.
+
+    Example:
+      >>> tx = scale_by_clamped_trust_ratio()
+      >>> p = jnp.array([3.0, 4.0])
+      >>> updates, _ = tx.update(jnp.array([0.0, 1.0]), tx.init(p), p)
+      >>> updates.tolist()
+      [0.0, 5.0]
+    """
+
+    def scaled(u: jax.Array, p: jax.Array) -> jax.Array:
+        # Norms in fp32, whatever the leaves are.
+        norms = [jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
+                 for x in (p, u)]  # fmt: skip
+        ratio = norms[0] / jnp.where(norms[1] == 0, 1.0, norms[1])
+        known = (norms[0] != 0) & (norms[1] != 0)
+        return u * jnp.where(known, jnp.clip(ratio, min_coeff, max_coeff), 1.0).astype(u.dtype)
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        if params is None:
+            raise ValueError("Lamb needs the parameters: call update(updates, state, params)")
+        return jax.tree.map(scaled, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_late_bias_correction(b1: float, b2: float) -> optax.GradientTransformation:
+    """u times sqrt(1 - b2^n) / (1 - b1^n) at the n-th update, n from 1.
+
+    DeepSpeed's Lamb corrects the bias in the step, after the trust ratio and the weight decay.
+
+    Example:
+      >>> tx = scale_by_late_bias_correction(0.5, 0.75)
+      >>> updates, _ = tx.update(jnp.array([1.0]), tx.init(jnp.array([1.0])))
+      >>> float(updates[0])
+      1.0
+    """
+
+    def factor(count: jax.Array) -> jax.Array:
+        n = jnp.asarray(count + 1, dtype=float)
+        return jnp.sqrt(1 - b2**n) / (1 - b1**n)
+
+    return optax.scale_by_schedule(factor)

@@ -1,0 +1,329 @@
+"""The plan: for every leaf, how it lies over the devices, and why.
+
+A stage is a table of specs, no more. Stage by stage, over the shard axis:
+
+=====  ===================  =================  ============================================
+stage  masters and moments  gradients          compute parameters
+=====  ===================  =================  ============================================
+0      whole                whole              whole
+1      sharded              whole              gathered once a step
+2      sharded              sharded            gathered once a step
+3      sharded              sharded            gathered where used, again in the backward
+=====  ===================  =================  ============================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import report
+from zerojax.collectives import layout
+from zerojax.collectives.layout import Spec
+from zerojax.config import ZeroConfig
+from zerojax.parts import Parts
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one array lies at rest.
+
+    Attributes:
+      path: where it stands in the state.
+      spec: its PartitionSpec at rest.
+      whole: the same without ZeRO: the user's own spec.
+      reason: why it is not sharded; empty where it is.
+      bytes: of the whole array; ``bytes_per_device`` of the largest piece.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    whole: PartitionSpec
+    reason: str
+    bytes: int
+    bytes_per_device: int
+
+    @property
+    def sharded(self) -> bool:
+        return self.spec != self.whole
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Specs of the whole state. ``str(plan)`` is a table.
+
+    Attributes:
+      mesh, axis: the devices, and the axis over which ZeRO shards.
+      config: what the plan was made for.
+      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` is how
+        gradients are accumulated.
+      leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
+    """
+
+    mesh: Mesh
+    axis: str
+    config: ZeroConfig
+    params: Any
+    grads: Any
+    opt_state: Any
+    step: Any
+    rest: Any
+    leaves: dict[str, tuple[Leaf, ...]]
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that the state occupies at rest on the fullest device."""
+        return sum(leaf.bytes_per_device for group in self.leaves.values() for leaf in group)
+
+    def shardings(self) -> Parts:
+        """The specs as :class:`jax.sharding.NamedSharding`, in the form of the state's parts."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec),
+            Parts(self.params, self.opt_state, self.step, self.rest),
+            is_leaf=_is_spec,
+        )
+
+    def table(self) -> str:
+        """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
+        n, config = self.mesh.shape[self.axis], self.config
+        title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
+        others = {a: k for a, k in self.mesh.shape.items() if a != self.axis}
+        title += f", other axes {others}" if others else ""
+        title += ", bf16 compute with fp32 masters" if config.bf16 else ""
+        at_rest = {"params": self.leaves["params"], "grads": self.gradients()}
+        notes = [
+            f"{note.key} = {note.value} ({note.status}: {note.reason})"
+            for note in config.notes
+            if note.status in ("default", "resolved", "no effect")
+        ]
+        total = f"state at rest: {report.size(self.bytes_per_device)} per device"
+        return report.render(title, {**at_rest, **self.leaves}, [total, *notes])
+
+    __str__ = table
+
+    def gradients(self) -> tuple[Leaf, ...]:
+        """How gradients lie while they are accumulated: float32, in the form of ``grads``."""
+        specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
+        return tuple(
+            _leaf(
+                leaf.path,
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+                layout.full(spec, len(leaf.shape)),
+                layout.full(leaf.whole, len(leaf.shape)),
+                leaf.reason,
+                self.mesh,
+            )
+            for leaf, spec in zip(self.leaves["params"], specs, strict=True)
+        )
+
+
+def make(
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    own: Sequence[Any],
+    mesh: Mesh,
+    axis: str,
+    config: ZeroConfig,
+) -> Plan:
+    """Plans a state.
+
+    Args:
+      parts: abstract or concrete arrays; only shapes and dtypes are read.
+      tx: the optimizer whose state ``parts.opt_state`` is. Which of its leaves belong to which
+        parameter comes from optax (``tree_map_params``), never from shapes.
+      own: the user's spec of each parameter leaf.
+      mesh, axis, config: see :class:`Plan`.
+    """
+    smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
+
+    def at_rest(path: str, x: Any, spec: Any) -> Leaf:
+        whole = layout.full(spec, len(x.shape))
+        _check_spec(path, x.shape, whole, mesh)
+        if config.stage == 0:
+            cut, reason = whole, "stage 0 keeps the state whole"
+        else:
+            cut, reason = shard_spec(x.shape, whole, mesh, axis, smallest)
+        return _leaf(path, x, cut, whole, reason, mesh)
+
+    paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
+    params = [
+        at_rest("params" + jax.tree_util.keystr(path), x, spec)
+        for (path, x), spec in zip(paths, own, strict=True)
+    ]
+    param_tree = jax.tree.unflatten(tree, params)
+    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh)
+    rest_tree = {
+        name: _rest_leaves(name, value, parts.params, param_tree, mesh)
+        for name, value in parts.rest.items()
+    }
+
+    def specs(t: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.spec, t, is_leaf=_is_leaf)
+
+    sharded_grads = config.stage >= 2
+    return Plan(
+        mesh=mesh,
+        axis=axis,
+        config=config,
+        params=specs(param_tree),
+        grads=specs(param_tree)
+        if sharded_grads
+        else jax.tree.map(lambda leaf: leaf.whole, param_tree, is_leaf=_is_leaf),
+        opt_state=specs(opt_tree),
+        step=PartitionSpec(),
+        rest=specs(rest_tree),
+        leaves={
+            "params": tuple(params),
+            "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
+            "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
+        },
+    )
+
+
+def shard_spec(
+    shape: Sequence[int], own: Spec, mesh: Mesh, axis: str, smallest: int
+) -> tuple[Spec, str]:
+    """Cuts the largest free dimension that the axis divides.
+
+    Args:
+      shape: of the whole array.
+      own: the user's spec, one entry a dimension; entries that are not None are taken.
+      smallest: arrays with fewer elements stay whole.
+
+    Returns:
+      The spec, and where nothing was cut the reason.
+
+    Example:
+      >>> import zerojax
+      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)  # doctest: +SKIP
+      ((None, None), 'no free dimension of (6, 10) is divisible by 8')
+    """
+    n = mesh.shape[axis]
+    if any(axis in layout.axes(entry) for entry in own):
+        return own, f"its own spec takes the {axis!r} axis"
+    if n == 1:
+        return own, f"the {axis!r} axis has one device"
+    if math.prod(shape) < smallest:
+        return own, f"below stage3_param_persistence_threshold ({smallest:,} elements)"
+    free = [d for d, size in enumerate(shape) if own[d] is None and size and size % n == 0]
+    if not free:
+        what = "no dimension" if all(e is None for e in own) else "no free dimension"
+        return own, f"{what} of {tuple(shape)} is divisible by {n}"
+    cut = max(free, key=lambda d: shape[d])
+    return tuple(axis if d == cut else entry for d, entry in enumerate(own)), ""
+
+
+def _leaf(path: str, x: Any, cut: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
+    itemsize = x.dtype.itemsize if hasattr(x.dtype, "itemsize") else jax.numpy.dtype(x.dtype).itemsize
+    pieces = [
+        -(-size // layout.parts(entry, mesh)) for size, entry in zip(x.shape, cut, strict=True)
+    ]
+    return Leaf(
+        path=path,
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        spec=_trimmed(cut),
+        whole=_trimmed(whole),
+        reason=reason,
+        bytes=math.prod(x.shape) * itemsize,
+        bytes_per_device=math.prod(pieces) * itemsize,
+    )
+
+
+def _optimizer_leaves(
+    parts: Parts, tx: optax.GradientTransformation, params: Any, at_rest: Any, mesh: Mesh
+) -> Any:
+    # The path of each leaf has to reach a function that optax maps over the tree.
+    paths = jax.tree_util.tree_map_with_path(
+        lambda path, x: ("opt_state" + jax.tree_util.keystr(path), x), parts.opt_state
+    )
+
+    def of_param(pair: Any, param: Leaf) -> Any:
+        if not _is_pair(pair):
+            return pair  # optax.masked leaves a node without arrays for what it does not update
+        path, x = pair
+        if tuple(x.shape) == param.shape:
+            spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
+            return _leaf(path, x, spec, whole, param.reason, mesh)
+        return at_rest(path, x, None)  # factored statistics have a shape of their own
+
+    def other(pair: tuple[str, Any]) -> Leaf:
+        path, x = pair
+        empty = (None,) * len(x.shape)
+        return _leaf(path, x, empty, empty, "belongs to no parameter", mesh)
+
+    try:
+        return optax.tree.map_params(
+            tx, of_param, paths, params, transform_non_params=other,
+            is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
+        )
+    except (AttributeError, TypeError, ValueError):
+        # Some transformations (adafactor) do not let optax see which leaf is whose.
+        return jax.tree.map(lambda p: at_rest(*p, None), paths, is_leaf=_is_pair)
+
+
+def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) -> Any:
+    """Extra state is replicated, but a copy of the parameters (an average, say) lies as they do."""
+
+    def shapes(t: Any) -> list[tuple[int, ...]]:
+        return [tuple(x.shape) for x in jax.tree.leaves(t)]
+
+    if jax.tree.structure(value) == jax.tree.structure(params) and shapes(value) == shapes(params):
+        return jax.tree.map(
+            lambda x, leaf: _leaf(
+                leaf.path.replace("params", name, 1), x, layout.full(leaf.spec, x.ndim),
+                layout.full(leaf.whole, x.ndim), leaf.reason, mesh,
+            ),
+            value, leaves,
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _leaf(
+            name + jax.tree_util.keystr(path), x, (None,) * x.ndim, (None,) * x.ndim,
+            "extra state is replicated", mesh,
+        ),
+        value,
+    )
+
+
+def _check_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
+    if len(spec) != len(shape):
+        raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
+    for d, entry in enumerate(spec):
+        unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
+                f"{mesh.axis_names}. Pass a mesh with that axis, or logical axis rules that map it."
+            )
+        if shape[d] % layout.parts(entry, mesh):
+            raise ValueError(
+                f"{path}: dimension {d} of {tuple(shape)} is not divisible by the "
+                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec."
+            )
+
+
+def _trimmed(spec: Spec) -> PartitionSpec:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Leaf)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")

@@ -1,0 +1,75 @@
+"""The plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+GROUPS = {
+    "params": "parameters", "grads": "gradients", "opt_state": "optimizer state",
+    "rest": "other state",
+}
+
+
+class _Leaf(Protocol):
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Any
+    reason: str
+    bytes: int
+    bytes_per_device: int
+
+
+def size(n: float) -> str:
+    """Bytes for people, in powers of 1000: 1235152404 is "1.24 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n) < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of text as aligned columns; those numbered in ``right`` are flushed right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    flushed = set(right)
+    return [
+        "  ".join(
+            cell.rjust(w) if i in flushed else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def render(
+    title: str, groups: Mapping[str, Sequence[_Leaf]], notes: Sequence[str], per_leaf: str = "params"
+) -> str:
+    """A plan as text: every parameter, then the totals, then what changes the numbers.
+
+    Args:
+      title: the first line.
+      groups: leaves by group, see ``GROUPS``.
+      notes: further lines.
+      per_leaf: the group that is shown leaf by leaf.
+    """
+    rows = [("parameter", "shape", "dtype", "spec", "bytes/device", "why whole")]
+    rows += [
+        (
+            leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype),
+            str(leaf.spec).replace("PartitionSpec", "P"), size(leaf.bytes_per_device), leaf.reason,
+        )
+        for leaf in groups[per_leaf]
+    ]
+    totals = [("", "bytes in all", "bytes/device")]
+    totals += [
+        (
+            GROUPS[name], size(sum(leaf.bytes for leaf in leaves)),
+            size(sum(leaf.bytes_per_device for leaf in leaves)),
+        )
+        for name, leaves in groups.items()
+        if leaves
+    ]
+    lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=(1, 2))]
+    return "\n".join([*lines, *(["", *notes] if notes else [])])

@@ -1,0 +1,167 @@
+"""States: wrapped as the config asks, planned, born sharded or placed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import mesh as meshes
+from zerojax import plan as plans
+from zerojax.collectives import layout
+from zerojax.config import ZeroConfig
+from zerojax.linen import open_state
+from zerojax.nnx import open_pair
+from zerojax.optim.wrap import ZeroTransformation, adopt, wrap
+from zerojax.parts import Opened, Parts
+from zerojax.plan import Plan
+
+
+class States:
+    """Everything that turns a user's state into a sharded one.
+
+    Args:
+      config: what is asked for.
+      mesh, axis: the devices, and the axis over which ZeRO shards.
+      specs: the user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``;
+        None leaves them to the model's metadata.
+    """
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
+        self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
+        self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
+
+    def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
+        """``tx`` with the config's features; the same result for the same ``tx``."""
+        if tx not in self._wrapped:
+            self._wrapped[tx] = wrap(tx, gradient_clipping=self.config.gradient_clipping)
+        return self._wrapped[tx]
+
+    def open(self, objects: tuple[Any, ...]) -> Opened:
+        """Takes a ``(TrainState,)`` or a ``(model, optimizer)`` apart, and wraps its optimizer."""
+        opened = take_apart(objects)
+        opened = dataclasses.replace(opened, specs=self._own_specs(opened))
+        if isinstance(opened.tx, ZeroTransformation):
+            return opened
+
+        def prepare(parts: Parts) -> Parts:
+            if self.config.bf16:
+                parts = _full_precision_masters(parts, opened.tx)
+            return parts._replace(opt_state=adopt(parts.opt_state, parts.step))
+
+        leaves = jax.tree.leaves(opened.parts)
+        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
+        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx))
+
+    def plan(self, opened: Opened) -> Plan:
+        return plans.make(
+            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
+        )
+
+    def _own_specs(self, opened: Opened) -> tuple[Any, ...]:
+        params = opened.parts.params
+        given: list[Any] = list(opened.specs)
+        if self.specs is not None:
+            spread = jax.tree.map(
+                lambda spec, part: jax.tree.map(lambda _: spec, part),
+                self.specs, params, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+            )
+            given = jax.tree.leaves(
+                spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
+            )
+        leaves = jax.tree.leaves(params)
+        return tuple(spec or self._lying(x) for spec, x in zip(given, leaves, strict=True))
+
+    def _lying(self, x: Any) -> PartitionSpec | None:
+        """The spec that an array was placed with, without ZeRO's part of it."""
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+            return None
+        return PartitionSpec(*layout.without(sharding.spec, self.axis))
+
+    def init(self, create: Callable[..., Any], *args: Any) -> Any:
+        """Runs ``create`` so that no device ever holds more than its shards."""
+        make, opened = self._maker(create)
+        shapes = jax.eval_shape(make, *args)
+        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+        parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+        return opened[-1].close(parts, opened[-1].tx)
+
+    def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
+        """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
+        make, opened = self._maker(create)
+        shapes = jax.eval_shape(make, *args)
+        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+        return opened[0].close(abstract(shapes, plan), opened[0].tx)
+
+    def _maker(self, create: Callable[..., Any]) -> tuple[Callable[..., Parts], list[Opened]]:
+        opened: list[Opened] = []  # what create returns besides arrays, once for each trace
+
+        def make(*args: Any) -> Parts:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                made = create(*args)
+            parts = self.open(made if isinstance(made, tuple) else (made,))
+            opened.append(parts)
+            return jax.tree.map(jnp.asarray, parts.parts)
+
+        return make, opened
+
+    def placed(self, parts: Parts, plan: Plan) -> Parts:
+        """The state where the plan wants it. What has to move is copied, so that the caller's
+        arrays live on.
+
+        Raises:
+          ValueError: it lies on another mesh.
+        """
+        wanted = plan.shardings()
+        pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(wanted), strict=True)
+        if all(isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs):
+            return parts
+        for path, x in jax.tree_util.tree_leaves_with_path(parts):
+            sharding = getattr(x, "sharding", None)
+            if sharding is None or len(sharding.device_set) == 1:
+                continue
+            if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+                raise ValueError(
+                    f"the state lies on another mesh: {jax.tree_util.keystr(path)} is placed with "
+                    f"{sharding}, zero's mesh is {dict(self.mesh.shape)} over "
+                    f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
+                    "bring it to the host first (jax.device_get)."
+                )
+        parts = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), parts)
+        return jax.device_put(parts, wanted, may_alias=False)
+
+
+def take_apart(objects: tuple[Any, ...]) -> Opened:
+    """A ``(TrainState,)`` or a ``(model, optimizer)`` as it is."""
+    return open_pair(*objects) if isinstance(objects[0], nnx.Module) else open_state(*objects)
+
+
+def abstract(parts: Parts, plan: Plan) -> Parts:
+    """Shapes and dtypes with the plan's shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s),
+        parts, plan.shardings(),
+    )
+
+
+def _same(a: Any, b: Mesh) -> bool:
+    return isinstance(a, Mesh) and meshes.same_devices(a, b)
+
+
+def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
+    """Masters and moments in float32, whatever the model was made in."""
+
+    def up(x: Any) -> Any:
+        low = hasattr(x, "dtype") and x.dtype in (jnp.bfloat16, jnp.float16)
+        return x.astype(jnp.float32) if low else x
+
+    opt_state = optax.tree.map_params(tx, up, parts.opt_state)
+    return parts._replace(params=jax.tree.map(up, parts.params), opt_state=opt_state)

@@ -1,0 +1,191 @@
+"""The decorator: what happens in a step, from top to bottom."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import nnx as nnx_state
+from zerojax.accumulate import Evaluate, accumulate
+from zerojax.batch import BatchLayout
+from zerojax.body import Body, View, collecting, constrainer, masters_after, updating
+from zerojax.collectives import Inserter, Shard, layout
+from zerojax.compiler import options
+from zerojax.extras import Static, divide, join
+from zerojax.parts import Opened, Parts
+from zerojax.state import States, abstract, take_apart
+
+_DTYPES = {None: None, "fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+
+class Program:
+    """The compiled step for one kind of state."""
+
+    def __init__(
+        self, function: Callable[..., Any], states: States, opened: Opened, donate: bool
+    ) -> None:
+        config, mesh, axis = states.config, states.mesh, states.axis
+        sizes = config.batch(mesh.shape[axis])
+        self.config, self.accumulation = config, sizes.accumulation
+        self.tx, self.plan, self.close = opened.tx, states.plan(opened), opened.close
+        self.layout = BatchLayout(mesh, axis, sizes)
+        self.body = Body(function, opened, sizes.accumulation)
+        self.inserter = Inserter(mesh, axis, keep=config.stage < 3) if config.stage else None
+        shardings = self.plan.shardings()
+        self.to_shards = constrainer(shardings.params)
+        self.to_kept = constrainer(
+            jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec),
+                self.plan.grads,
+                is_leaf=lambda x: isinstance(x, PartitionSpec),
+            )
+        )
+        self.jitted = jax.jit(
+            self._step,
+            static_argnums=3,
+            donate_argnums=(0,) if donate else (),
+            out_shardings=(shardings, None),
+            compiler_options=options(mesh),
+        )
+
+    def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> tuple[Parts, Any]:
+        compute, view = parts.params, View(opt=parts.opt_state)
+        if self.config.bf16:
+            compute = self.to_shards(jax.tree.map(_to_bfloat16, parts.params))
+            view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
+        start = parts._replace(params=compute, opt_state=view)
+        gathered = self._gathered(compute)
+        args, kwargs = join(arrays, static)
+
+        def running(tx: Any) -> Evaluate:
+            return lambda parts, batch: self._evaluate(
+                lambda p, b: self.body(p, tx, b, args, kwargs), gathered, parts, batch
+            )
+
+        if self.accumulation == 1:
+            tx = updating(self.tx, self.to_shards, self.body.calls)
+            made, out = running(tx)(start, batch)
+        else:
+            tx = collecting(self.to_kept, self.body.calls)
+            made, out = accumulate(
+                running(tx), start, batch, self.tx, sharded=self.to_shards, kept=self.to_kept,
+                dtype=_DTYPES[self.config.grad_accum_dtype],
+            )
+        after: View = made.opt_state
+        return made._replace(params=masters_after(after, made.params), opt_state=after.opt), out
+
+    def _gathered(self, params: Any) -> list[Any]:
+        """Stages 1 and 2: the compute parameters gathered, once a step; else a None for each."""
+        leaves = self.plan.leaves["params"]
+        if self.inserter is None or not self.inserter.keep:
+            return [None] * len(leaves)
+        return [
+            self.inserter.whole(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None
+            for x, leaf in zip(jax.tree.leaves(params), leaves, strict=True)
+        ]
+
+    def _evaluate(
+        self, body: Callable[..., Any], gathered: list[Any], parts: Parts, batch: Any
+    ) -> tuple[Parts, Any]:
+        """Runs the body with each parameter made whole where the stage has it."""
+        if self.inserter is None:
+            return body(parts, batch)
+        closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
+        leaves = zip(
+            jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True
+        )
+        params = [
+            Shard(x, layout.full(leaf.spec, x.ndim), whole) if leaf.sharded else x
+            for x, leaf, whole in leaves
+        ]
+        others = jax.tree.leaves((parts._replace(params=None), batch))
+        outs = self.inserter(closed, [*params, *others])
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> tuple[Parts, Any]:
+        arrays, static = divide(args, kwargs)
+        return self.jitted(parts, self.layout.place(batch), arrays, static)
+
+    def lower(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Lowered:
+        arrays, static = divide(args, kwargs)
+        parts = abstract(parts, self.plan)
+        return self.jitted.lower(parts, self.layout.abstract(batch), arrays, static)
+
+
+class Step:
+    """A decorated step, made by ``@zero``; call it as the function it decorates.
+
+    Args:
+      function: ``(state, batch, ...) -> (state, anything)`` with a flax ``TrainState``, or
+        ``(model, optimizer, batch, ...) -> anything`` with NNX objects updated in place.
+      states: what the config makes of a state.
+      donate: reuse the memory of the state that is passed in.
+    """
+
+    def __init__(self, function: Callable[..., Any], states: States, donate: bool) -> None:
+        functools.update_wrapper(self, function)
+        # A step that is jitted already is traced as what it was before.
+        self._function = getattr(function, "__wrapped__", function)
+        self._states, self._donate = states, donate
+        self._programs: dict[Any, Program] = {}
+        self._last: tuple[Any, Program] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        objects, batch, args, kwargs = self._arguments(args, kwargs)
+        if self._last is not None and self._last[0]() is objects[0]:
+            program = self._last[1]  # it came from here: nothing to check
+            parts = take_apart(objects).parts
+        else:
+            opened = self._states.open(objects)
+            program = self._program(opened)
+            program.layout.check(batch)
+            parts = self._states.placed(opened.parts, program.plan)
+        parts, out = program(parts, batch, args, kwargs)
+        if len(objects) == 2:
+            nnx_state.update(*objects, parts, program.tx)
+            return out
+        state = program.close(parts, program.tx)
+        self._last = weakref.ref(state), program
+        return state, out
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
+
+        Works for a mesh of devices that are not there (:func:`zerojax.topology`).
+        """
+        objects, batch, args, kwargs = self._arguments(args, kwargs)
+        opened = self._states.open(objects)
+        return self._program(opened).lower(opened.parts, batch, args, kwargs)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+        """The state (or model and optimizer), the batch, and what else was passed."""
+        n = 2 if args and isinstance(args[0], nnx.Module) else 1
+        if len(args) <= n:
+            bound = inspect.signature(self._function).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        if len(args) <= n:
+            raise TypeError(
+                f"{self.__name__} takes (state, batch, ...) or (model, optimizer, batch, ...), "
+                f"but was called with {len(args)} arguments."
+            )
+        return args[:n], args[n], args[n + 1 :], kwargs
+
+    def _program(self, opened: Opened) -> Program:
+        leaves, tree = jax.tree.flatten(opened.parts)
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        key = opened.key, opened.tx, tree, shapes, opened.specs
+        if key not in self._programs:
+            self._programs[key] = Program(self._function, self._states, opened, self._donate)
+        return self._programs[key]
+
+
+def _to_bfloat16(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x

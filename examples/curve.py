@@ -11,26 +11,29 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 
 from examples.run_folder import History
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+Losses = npt.NDArray[np.float64]
 INK, FAINT, TRAIN, HELD_OUT = "#22272e", "#d8dce2", "#3b6fb6", "#d9622b"
 
 
 def draw(path: pathlib.Path, history: History, title: str) -> None:
     """Write a PNG: training loss (raw and smoothed) and held-out loss over steps, in nats."""
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150, layout="constrained")
-    steps = np.arange(len(history.train))  # each loss is of the parameters before its update
-    axes.plot(steps, history.train, color=TRAIN, alpha=0.25, linewidth=0.9)
-    axes.plot(steps, _smooth(history.train), color=TRAIN, linewidth=2, label="training (smoothed)")
-    at, losses = zip(*history.held_out, strict=True)
-    axes.plot(at, losses, color=HELD_OUT, linewidth=2, marker="o", markersize=5, label="held out")
+    losses = np.array([float(loss) for loss in history.train])
+    steps = np.arange(len(losses))  # each loss is of the parameters before its update
+    axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.9)
+    axes.plot(steps, _smooth(losses), color=TRAIN, linewidth=2, label="training (smoothed)")
+    at, held_out = zip(*history.held_out, strict=True)
+    axes.plot(at, held_out, color=HELD_OUT, linewidth=2, marker="o", markersize=5, label="held out")
     axes.annotate(
-        f"{losses[-1]:.3f}",
-        (at[-1], losses[-1]),
+        f"{held_out[-1]:.3f}",
+        (at[-1], held_out[-1]),
         xytext=(8, 0),
         textcoords="offset points",
         color=HELD_OUT,
@@ -54,11 +57,14 @@ def draw(path: pathlib.Path, history: History, title: str) -> None:
     plt.close(figure)
 
 
-def _smooth(losses: list[float]) -> Any:
-    """Weighted mean over neighbours on both sides, so that the curve does not lag behind."""
-    steps = np.arange(len(losses))
+def _smooth(losses: Losses) -> Losses:
+    """Gaussian mean over neighbours on both sides, so that the curve does not lag behind."""
     width = max(1.0, len(losses) / 80)
-    return [np.average(losses, weights=np.exp(-(((steps - i) / width) ** 2) / 2)) for i in steps]
+    reach = math.ceil(3 * width)
+    weights = np.exp(-((np.arange(-reach, reach + 1) / width) ** 2) / 2)
+    inside = slice(reach, reach + len(losses))
+    share = np.convolve(np.ones(len(losses)), weights)[inside]
+    return np.convolve(losses, weights)[inside] / share
 
 
 def _nats_to_bits(nats: Any) -> Any:

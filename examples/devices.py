@@ -12,7 +12,9 @@ import pathlib
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
+
+import zerojax
 
 VIRTUAL_DEVICES = 8
 
@@ -22,18 +24,12 @@ def data_mesh(count: int | None) -> Mesh:
 
     Call it before anything else touches JAX's devices. `JAX_PLATFORMS`, where set, decides.
     """
-    if count is not None and count < 1:
-        raise ValueError(f"--devices must be at least 1, not {count}")
     # A CUDA plugin may be installed for its compiler alone; it fails to start without a GPU.
     platforms = os.environ.get("JAX_PLATFORMS") or ("" if accelerator_present() else "cpu")
     if platforms.startswith("cpu"):
         jax.config.update("jax_platforms", platforms)
         jax.config.update("jax_num_cpu_devices", count or VIRTUAL_DEVICES)
-    devices = jax.devices()
-    if count is not None and count > len(devices):
-        raise ValueError(f"--devices {count}: there are {len(devices)}, {devices[0].device_kind}")
-    devices = devices[:count]
-    return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    return zerojax.mesh(count)
 
 
 def accelerator_present() -> bool:

@@ -74,8 +74,10 @@ class Progress:
 
     def held_out(self, step: int, loss: float) -> None:
         """Held-out loss after `step` steps. The time since the last step is not counted."""
-        self._mark = self._pending = None
         self.console.print(self._line(step, f"held-out loss [bold]{loss:.3f}[/]"))
+        self._pending = None
+        if self._mark is not None:
+            self._mark = time.perf_counter()
 
     @property
     def tokens_per_second(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from rich import box
 from rich.table import Table
 
 import zerojax
@@ -20,26 +21,30 @@ from examples.progress import Progress, told
 from examples.run_folder import History, RunFolder
 from zerojax.config import ZeroConfig
 
+GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
+
 
 def bytes_by_stage(
     config: ZeroConfig, mesh: Mesh, create_state: Callable[[jax.Array], Any], key: jax.Array
 ) -> Table:
-    """What one device keeps between steps at each ZeRO stage, from the plans alone."""
-    table = Table(title=f"State at rest on each of {mesh.size} devices", title_justify="left")
-    table.add_column("ZeRO stage")
-    table.add_column("bytes", justify="right")
-    table.add_column("of stage 0", justify="right")
+    """What one device holds at each ZeRO stage, from the plans alone."""
+    heading = f"Bytes on each of {mesh.size} devices, by stage"
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE)
+    for column in ("stage", "at rest", "gradients", "together", "share"):
+        table.add_column(column, justify="right")
+    table.add_column("parameters", no_wrap=True)
     whole = 0
-    for stage in range(4):
+    for stage, gathered in enumerate(GATHERED):
         zero = zerojax.zero(dataclasses.replace(config, stage=stage), mesh=mesh)
-        held = zero.plan(zero.abstract_state(create_state, key)).bytes_per_device
-        whole = whole or held
-        chosen = stage == config.stage
+        plan = zero.plan(zero.abstract_state(create_state, key))
+        state, grads = plan.bytes_per_device, sum(g.bytes_per_device for g in plan.gradients())
+        whole = whole or state + grads
         table.add_row(
-            f"{stage} (this run)" if chosen else str(stage),
-            f"{held:,}",
-            f"{held / whole:.1%}",
-            style="bold" if chosen else "",
+            f"{'→ ' * (stage == config.stage)}{stage}",
+            *(f"{count:,}" for count in (state, grads, state + grads)),
+            f"{(state + grads) / whole:.1%}",
+            gathered,
+            style="bold" if stage == config.stage else "",
         )
     return table
 

@@ -6,7 +6,10 @@ Command, from the repository root::
     python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
     python -m examples.run_clm --model small --scan --remat --batch-size 64
 
-Hardware, time and the number to expect: @@NUMBERS@@
+With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
+stage 3 in 97 to 117 s, compilation included (measured with other work on the same cores), at 7,400
+to 8,100 tokens/s, with 2.0 MB of arrays on each device. Held-out loss falls from 5.5 nats a byte (a
+guess is ln 256) to 2.23 on Python 3.11's library, 2.35 on 3.12's; above 2.6 something is wrong.
 
 It prints what each device holds, evaluates on text that it never trains on, writes an orbax
 checkpoint at each evaluation, continues from the newest one when run again with the same `--out`,
@@ -82,13 +85,13 @@ def train(job: Job, console: Console) -> None:
         if start >= job.steps:
             console.print(report.already_done(folder, start, job.steps))
             return
-        console.print(report.bytes_by_stage(config, mesh, create_state, init_key))
         if start:
             state = folder.restore(zero.abstract_state(create_state, init_key))
             console.print(f"Continuing from step {start} in {folder.checkpoints}")
         else:
             state = zero.init(create_state, init_key)
-        console.print(str(zero.plan(state)))
+        console.print(str(zero.plan(state)), markup=False)
+        console.print(report.bytes_by_stage(config, mesh, create_state, init_key))
 
         tokens = rows * job.block_size
         with Progress(console, job.steps, done=start, step_tokens=tokens, mesh=mesh) as progress:
@@ -102,8 +105,8 @@ def train(job: Job, console: Console) -> None:
                 progress.advance(step + 1, metrics["loss"])
                 if (step + 1) % job.eval_every == 0 or step + 1 == job.steps:
                     history.held_out.append((step + 1, held_out_loss(state)))
-                    progress.held_out(*history.held_out[-1])
                     folder.save(step + 1, state, history)
+                    progress.held_out(*history.held_out[-1])
     curve.draw(folder.curve, history, report.title(job, config, mesh))
     console.print(report.summary(history, progress, folder))
 
@@ -116,15 +119,18 @@ def main(
     more_text: Annotated[list[pathlib.Path] | None, typer.Argument(hidden=True)] = None,
     text: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="UTF-8 text files  [default: the Python library's sources]"),
+        typer.Option(help="UTF-8 text files; else the Python library's sources"),
     ] = None,
     config: Annotated[pathlib.Path, typer.Option(help="DeepSpeed JSON")] = DEFAULT_CONFIG,
     steps: Annotated[int, typer.Option(min=1, help="updates in all, resumed ones included")] = 300,
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "mini",
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="rows per update, over all devices")
+        int | None,
+        typer.Option(min=1, help="rows per update, over all devices; else the config, or 16"),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="bytes per row")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="bytes per row; else as the model has it")
+    ] = None,
     scan: Annotated[bool, typer.Option(help="compile one block, not one per layer")] = False,
     remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
@@ -133,10 +139,11 @@ def main(
     ] = pathlib.Path("runs/clm"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
     devices: Annotated[
-        int | None, typer.Option(help="how many  [default: all; 8 virtual ones on a CPU]")
+        int | None, typer.Option(min=1, help="how many; else all, or 8 virtual ones on a CPU")
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(min=1, help="steps between evaluations and checkpoints")
+        int | None,
+        typer.Option(min=1, help="steps between evaluations and checkpoints; else a tenth"),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="discard --out's checkpoints")] = False,
 ) -> None:

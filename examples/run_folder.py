@@ -8,7 +8,7 @@ Example::
     with RunFolder(out, identity) as folder:
         history = folder.history()                     # empty in a fresh folder
         state = folder.restore(abstract_state)         # sharded as abstract_state says
-        folder.save(step, state, history)              # returns once the state is copied
+        folder.save(step, state, history)              # returns once it is written
 """
 
 import dataclasses
@@ -39,9 +39,11 @@ class RunFolder:
         self.identity = identity
         self.checkpoints = self.out / "checkpoints"
         self.curve = self.out / "loss.png"
-        self._manager = ocp.CheckpointManager(
-            self.checkpoints, options=ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT)
+        # In the background orbax would hold the old state while the next step makes a new one.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=CHECKPOINTS_KEPT, enable_async_checkpointing=False
         )
+        self._manager = ocp.CheckpointManager(self.checkpoints, options=options)
 
         if restart:
             for step in self._manager.all_steps():
@@ -93,7 +95,7 @@ class RunFolder:
         return self._manager.restore(self.step, args=wanted)["state"]
 
     def save(self, step: int, state: Any, history: History) -> None:
-        """Write a checkpoint in the background; `step` steps are done."""
+        """Write a checkpoint; `step` steps are done."""
         run = {
             "identity": self.identity,
             "train": [float(loss) for loss in history.train],

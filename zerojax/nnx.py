@@ -31,7 +31,9 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
     )
     # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optimizer_state)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(optimizer_state)
+    )
 
     def close(parts: Parts, tx: Any) -> tuple[nnx.Module, Any]:
         closed = nnx.merge(optimizer_graph, shapes)
@@ -41,14 +43,14 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
     specs = jax.tree.leaves(
         nnx.as_pure(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec)
     )
-    return Opened(parts, optimizer.tx, close, (graph, optimizer_graph), tuple(specs))
+    return Opened(parts, optimizer.tx, close, (graph, type(optimizer)), tuple(specs))
 
 
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     """Gives an optimizer another transformation and its state."""
     optimizer.tx = tx
     optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
-    optimizer.step[...] = parts.step
+    optimizer.step.set_value(parts.step)
 
 
 def update(model: nnx.Module, optimizer: Any, parts: Parts, tx: Any) -> None:
@@ -56,6 +58,6 @@ def update(model: nnx.Module, optimizer: Any, parts: Parts, tx: Any) -> None:
     nnx.update(model, parts.params, parts.rest["model"])
     if optimizer.tx is tx:
         nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
-        optimizer.step[...] = parts.step
+        optimizer.step.set_value(parts.step)
     else:
         adopt(optimizer, parts, tx)

@@ -43,7 +43,7 @@ def test_trains_resumes_and_knows_when_it_is_done(
     first = run(*job, "--steps", 6, "--eval-every", 3)
     assert first.returncode == 0, first.stderr
     assert steps_in(first.stdout) == [1, 2, 3, 4, 5, 6]
-    assert "State at rest on each of 8 devices" in first.stdout
+    assert "Bytes on each of 8 devices, by stage" in first.stdout
     before, after = map(float, re.findall(r"held-out loss (\d.\d+) -> (\d.\d+)", first.stdout)[0])
     assert after < before
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")

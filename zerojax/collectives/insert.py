@@ -69,6 +69,7 @@ class _Scope:
     gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
+    made: list[list[jax.Array]] = field(default_factory=list)
 
 
 class Inserter:
@@ -208,14 +209,24 @@ class Inserter:
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
-        if eqn.primitive is prims.remat_p:
-            if self.keep:
-                values = self._all_whole(values, scope)
-            if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-                held = lax.optimization_barrier([_plain(v) for v in values])
-                values = [_like(v, h) for v, h in zip(values, held, strict=True)]
-            scope = _Scope(share=True)
-        return self._run(eqn.params[_CALLS[eqn.primitive]], values, scope, want)
+        inner = eqn.params[_CALLS[eqn.primitive]]
+        if eqn.primitive is not prims.remat_p:
+            return self._run(inner, values, scope, want)
+        if self.keep:
+            values = self._all_whole(values, scope)
+        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+            values = self._in_turn(values, scope)
+        outs = self._run(inner, values, _Scope(share=True), want)
+        scope.made.append([o for o, w in zip(outs, want, strict=True) if w])
+        return outs
+
+    def _in_turn(self, values: list[Any], scope: _Scope) -> list[Any]:
+        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its
+        cotangents are there; and until the gradients of the block before the last are, which
+        XLA would else put off to the end with all the activations that they are made from."""
+        done = scope.made[-2] if len(scope.made) > 1 else []
+        held, _ = lax.optimization_barrier(([_plain(v) for v in values], done))
+        return [_like(v, h) for v, h in zip(values, held, strict=True)]
 
     def _closed(self, jaxpr: Any, captured: Sequence[Any]) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""

@@ -168,9 +168,10 @@ class Inserter:
         outs = _bind(eqn, values)
         if wanted.passes(eqn):
             return outs
+        # The gradient of a lookup with fewer rows than its table: gathering those moves less.
+        place = self.constrain if _few_rows(eqn) else self.scattered
         return [
-            self.scattered(o, wants[v]) if v in wants else o
-            for v, o in zip(eqn.outvars, outs, strict=True)
+            place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
 
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
@@ -277,6 +278,13 @@ class Inserter:
             for i, y in enumerate(ys)
         ]
         return [*carry, *stacked]
+
+
+def _few_rows(eqn: Any) -> bool:
+    if not eqn.primitive.name.startswith("scatter"):
+        return False
+    table, _, rows = eqn.invars
+    return rows.aval.size <= table.aval.size
 
 
 def _plain(value: Any) -> Any:

@@ -49,7 +49,7 @@ def sections(quick: bool) -> dict[str, list[Case]]:
 def memory_table(title: str, records: Iterable[Record]) -> Table:
     """Bytes per device and seconds, a row for each case."""
     table = Table(title=f"{title}: MB per device")
-    table.add_column("case")
+    table.add_column("case", no_wrap=True)
     for name in ("layers", "devices", "resting", "12P/N", "arguments", "temporaries", "peak",
                  "gathered at once", "trace s", "compile s"):  # fmt: skip
         table.add_column(name, justify="right")
@@ -78,7 +78,7 @@ def memory_table(title: str, records: Iterable[Record]) -> Table:
 def traffic_table(title: str, records: Iterable[Record]) -> Table:
     """Bytes sent per step by each device, beside what theory asks for."""
     table = Table(title=f"{title}: MB sent per step and device, measured / theory")
-    table.add_column("case")
+    table.add_column("case", no_wrap=True)
     for name in ("all-gather", "reduce-scatter", "all-reduce", "total", "parameters gathered in",
                  "largest all-reduce", "all-to-alls", "held into backward"):  # fmt: skip
         table.add_column(name, justify="right")

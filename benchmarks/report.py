@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-WIDTH_WITHOUT_TERMINAL = 140
+WIDTH_WITHOUT_TERMINAL = 160
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,3 +20,11 @@ def require_gpu_compiler() -> None:
         importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda13", "xla_cuda12")
     ):
         pytest.skip("no XLA:GPU compiler here: pip install 'zerojax[compile]'")
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """XLA without its costly passes, for tests of what a program computes: a third of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -9,14 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES, LINEN_CASES, Case
+from cases import CASES, PARTITIONED, Case, megatron_specs
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import zerojax
+from examples.gpt import loss_fn as cross_entropy
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 STAGES = (0, 1, 2, 3)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
-KEY = 5
+ALL = CASES | PARTITIONED
 
 
 def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
@@ -24,17 +28,30 @@ def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
     return zerojax.zero(stage=stage, **{"stage3_param_persistence_threshold": 0} | keywords)
 
 
-def follow(case: Case, step: Callable[..., Any], state: Any, dtype: str) -> tuple[Any, ...]:
+@functools.cache
+def made(name: str, dtype: str) -> Any:
+    case = ALL[name]
+    jit = nnx.jit if case.nnx else jax.jit
+    state = jit(lambda key: case.create(key, dtype))(jax.random.key(5))
+    return nnx.split(state) if case.nnx else state
+
+
+def start(name: str, dtype: str) -> Any:
+    """The state a case starts from, on one device."""
+    state = jax.tree.map(lambda x: x.copy(), made(name, dtype))
+    return nnx.merge(*state) if ALL[name].nnx else state
+
+
+def follow(name: str, step: Callable[..., Any], state: Any, dtype: str) -> tuple[Any, ...]:
     """Runs a case. Returns the losses, the last metrics, the parameters and the other state."""
-    losses = []
+    case, losses = ALL[name], []
     for arguments in case.arguments(dtype):
         if case.nnx:
             metrics = step(*state, *arguments)
         else:
             state, metrics = step(state, *arguments)
         losses.append(float(metrics["loss"]))
-    params, rest = taken_apart(case, state)
-    return np.array(losses), host(metrics), host(params), host(rest)
+    return np.array(losses), host(metrics), *map(host, taken_apart(case, state))
 
 
 def taken_apart(case: Case, state: Any) -> tuple[Any, Any]:
@@ -42,9 +59,8 @@ def taken_apart(case: Case, state: Any) -> tuple[Any, Any]:
     if case.nnx:
         _, params, rest = nnx.split(state[0], nnx.Param, ...)
         return nnx.as_pure(params), nnx.as_pure(rest)
-    carried = {"step": state.step}
-    carried |= {n: getattr(state, n) for n in ("batch_stats", "average", "key") if hasattr(state, n)}
-    return state.params, carried
+    names = ("step", "batch_stats", "average", "key")
+    return state.params, {name: getattr(state, name) for name in names if hasattr(state, name)}
 
 
 def host(tree: Any) -> Any:
@@ -58,23 +74,17 @@ def host(tree: Any) -> Any:
 @functools.cache
 def plain(name: str, dtype: str) -> tuple[Any, ...]:
     """The undecorated step under ``jax.jit`` (``nnx.jit``) on one device."""
-    case = CASES[name]
-    step = nnx.jit(case.step) if case.nnx else jax.jit(case.step)
-    return follow(case, step, create(case, dtype), dtype)
-
-
-def create(case: Case, dtype: str) -> Any:
-    jit = nnx.jit if case.nnx else jax.jit
-    return jit(lambda key: case.create(key, dtype))(jax.random.key(KEY))
+    jit = nnx.jit if ALL[name].nnx else jax.jit
+    return follow(name, jit(ALL[name].step), start(name, dtype), dtype)
 
 
 def assert_near(got: Any, want: Any, tolerance: float) -> None:
     """Leaf by leaf, relative to the largest element of the leaf."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, a), b in pairs:
         where = jax.tree_util.keystr(path)
-        assert a.shape == b.shape, where
-        assert a.dtype == b.dtype, where
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
         if not np.issubdtype(b.dtype, np.floating):
             np.testing.assert_array_equal(a, b, where)
         elif b.size:
@@ -93,14 +103,9 @@ def assert_equal_runs(got: tuple[Any, ...], want: tuple[Any, ...], dtype: str) -
 @pytest.mark.parametrize("name", CASES)
 def test_float64(name: str, stage: int) -> None:
     """A plain state, placed when it first comes."""
-    case = CASES[name]
     with jax.enable_x64(True):
-        state = create(case, "float64")
-        if case.nnx:
-            zero = zero_for(stage)
-            made = state
-            state = zero.init(lambda: made)
-        got = follow(case, zero_for(stage)(case.step), state, "float64")
+        step = zero_for(stage)(CASES[name].step)
+        got = follow(name, step, start(name, "float64"), "float64")
         assert_equal_runs(got, plain(name, "float64"), "float64")
 
 
@@ -108,10 +113,146 @@ def test_float64(name: str, stage: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_float32(name: str, stage: int) -> None:
     """A state born sharded."""
-    case, zero = CASES[name], zero_for(stage)
-    state = zero.init(lambda key: case.create(key, "float32"), jax.random.key(KEY))
-    got = follow(case, zero(case.step), state, "float32")
+    zero, state = zero_for(stage), start(name, "float32")
+    state = zero.init(lambda: state)
+    got = follow(name, zero(CASES[name].step), state, "float32")
     assert_equal_runs(got, plain(name, "float32"), "float32")
 
 
-AVERAGING = [name for name, case in CASES.items() if case.averages]
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.averages])
+def test_accumulation_by_four(name: str, stage: int) -> None:
+    """Numbers are averaged, arrays of a row each come stacked by micro-batch."""
+    with jax.enable_x64(True):
+        step = zero_for(stage, gradient_accumulation_steps=4)(CASES[name].step)
+        losses, metrics, *state = follow(name, step, start(name, "float64"), "float64")
+        want_losses, want_metrics, *want_state = plain(name, "float64")
+        want_metrics = jax.tree.map(
+            lambda x: x.reshape(4, -1, *x.shape[1:]) if x.ndim else x, want_metrics
+        )
+        assert_equal_runs(
+            (losses, metrics, *state), (want_losses, want_metrics, *want_state), "float64"
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_users_own_specs_in_the_model(name: str, accumulation: int, stage: int) -> None:
+    """The plan keeps "model" where the model put it, and ZeRO takes another dimension."""
+    zero = zero_for(
+        stage, mesh=zerojax.mesh(axes={"data": 2, "model": 4}),
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    with jax.enable_x64(True):
+        state = start(name, "float64")
+        specs = jax.tree.leaves(zero.plan(state).params, is_leaf=is_spec)
+        # A bias whose one dimension is the user's stays as it is. Order: bias, kernel.
+        assert specs == [
+            PartitionSpec("model"), PartitionSpec(cut(stage), "model"),
+            PartitionSpec(*([cut(stage)] if stage else [])), PartitionSpec("model", *[cut(stage)] if stage else []),
+            PartitionSpec("model"), PartitionSpec(cut(stage), "model"),
+        ]  # fmt: skip
+        got = follow(name, zero(PARTITIONED[name].step), state, "float64")
+        assert_equal_runs(got, plain(name, "float64"), "float64")
+
+
+def cut(stage: int) -> str | None:
+    return "data" if stage else None
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("gpt", 1), ("gpt", 2), ("gpt", 3), ("gpt_scan_remat", 3)]
+)
+def test_users_own_specs_given(name: str, stage: int) -> None:
+    with jax.enable_x64(True):
+        state = start(name, "float64")
+        specs = megatron_specs(state.params)
+        zero = zero_for(stage, mesh=zerojax.mesh(axes={"data": 2, "model": 4}), specs=specs)
+        planned = jax.tree.leaves(zero.plan(state).params, is_leaf=is_spec)
+        for mine, spec in zip(jax.tree.leaves(specs, is_leaf=is_spec), planned, strict=True):
+            assert [a for a in spec if a != "data"] == [*mine] or not [*mine]
+        got = follow(name, zero(CASES[name].step), state, "float64")
+        assert_equal_runs(got, plain(name, "float64"), "float64")
+
+
+def test_small_tensors_left_whole() -> None:
+    """Under the default threshold stage 3 shards nothing of a model as small as this."""
+    zero = zerojax.zero(stage=3)
+    state = start("mlp", "float32")
+    assert not any(leaf.sharded for leaf in zero.plan(state).leaves["params"])
+    got = follow("mlp", zero(CASES["mlp"].step), state, "float32")
+    assert_equal_runs(got, plain("mlp", "float32"), "float32")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fewer_devices(devices: int) -> None:
+    zero = zero_for(3, mesh=zerojax.mesh(devices))
+    got = follow("mlp", zero(CASES["mlp"].step), start("mlp", "float32"), "float32")
+    assert_equal_runs(got, plain("mlp", "float32"), "float32")
+
+
+def regression_loss(apply: Any, params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def language_loss(apply: Any, params: Any, tokens: Any, key: Any) -> jax.Array:
+    del key
+    return cross_entropy(apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "loss"), [("momentum", regression_loss), ("gpt_scan_remat", language_loss)]
+)
+def test_bfloat16(name: str, loss: Callable[..., jax.Array], stage: int) -> None:
+    """Against mixed precision written by hand: bfloat16 compute, float32 masters and moments."""
+
+    def low(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    @jax.jit
+    def by_hand(state: Any, *arguments: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda p: loss(state.apply_fn, p, *arguments))(
+            low(state.params)
+        )
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    seen = set()
+
+    def watched(state: Any, *arguments: Any) -> Any:
+        seen.update(x.dtype for x in jax.tree.leaves(state.params))
+        new, metrics = CASES[name].step(state, *arguments)
+        seen.update(x.dtype for x in jax.tree.leaves(new.params))
+        return new, metrics
+
+    want = follow(name, by_hand, start(name, "float32"), "float32")
+    zero, state = zero_for(stage, bf16=True), start(name, "float32")
+    state = zero.init(lambda: state)
+    got = follow(name, zero(watched), state, "float32")
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-2)
+    assert_near(got[2:], want[2:], 1e-1)
+    assert seen == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_bfloat16_accumulated_in_float32() -> None:
+    """A thousand small gradients after a large one would vanish in a bfloat16 sum."""
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * batch.mean(0).astype(p["w"].dtype)))(state.params)
+        return state.apply_gradients(grads=grads), {}
+
+    from flax.training.train_state import TrainState
+
+    zero = zero_for(2, bf16=True, gradient_accumulation_steps=64)
+    params = {"w": np.zeros(8, np.float32)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    rows = np.full((512, 8), 2.0**-9, np.float32)
+    rows[:8] = 1.0
+    state, _ = zero(step)(state, rows)
+    np.testing.assert_allclose(state.params["w"], -rows.reshape(64, 8, 8).mean((0, 1)), rtol=1e-6)

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.collectives import GRADIENT
 from zerojax.parts import Opened, Parts
 from zerojax.state import take_apart
 
@@ -58,9 +60,9 @@ def updating(tx: optax.GradientTransformation, cut: Cut, calls: Calls) -> Any:
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         calls.n += 1
         if view.masters is None:
-            updates, opt = tx.update(cut(grads), view.opt, params, **extra)
+            updates, opt = tx.update(cut(as_gradients(grads)), view.opt, params, **extra)
             return updates, view._replace(opt=opt)
-        updates, opt = tx.update(cut(grads), view.opt, view.masters, **extra)
+        updates, opt = tx.update(cut(as_gradients(grads)), view.opt, view.masters, **extra)
         return apply(view._replace(opt=opt), updates)
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
@@ -84,7 +86,7 @@ def collecting(cut: Cut, calls: Calls) -> Any:
                 f"apply_gradients passes {sorted(extra)} to the optimizer, which cannot be "
                 "accumulated over micro-batches: set gradient_accumulation_steps to 1."
             )
-        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), view.grads, cut(grads))
+        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), view.grads, cut(as_gradients(grads)))
         return view.updates, view._replace(grads=cut(summed))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
@@ -183,3 +185,8 @@ def masters_after(view: View, returned: Any) -> Any:
 def constrainer(shardings: Any) -> Cut:
     """Constrains a tree to ``shardings``."""
     return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)
+
+
+def as_gradients(tree: Any) -> Any:
+    """Marks a tree as what :mod:`zerojax.collectives.wanted` looks for."""
+    return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT), tree)

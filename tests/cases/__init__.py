@@ -4,11 +4,14 @@ Each is what a flax user writes: a state, a step, batches. Sizes are multiples o
 case does not say otherwise, so that eight devices can share each leaf.
 """
 
+from cases import linen, nnx
 from cases.case import ROWS as ROWS
 from cases.case import STEPS as STEPS
 from cases.case import Case as Case
 from cases.case import cast as cast
-from cases.linen import CASES as LINEN_CASES
-from cases.nnx import CASES as NNX_CASES
+from cases.linen import megatron_specs as megatron_specs
 
-CASES: dict[str, Case] = {case.name: case for case in (*LINEN_CASES, *NNX_CASES)}
+CASES: dict[str, Case] = {case.name: case for case in (*linen.CASES, *nnx.CASES)}
+
+# Their parameters carry the user's own PartitionSpecs over a mesh axis called "model".
+PARTITIONED: dict[str, Case] = {case.name: case for case in (*linen.PARTITIONED, *nnx.PARTITIONED)}

@@ -10,6 +10,7 @@ import optax
 from cases.case import ROWS, Case, batches, cast, labelled, tokens, vectors, with_key
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 from examples.gpt import GPT, GPTConfig
 from examples.gpt import loss_fn as cross_entropy
@@ -195,7 +196,7 @@ class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
         for features in (8, 16):
-            x = nn.Conv(features, (3, 3), strides=2)(x)
+            x = nn.Conv(features, (3, 3), strides=2, use_bias=False)(x)
             x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         return nn.Dense(8)(x.mean((1, 2)))
 
@@ -255,12 +256,56 @@ DECAY_KERNELS = optax.chain(
     MOMENTUM,
 )
 
+class PartitionedMLP(nn.Module):
+    """An MLP whose layers are cut over "model": columns, then rows, then columns again."""
+
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def cut(*names: str | None) -> tuple[Any, Any]:
+            kernel, bias = nn.initializers.lecun_normal(), nn.initializers.zeros
+            if self.logical:
+                logical = tuple(name and "features" for name in names)
+                rules = (("features", "model"),)
+                return (
+                    nn.with_logical_partitioning(kernel, logical, rules=rules),
+                    nn.with_logical_partitioning(bias, logical[1:], rules=rules),
+                )
+            return nn.with_partitioning(kernel, names), nn.with_partitioning(bias, names[1:])
+
+        for width, names in ((32, (None, "model")), (24, ("model", None)), (8, (None, "model"))):
+            kernel, bias = cut(*names)
+            x = nn.tanh(nn.Dense(width, kernel_init=kernel, bias_init=bias)(x))
+        return x
+
+
+def megatron_specs(params: Any) -> Any:
+    """PartitionSpecs of a GPT cut over "model", in the form of its parameters."""
+
+    def spec(path: Any, x: jax.Array) -> PartitionSpec:
+        module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2:]
+        whole = (None,) * x.ndim
+        if module in ("c_attn", "c_fc"):
+            return PartitionSpec(*whole[1:], "model")
+        if module == "c_proj" and name == "kernel":
+            return PartitionSpec(*whole[2:], "model", None)
+        return PartitionSpec("model") if module == "wte" else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+PARTITIONED = (
+    Case("partitioned", creator(PartitionedMLP(), MLP_INPUT), regression_step, vectors),
+    Case("logical", creator(PartitionedMLP(logical=True), MLP_INPUT), regression_step, vectors),
+)
+
 CASES = (
     Case("mlp", creator(MLP(), MLP_INPUT), regression_step, vectors, averages=True),
     Case("momentum", creator(MLP(), MLP_INPUT, MOMENTUM), regression_step, vectors, averages=True),
     gpt("gpt"),
     gpt("gpt_dropout", dropout=0.2),
-    gpt("gpt_remat", dropout=0.2, remat=True),
+    gpt("gpt_remat", remat=True),
     gpt("gpt_scan", dropout=0.2, scan=True),
     gpt("gpt_scan_remat", scan=True, remat=True),
     Case("convnet", create_convnet, convnet_step, images),

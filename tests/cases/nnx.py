@@ -19,12 +19,12 @@ Pair = tuple[nnx.Module, nnx.Optimizer]
 
 
 def creator(
-    make: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation = ADAMW
+    make: Callable[[nnx.Rngs, Any], nnx.Module], tx: optax.GradientTransformation = ADAMW
 ) -> Callable[[jax.Array, Any], Pair]:
-    """``create(key, dtype)`` for a model."""
+    """``create(key, dtype)`` for a model that ``make(rngs, dtype)`` makes."""
 
     def create(key: jax.Array, dtype: Any) -> Pair:
-        model = make(nnx.Rngs(key))
+        model = make(nnx.Rngs(key), dtype)
         nnx.update(model, cast(nnx.state(model), dtype))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -34,7 +34,7 @@ def creator(
 class MLP(nnx.Module):
     """Linear layers with tanh between; normalized and with dropout if so asked."""
 
-    def __init__(self, rngs: nnx.Rngs, *, norm: bool = False) -> None:
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = None, *, norm: bool = False) -> None:
         self.first = nnx.Linear(16, 32, rngs=rngs)
         self.norm = nnx.BatchNorm(32, momentum=0.9, rngs=rngs) if norm else None
         self.dropout = nnx.Dropout(0.2, rngs=rngs) if norm else None
@@ -46,6 +46,28 @@ class MLP(nnx.Module):
         if self.norm is not None and self.dropout is not None:
             x = self.dropout(self.norm(x))
         return self.third(nnx.tanh(self.second(x)))
+
+
+class PartitionedMLP(nnx.Module):
+    """An MLP whose layers are cut over "model": columns, then rows, then columns again."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any) -> None:
+        del dtype
+
+        def layer(n_in: int, n_out: int, *names: str | None) -> nnx.Linear:
+            kernel, bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros
+            return nnx.Linear(
+                n_in, n_out, rngs=rngs, kernel_init=nnx.with_partitioning(kernel, names),
+                bias_init=nnx.with_partitioning(bias, names[1:]),
+            )  # fmt: skip
+
+        with nnx.use_eager_sharding(False):
+            self.first = layer(16, 32, None, "model")
+            self.second = layer(32, 24, "model", None)
+            self.third = layer(24, 8, None, "model")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.third(nnx.tanh(self.second(nnx.tanh(self.first(x)))))
 
 
 def regression_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Any:
@@ -67,20 +89,25 @@ def language_step(model: nnx.Module, optimizer: nnx.Optimizer, tokens: jax.Array
 
 
 def gpt(name: str, *, dropout: float = 0.0, remat: bool = False) -> Case:
-    config = GPTConfig(
-        vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=dropout, remat=remat
-    )
-    return Case(
-        name, creator(lambda rngs: GPT(config, rngs)), language_step, tokens, nnx=True,
-        averages=not dropout,
-    )  # fmt: skip
+    def make(rngs: nnx.Rngs, dtype: Any) -> nnx.Module:
+        config = GPTConfig(
+            vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16,
+            dropout=dropout, remat=remat, dtype=dtype,  # an nnx.Embed keeps the one it starts with
+        )  # fmt: skip
+        return GPT(config, rngs)
 
+    return Case(name, creator(make), language_step, tokens, nnx=True, averages=not dropout)
+
+
+PARTITIONED = (
+    Case("nnx_partitioned", creator(PartitionedMLP), regression_step, vectors, nnx=True),
+)
 
 CASES = (
     Case("nnx_mlp", creator(MLP), regression_step, vectors, nnx=True, averages=True),
     Case("nnx_momentum", creator(MLP, MOMENTUM), regression_step, vectors, nnx=True, averages=True),
     Case(
-        "nnx_norm", creator(lambda rngs: MLP(rngs, norm=True)), regression_step, vectors, nnx=True
+        "nnx_norm", creator(lambda rngs, dtype: MLP(rngs, norm=True)), regression_step, vectors, nnx=True
     ),
     gpt("nnx_gpt"),
     gpt("nnx_gpt_dropout", dropout=0.2),

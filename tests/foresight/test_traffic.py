@@ -94,11 +94,21 @@ def test_start_and_done_are_one_and_combined_ones_add_up() -> None:
     assert (reduce.kind, reduce.payload_bytes, reduce.moved_bytes) == ("all-reduce", 16, 28)
 
 
+def test_a_scattered_array_is_named_as_it_was_before() -> None:
+    (found,) = collectives(
+        program(
+            "ROOT %r = bf16[16,25] reduce-scatter(%p), replica_groups=[1,8]<=[8], "
+            "dimensions={1}, to_apply=%add"
+        )
+    )
+    assert str(found.shapes[0]) == "bf16[16,200]"
+
+
 def test_inside_an_asynchronous_computation() -> None:
     wrapped = """\
 %wrapped (q: f32[16]) -> f32[2] {
   %q = f32[16] parameter(0)
-  ROOT %rs = f32[2] reduce-scatter(%q), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %rs = f32[2] reduce-scatter(%q), replica_groups={}, dimensions={0}, to_apply=%add
 }
 """
     (found,) = collectives(

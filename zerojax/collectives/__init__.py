@@ -1,4 +1,5 @@
 """Which collectives a step has, and where they stand."""
 
 from zerojax.collectives.insert import Inserter as Inserter
-from zerojax.collectives.insert import Shard as Shard
+from zerojax.collectives.shard import Shard as Shard
+from zerojax.collectives.wanted import GRADIENT as GRADIENT

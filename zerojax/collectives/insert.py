@@ -24,8 +24,9 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
-from zerojax.collectives import layout, wanted
+from zerojax.collectives import layout, order, wanted
 from zerojax.collectives.layout import Spec
+from zerojax.collectives.shard import Made, Shard
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq erf exp "
@@ -43,19 +44,6 @@ _CALLS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """A parameter, or a value of its shape made from it, in the body.
-
-    ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
-    the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
-    """
-
-    value: jax.Array
-    spec: Spec
-    whole: jax.Array | None = None
-
-
 @dataclass
 class _Scope:
     """The stretch of program in which one gather of a parameter may serve several uses.
@@ -69,7 +57,7 @@ class _Scope:
     gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
-    made: list[list[jax.Array]] = field(default_factory=list)
+    made: list[list[Made]] = field(default_factory=list)
 
 
 class Inserter:
@@ -170,9 +158,14 @@ class Inserter:
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
         place = self.constrain if _few_rows(eqn) else self.scattered
-        return [
+        outs = [
             place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
+        if scope.made:
+            scope.made[-1] += [
+                Made(o, wants[v]) for v, o in zip(eqn.outvars, outs, strict=True) if v in wants
+            ]
+        return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -218,16 +211,17 @@ class Inserter:
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, _Scope(share=True), want)
-        scope.made.append([o for o, w in zip(outs, want, strict=True) if w])
+        scope.made.append([Made(o, w) for o, w in zip(outs, want, strict=True) if w is not None])
         return outs
 
     def _in_turn(self, values: list[Any], scope: _Scope) -> list[Any]:
         """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its
         cotangents are there; and until the gradients of the block before the last are, which
-        XLA would else put off to the end with all the activations that they are made from."""
+        XLA would else put off to the end with the activations they are made from."""
+        held = lax.optimization_barrier([_plain(v) for v in values])
+        values = [_like(v, h) for v, h in zip(values, held, strict=True)]
         done = scope.made[-2] if len(scope.made) > 1 else []
-        held, _ = lax.optimization_barrier(([_plain(v) for v in values], done))
-        return [_like(v, h) for v, h in zip(values, held, strict=True)]
+        return order.after(values, done, self.axis, self.constrain)
 
     def _closed(self, jaxpr: Any, captured: Sequence[Any]) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""

@@ -19,12 +19,19 @@ from zerojax.collectives import layout
 from zerojax.collectives.layout import Spec
 
 _PASSES = frozenset(
-    "add add_any convert_element_type copy copy_p div mul neg select_n sharding_constraint sub".split()
+    "add add_any convert_element_type copy copy_p div mul name neg select_n sharding_constraint sub"
+    .split()
 )
+
+
+# The name (as of ``jax.ad_checkpoint.checkpoint_name``) of what reaches the optimizer.
+GRADIENT = "zerojax gradient"
 
 
 def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -> dict[Any, Spec]:
     """For each variable that is, or goes into, a gradient: the spec of its shard.
+
+    The spec of a gradient that stays whole has no entries but None.
 
     Args:
       jaxpr: an open jaxpr.
@@ -42,6 +49,8 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -
             spec = spec_of(eqn)
             if spec and any(axis in layout.axes(entry) for entry in spec):
                 wants.setdefault(eqn.outvars[0], spec)
+        if name == "name" and eqn.params["name"] == GRADIENT:
+            wants.setdefault(eqn.outvars[0], (None,) * eqn.outvars[0].aval.ndim)
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
@@ -68,7 +77,7 @@ def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:
     _, n = compat.scan_counts(eqn)
     specs = [wants.get(v) for v in eqn.outvars]
     stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
-    return [*specs[:n], *(s if s and any(s) else None for s in stacked)]
+    return [*specs[:n], *stacked]
 
 
 def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:

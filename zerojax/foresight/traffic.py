@@ -109,7 +109,7 @@ def _walk(
             group = group_size(started, program.devices)
             yield Collective(
                 kind=kind,
-                shapes=_whole(kind, each.shapes, group),
+                shapes=_whole(started, each.shapes, group),
                 group_size=group,
                 times=times,
                 exact=exact,
@@ -127,12 +127,17 @@ def _walk(
             )
 
 
-def _whole(kind: str, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
-    if kind != "reduce-scatter":
+def _whole(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
+    """A collective's arrays as they are gathered, or were before scattering."""
+    if started.operation != "reduce-scatter":
         return results
-    # The scattered dimension does not matter to the size; the first will do.
+    found = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)
+    scattered = int(found[1]) if found else 0
     return tuple(
-        Shape(each.dtype, (each.dims[0] * group, *each.dims[1:]) if each.dims else (group,))
+        Shape(
+            each.dtype,
+            tuple(size * group if at == scattered else size for at, size in enumerate(each.dims)),
+        )
         for each in results
     )
 

@@ -38,7 +38,7 @@ class Program:
         self.tx, self.plan, self.close = opened.tx, states.plan(opened), opened.close
         self.layout = BatchLayout(mesh, axis, sizes)
         self.body = Body(function, opened, sizes.accumulation)
-        self.inserter = Inserter(mesh, axis, keep=config.stage < 3) if config.stage else None
+        self.inserter = Inserter(mesh, axis, keep=config.stage < 3)
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
         self.to_kept = constrainer(
@@ -85,7 +85,7 @@ class Program:
     def _gathered(self, params: Any) -> list[Any]:
         """Stages 1 and 2: the compute parameters gathered, once a step; else a None for each."""
         leaves = self.plan.leaves["params"]
-        if self.inserter is None or not self.inserter.keep:
+        if not self.inserter.keep:
             return [None] * len(leaves)
         return [
             self.inserter.whole(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None
@@ -96,8 +96,6 @@ class Program:
         self, body: Callable[..., Any], gathered: list[Any], parts: Parts, batch: Any
     ) -> tuple[Parts, Any]:
         """Runs the body with each parameter made whole where the stage has it."""
-        if self.inserter is None:
-            return body(parts, batch)
         closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
         leaves = zip(
             jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True

@@ -221,7 +221,7 @@ class Inserter:
         held = lax.optimization_barrier([_plain(v) for v in values])
         values = [_like(v, h) for v, h in zip(values, held, strict=True)]
         done = scope.made[-2] if len(scope.made) > 1 else []
-        return order.after(values, done, self.axis, self.constrain)
+        return order.after(values, done, self.constrain)
 
     def _closed(self, jaxpr: Any, captured: Sequence[Any]) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""

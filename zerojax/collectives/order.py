@@ -14,41 +14,54 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import layout
 from zerojax.collectives.shard import Made, Shard
 
 
 def after(
-    values: Sequence[Any], done: Sequence[Made], axis: str, constrain: Callable[..., jax.Array]
+    values: Sequence[Any], done: Sequence[Made], constrain: Callable[..., jax.Array]
 ) -> list[Any]:
-    """``values``, the shards among them not before the gradients ``done``.
+    """``values``, but some of them not before the gradients ``done``.
 
-    A parameter waits for a gradient of its own shape and cut, which costs no communication;
-    the first one for those that no parameter is like.
+    A sharded parameter waits for a gradient of its own shape and cut, which costs no
+    communication. For the others waits the first such parameter, or where there is none the
+    last array, which is a cotangent; that costs an all-reduce of one bit.
     """
     left = list(done)
-    twins: list[jax.Array | None] = []
-    for v in values:
+    waits: list[jax.Array | None] = [None] * len(values)
+    for i, v in enumerate(values):
         twin = next((g for g in left if isinstance(v, Shard) and _alike(v, g)), None)
-        left = [g for g in left if g is not twin]
-        twins.append(None if twin is None else _impossible(twin.value))
-    first = next((i for i, v in enumerate(values) if isinstance(v, Shard)), None)
-    if first is not None:
+        if twin is not None:
+            left = [g for g in left if g is not twin]
+            waits[i] = _impossible(twin.value)
+    shards = [i for i, v in enumerate(values) if isinstance(v, Shard)]
+    floats = [i for i, v in enumerate(values) if i not in shards and _is_float(v)]
+    target = shards[0] if shards else floats[-1] if floats else None
+    if target is not None:
         for g in left:
-            sign = jnp.any(_impossible(g.value)) if _cut(g, axis) else _impossible(_element(g.value))
-            twins[first] = sign if twins[first] is None else twins[first] | sign
+            bit = jnp.any(_impossible(g.value)) if any(g.spec) else _impossible(_element(g.value))
+            waits[target] = bit if waits[target] is None else waits[target] | bit
     return [
-        v if t is None else Shard(constrain(jnp.where(t, jnp.zeros_like(v.value), v.value), v.spec), v.spec)
-        for v, t in zip(values, twins, strict=True)
+        v if wait is None else _held(v, wait, constrain)
+        for v, wait in zip(values, waits, strict=True)
     ]
+
+
+def _held(v: Any, wait: jax.Array, constrain: Callable[..., jax.Array]) -> Any:
+    if isinstance(v, Shard):
+        return Shard(constrain(_choose(wait, v.value), v.spec), v.spec)
+    return _choose(wait, v)
+
+
+def _choose(wait: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(wait, jnp.zeros_like(x), x)
+
+
+def _is_float(x: Any) -> bool:
+    return x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _alike(v: Shard, g: Made) -> bool:
     return (v.value.shape, v.value.dtype, v.spec) == (g.value.shape, g.value.dtype, g.spec)
-
-
-def _cut(g: Made, axis: str) -> bool:
-    return any(layout.axes(entry) for entry in g.spec)
 
 
 def _element(x: jax.Array) -> jax.Array:

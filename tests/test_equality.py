@@ -244,7 +244,9 @@ def test_bfloat16_accumulated_in_float32() -> None:
     """A thousand small gradients after a large one would vanish in a bfloat16 sum."""
 
     def step(state: Any, batch: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * batch.mean(0).astype(p["w"].dtype)))(state.params)
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * batch.mean(0).astype(p["w"].dtype)))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), {}
 
     from flax.training.train_state import TrainState

@@ -12,5 +12,6 @@ from zerojax.optim.schedules import schedule as schedule
 from zerojax.plan import Plan as Plan
 from zerojax.telemetry import telemetry as telemetry
 from zerojax.topology import topology as topology
+
 from jax import grad as grad  # isort: skip - drop-ins; they differ only where a loss scale does
 from jax import value_and_grad as value_and_grad  # isort: skip

@@ -20,8 +20,14 @@ Evaluate = Callable[[Parts, Any], tuple[Parts, Any]]
 
 
 def accumulate(
-    evaluate: Evaluate, parts: Parts, batch: Any, tx: optax.GradientTransformation,
-    *, sharded: Cut, kept: Cut, dtype: Any,
+    evaluate: Evaluate,
+    parts: Parts,
+    batch: Any,
+    tx: optax.GradientTransformation,
+    *,
+    sharded: Cut,
+    kept: Cut,
+    dtype: Any,
 ) -> tuple[Parts, Any]:
     """One step of ``k`` micro-batches.
 

@@ -85,9 +85,7 @@ class Zero:
         if config.scheduler is not None:
             rate = schedule(config.scheduler, config.optimizer.with_defaults()["lr"])
         tx, learning_rate = named_optimizer(config.optimizer, rate)
-        return wrap(
-            tx, gradient_clipping=config.gradient_clipping, learning_rate=learning_rate
-        )
+        return wrap(tx, gradient_clipping=config.gradient_clipping, learning_rate=learning_rate)
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """The config's clipping and telemetry around the user's own optax transformation."""
@@ -128,7 +126,7 @@ def zero(
     """
     if config is not None and keywords:
         raise ConfigError(
-            f"{', '.join(keywords)}: pass a config or keywords, not both; change the config instead."
+            f"{', '.join(keywords)}: pass a config or keywords, not both; change the config."
         )
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config)
     return Zero(resolved, meshes.mesh() if mesh is None else mesh, specs, donate)

@@ -35,12 +35,17 @@ class BatchLayout:
         """The same for ``jax.ShapeDtypeStruct`` leaves."""
         self.check(batch)
         leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, [
-            jax.ShapeDtypeStruct(
-                self._cut(x.shape), x.dtype, sharding=self.sharded if x.shape else self.replicated
-            )
-            for x in leaves
-        ])
+        return jax.tree.unflatten(
+            tree,
+            [
+                jax.ShapeDtypeStruct(
+                    self._cut(x.shape),
+                    x.dtype,
+                    sharding=self.sharded if x.shape else self.replicated,
+                )
+                for x in leaves
+            ],
+        )
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""

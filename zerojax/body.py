@@ -86,7 +86,9 @@ def collecting(cut: Cut, calls: Calls) -> Any:
                 f"apply_gradients passes {sorted(extra)} to the optimizer, which cannot be "
                 "accumulated over micro-batches: set gradient_accumulation_steps to 1."
             )
-        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), view.grads, cut(as_gradients(grads)))
+        summed = jax.tree.map(
+            lambda a, g: a + g.astype(a.dtype), view.grads, cut(as_gradients(grads))
+        )
         return view.updates, view._replace(grads=cut(summed))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
@@ -109,7 +111,9 @@ class Body:
         self.function, self.close, self.accumulation = function, opened.close, accumulation
         self.calls = Calls()
 
-    def __call__(self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any) -> tuple[Parts, Any]:
+    def __call__(
+        self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
+    ) -> tuple[Parts, Any]:
         """Runs the step; ``parts.opt_state`` is a :class:`View`, and ``tx`` takes one.
 
         Raises:
@@ -125,7 +129,8 @@ class Body:
             new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
             made = take_apart((new,)).parts
         self._check_calls()
-        before, after = jax.tree.structure(parts), jax.tree.structure(made)
+        before: Any = jax.tree.structure(parts)
+        after: Any = jax.tree.structure(made)
         if before != after:
             raise TypeError(
                 f"{self._name} changed the structure of the state from {before} to {after}: "
@@ -139,7 +144,9 @@ class Body:
 
     def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
         if (
-            isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], type(state))
+            isinstance(returned, tuple)
+            and len(returned) == 2
+            and isinstance(returned[0], type(state))
         ):
             return returned
         raise TypeError(
@@ -178,7 +185,9 @@ def masters_after(view: View, returned: Any) -> Any:
         return returned
     return jax.tree.map(
         lambda mine, seen, its: jnp.where(its == seen, mine, its.astype(mine.dtype)),
-        view.masters, view.compute, returned,
+        view.masters,
+        view.compute,
+        returned,
     )
 
 

@@ -60,4 +60,4 @@ def own_specs(params: Any) -> tuple[Any, ...]:
 def _own_spec(x: Any) -> PartitionSpec | None:
     if isinstance(x, nn.LogicallyPartitioned):
         return nn.logical_to_mesh(x.get_partition_spec(), x.rules)
-    return x.get_partition_spec() if isinstance(x, meta.AxisMetadata) else None
+    return x.get_partition_spec() if isinstance(x, meta.Partitioned) else None

@@ -50,7 +50,9 @@ def automatic(given: Mesh) -> Mesh:
 
     zerojax places collectives through constraints, which explicit axes do not take.
     """
-    return Mesh(given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names))
+    return Mesh(
+        given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names)
+    )
 
 
 def shard_axis(given: Mesh) -> str:

@@ -22,7 +22,8 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
             "a decorated NNX step is called as step(model, optimizer, batch, ...) with an "
             f"nnx.Optimizer(model, tx, wrt=nnx.Param) second, not {type(optimizer).__name__}."
         )
-    graph, params, rest = nnx.split(model, optimizer.wrt, ...)
+    graph, *states = nnx.split(model, optimizer.wrt, ...)
+    params, rest = states
     parts = Parts(
         params=nnx.as_pure(params),
         opt_state=nnx.as_pure(optimizer.opt_state),

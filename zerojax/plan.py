@@ -222,7 +222,9 @@ def shard_spec(
 
 
 def _leaf(path: str, x: Any, cut: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
-    itemsize = x.dtype.itemsize if hasattr(x.dtype, "itemsize") else jax.numpy.dtype(x.dtype).itemsize
+    itemsize = (
+        x.dtype.itemsize if hasattr(x.dtype, "itemsize") else jax.numpy.dtype(x.dtype).itemsize
+    )
     pieces = [
         -(-size // layout.parts(entry, mesh)) for size, entry in zip(x.shape, cut, strict=True)
     ]
@@ -262,7 +264,11 @@ def _optimizer_leaves(
 
     try:
         return optax.tree.map_params(
-            tx, of_param, paths, params, transform_non_params=other,
+            tx,
+            of_param,
+            paths,
+            params,
+            transform_non_params=other,
             is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
         )
     except (AttributeError, TypeError, ValueError):
@@ -276,18 +282,28 @@ def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) ->
     def shapes(t: Any) -> list[tuple[int, ...]]:
         return [tuple(x.shape) for x in jax.tree.leaves(t)]
 
-    if jax.tree.structure(value) == jax.tree.structure(params) and shapes(value) == shapes(params):
+    own: Any = jax.tree.structure(value)
+    if own == jax.tree.structure(params) and shapes(value) == shapes(params):
         return jax.tree.map(
             lambda x, leaf: _leaf(
-                leaf.path.replace("params", name, 1), x, layout.full(leaf.spec, x.ndim),
-                layout.full(leaf.whole, x.ndim), leaf.reason, mesh,
+                leaf.path.replace("params", name, 1),
+                x,
+                layout.full(leaf.spec, x.ndim),
+                layout.full(leaf.whole, x.ndim),
+                leaf.reason,
+                mesh,
             ),
-            value, leaves,
+            value,
+            leaves,
         )
     return jax.tree_util.tree_map_with_path(
         lambda path, x: _leaf(
-            name + jax.tree_util.keystr(path), x, (None,) * x.ndim, (None,) * x.ndim,
-            "extra state is replicated", mesh,
+            name + jax.tree_util.keystr(path),
+            x,
+            (None,) * x.ndim,
+            (None,) * x.ndim,
+            "extra state is replicated",
+            mesh,
         ),
         value,
     )
@@ -326,4 +342,6 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
+    return (
+        isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
+    )

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 GROUPS = {
-    "params": "parameters", "grads": "gradients", "opt_state": "optimizer state",
+    "params": "parameters",
+    "grads": "gradients",
+    "opt_state": "optimizer state",
     "rest": "other state",
 }
-
-
-class _Leaf(Protocol):
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: Any
-    reason: str
-    bytes: int
-    bytes_per_device: int
 
 
 def size(n: float) -> str:
@@ -44,28 +36,36 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 
 
 def render(
-    title: str, groups: Mapping[str, Sequence[_Leaf]], notes: Sequence[str], per_leaf: str = "params"
+    title: str,
+    groups: Mapping[str, Sequence[Any]],
+    notes: Sequence[str],
+    per_leaf: str = "params",
 ) -> str:
     """A plan as text: every parameter, then the totals, then what changes the numbers.
 
     Args:
       title: the first line.
-      groups: leaves by group, see ``GROUPS``.
+      groups: the plan's leaves by group, see ``GROUPS``.
       notes: further lines.
       per_leaf: the group that is shown leaf by leaf.
     """
     rows = [("parameter", "shape", "dtype", "spec", "bytes/device", "why whole")]
     rows += [
         (
-            leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype),
-            str(leaf.spec).replace("PartitionSpec", "P"), size(leaf.bytes_per_device), leaf.reason,
+            leaf.path,
+            "x".join(map(str, leaf.shape)) or "scalar",
+            str(leaf.dtype),
+            str(leaf.spec).replace("PartitionSpec", "P"),
+            size(leaf.bytes_per_device),
+            leaf.reason,
         )
         for leaf in groups[per_leaf]
     ]
     totals = [("", "bytes in all", "bytes/device")]
     totals += [
         (
-            GROUPS[name], size(sum(leaf.bytes for leaf in leaves)),
+            GROUPS[name],
+            size(sum(leaf.bytes for leaf in leaves)),
             size(sum(leaf.bytes_per_device for leaf in leaves)),
         )
         for name, leaves in groups.items()

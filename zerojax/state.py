@@ -61,9 +61,7 @@ class States:
         return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx))
 
     def plan(self, opened: Opened) -> Plan:
-        return plans.make(
-            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
-        )
+        return plans.make(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
 
     def _own_specs(self, opened: Opened) -> tuple[Any, ...]:
         params = opened.parts.params
@@ -71,7 +69,9 @@ class States:
         if self.specs is not None:
             spread = jax.tree.map(
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
-                self.specs, params, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+                self.specs,
+                params,
+                is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
             )
             given = jax.tree.leaves(
                 spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
@@ -84,7 +84,7 @@ class States:
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
             return None
-        return PartitionSpec(*layout.without(sharding.spec, self.axis))
+        return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
 
     def init(self, create: Callable[..., Any], *args: Any) -> Any:
         """Runs ``create`` so that no device ever holds more than its shards."""
@@ -122,7 +122,9 @@ class States:
         """
         wanted = plan.shardings()
         pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(wanted), strict=True)
-        if all(isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs):
+        if all(
+            isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs
+        ):
             return parts
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
@@ -148,7 +150,8 @@ def abstract(parts: Parts, plan: Plan) -> Parts:
     """Shapes and dtypes with the plan's shardings."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s),
-        parts, plan.shardings(),
+        parts,
+        plan.shardings(),
     )
 
 

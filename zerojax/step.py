@@ -56,7 +56,9 @@ class Program:
             compiler_options=options(mesh),
         )
 
-    def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> tuple[Parts, Any]:
+    def _step(
+        self, parts: Parts, batch: Any, arrays: list[Any], static: Static
+    ) -> tuple[Parts, Any]:
         compute, view = parts.params, View(opt=parts.opt_state)
         if self.config.bf16:
             compute = self.to_shards(jax.tree.map(_to_bfloat16, parts.params))
@@ -76,7 +78,12 @@ class Program:
         else:
             tx = collecting(self.to_kept, self.body.calls)
             made, out = accumulate(
-                running(tx), start, batch, self.tx, sharded=self.to_shards, kept=self.to_kept,
+                running(tx),
+                start,
+                batch,
+                self.tx,
+                sharded=self.to_shards,
+                kept=self.to_kept,
                 dtype=_DTYPES[self.config.grad_accum_dtype],
             )
         after: View = made.opt_state
@@ -130,6 +137,7 @@ class Step:
 
     def __init__(self, function: Callable[..., Any], states: States, donate: bool) -> None:
         functools.update_wrapper(self, function)
+        self._name = getattr(function, "__name__", "the step")
         # A step that is jitted already is traced as what it was before.
         self._function = getattr(function, "__wrapped__", function)
         self._states, self._donate = states, donate
@@ -148,7 +156,7 @@ class Step:
             parts = self._states.placed(opened.parts, program.plan)
         parts, out = program(parts, batch, args, kwargs)
         if len(objects) == 2:
-            nnx_state.update(*objects, parts, program.tx)
+            nnx_state.update(objects[0], objects[1], parts, program.tx)
             return out
         state = program.close(parts, program.tx)
         self._last = weakref.ref(state), program
@@ -163,7 +171,9 @@ class Step:
         opened = self._states.open(objects)
         return self._program(opened).lower(opened.parts, batch, args, kwargs)
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, Any, Any]:
         """The state (or model and optimizer), the batch, and what else was passed."""
         n = 2 if args and isinstance(args[0], nnx.Module) else 1
         if len(args) <= n:
@@ -171,7 +181,7 @@ class Step:
             args, kwargs = bound.args, bound.kwargs
         if len(args) <= n:
             raise TypeError(
-                f"{self.__name__} takes (state, batch, ...) or (model, optimizer, batch, ...), "
+                f"{self._name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
                 f"but was called with {len(args)} arguments."
             )
         return args[:n], args[n], args[n + 1 :], kwargs

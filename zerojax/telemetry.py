@@ -41,5 +41,5 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
         "skipped_steps": jnp.zeros((), jnp.int32),
         "grad_norm": value(opt_state.grad_norm),
         "learning_rate": value(opt_state.learning_rate),
-        "step": value(opt_state.count),
+        "step": value(opt_state.steps),
     }

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases.case import ROWS, Case, batches, cast, labelled, tokens, vectors, with_key
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
+from cases.case import ROWS, Case, batches, cast, labelled, tokens, vectors, with_key
 from examples.gpt import GPT, GPTConfig
 from examples.gpt import loss_fn as cross_entropy
 
@@ -243,7 +243,9 @@ def frozen_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
 
 def label_frozen(params: Any) -> Any:
     return {
-        name: jax.tree.map(lambda _, frozen=name == "Dense_0": "still" if frozen else "moves", layer)
+        name: jax.tree.map(
+            lambda _, frozen=name == "Dense_0": "still" if frozen else "moves", layer
+        )
         for name, layer in params.items()
     }
 
@@ -255,6 +257,7 @@ DECAY_KERNELS = optax.chain(
     ),
     MOMENTUM,
 )
+
 
 class PartitionedMLP(nn.Module):
     """An MLP whose layers are cut over "model": columns, then rows, then columns again."""

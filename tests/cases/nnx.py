@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from cases.case import Case, cast, tokens, vectors
 from flax import nnx
 
+from cases.case import Case, cast, tokens, vectors
 from examples.gpt_nnx import GPT, GPTConfig
 from examples.gpt_nnx import loss_fn as cross_entropy
 
@@ -107,7 +107,11 @@ CASES = (
     Case("nnx_mlp", creator(MLP), regression_step, vectors, nnx=True, averages=True),
     Case("nnx_momentum", creator(MLP, MOMENTUM), regression_step, vectors, nnx=True, averages=True),
     Case(
-        "nnx_norm", creator(lambda rngs, dtype: MLP(rngs, norm=True)), regression_step, vectors, nnx=True
+        "nnx_norm",
+        creator(lambda rngs, dtype: MLP(rngs, norm=True)),
+        regression_step,
+        vectors,
+        nnx=True,
     ),
     gpt("nnx_gpt"),
     gpt("nnx_gpt_dropout", dropout=0.2),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
@@ -28,13 +29,16 @@ from zerojax.collectives import layout, order, wanted
 from zerojax.collectives.layout import Spec
 from zerojax.collectives.shard import Made, Shard
 
-_ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq erf exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul name ne neg "
-    "not or pow reduce_precision rem round rsqrt select_n sign sin sqrt "
-    "square stop_gradient sub tan tanh xor".split()
+_ELEMENTWISE = frozenset({
+    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
+    "copy_p", "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt",
+    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})  # fmt: skip
+_REDUCTIONS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin".split())
 _CALLS = {
     prims.jit_p: "jaxpr",
     prims.closed_call_p: "call_jaxpr",
@@ -78,9 +82,7 @@ class Inserter:
         return [_plain(o) for o in self._run(closed, args, _Scope(share=self.keep))]
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        return lax.with_sharding_constraint(
-            value, NamedSharding(self.mesh, PartitionSpec(*spec))
-        )
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """All-gathers a shard. The shard's own spec is pinned first, else XLA may move the
@@ -99,7 +101,7 @@ class Inserter:
                 value, _ = lax.optimization_barrier((value, scope.token))
             scope.seen[id(shard)] = shard
             scope.token = next(
-                (x for x in rest if not isinstance(x, Shard) and getattr(x, "ndim", 0)), scope.token
+                (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
         whole = self.whole(value, shard.spec)
         if scope.share:
@@ -121,7 +123,9 @@ class Inserter:
         jaxpr, consts = compat.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        env: dict[Any, Any] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        )
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -235,7 +239,8 @@ class Inserter:
     def _while(self, p: dict[str, Any], values: list[Any], scope: _Scope) -> Sequence[Any]:
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         cond, body = (
-            self._closed(p["cond_jaxpr"], values[:a]), self._closed(p["body_jaxpr"], values[a:b])
+            self._closed(p["cond_jaxpr"], values[:a]),
+            self._closed(p["body_jaxpr"], values[a:b]),
         )
         carry = self._all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
@@ -264,8 +269,12 @@ class Inserter:
             return outs[:n], outs[n:]
 
         carry, ys = lax.scan(
-            body, carry, [_plain(x) for x in xs],
-            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+            body,
+            carry,
+            [_plain(x) for x in xs],
+            length=p["length"],
+            reverse=p["reverse"],
+            unroll=p["unroll"],
         )
         stacked = [
             Shard(y, (None, *specs_out[n + i])) if n + i in specs_out else y

@@ -30,7 +30,9 @@ def axes(entry: Any) -> tuple[str, ...]:
 def without(spec: Sequence[Any], axis: str) -> Spec:
     """``spec`` after an all-gather over ``axis``."""
     return tuple(
-        None if entry == axis else entry
+        None
+        if entry == axis
+        else entry
         if isinstance(entry, str | None)
         else tuple(a for a in entry if a != axis) or None
         for entry in spec

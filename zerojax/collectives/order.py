@@ -39,7 +39,8 @@ def after(
     if target is not None:
         for g in left:
             bit = jnp.any(_impossible(g.value)) if any(g.spec) else _impossible(_element(g.value))
-            waits[target] = bit if waits[target] is None else waits[target] | bit
+            earlier = waits[target]
+            waits[target] = bit if earlier is None else earlier | bit
     return [
         v if wait is None else _held(v, wait, constrain)
         for v, wait in zip(values, waits, strict=True)

@@ -18,10 +18,10 @@ from zerojax import compat
 from zerojax.collectives import layout
 from zerojax.collectives.layout import Spec
 
-_PASSES = frozenset(
-    "add add_any convert_element_type copy copy_p div mul name neg select_n sharding_constraint sub"
-    .split()
-)
+_PASSES = frozenset({
+    "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",
+    "select_n", "sharding_constraint", "sub",
+})  # fmt: skip
 
 
 # The name (as of ``jax.ad_checkpoint.checkpoint_name``) of what reaches the optimizer.
@@ -53,16 +53,14 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -
             wants.setdefault(eqn.outvars[0], (None,) * eqn.outvars[0].aval.ndim)
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
-        out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
-        if out not in wants:
+        out = eqn.outvars[0]
+        if len(eqn.outvars) > 1 or out not in wants:
             continue
         if name in _PASSES:
             for v in eqn.invars:
                 if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
                     wants.setdefault(v, wants[out])
-        elif name in layout.INVERSES and (
-            found := layout.INVERSES[name](eqn, wants[out], mesh)
-        ):
+        elif name in layout.INVERSES and (found := layout.INVERSES[name](eqn, wants[out], mesh)):
             wants.setdefault(eqn.invars[0], found)
     return wants
 

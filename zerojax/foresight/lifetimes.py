@@ -11,7 +11,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from zerojax.foresight.hlo import Computation, Instruction, Program, Shape, parse
-from zerojax.foresight.provenance import ALIASES, MOVES, Callers, hands_on, is_argument, only_moves
+from zerojax.foresight.provenance import (
+    ALIASES,
+    Callers,
+    hands_on,
+    is_argument,
+    moved_from,
+    result,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +205,14 @@ def _uses(
             yield _Use(form, at)
             for body in program.callees(user):
                 yield from _loop_uses(program, place, user, body, element, form)
-        elif converted := _converted(program, place, user, form):
-            yield _Use(form, place.position[converted.name])
-            yield from _uses(program, place, converted.name, None, _Form(converted.shapes[0], at))
         else:
-            yield _Use(form, _end(place, user), user.op_name, _stacks(program, user, name))
+            computed = True
+            for copied, shape, index in _converted(program, place, user, name, form):
+                computed = len(place[copied].shapes) > 1
+                yield _Use(form, _end(place, user))
+                yield from _uses(program, place, copied, index, _Form(shape, at))
+            if computed:
+                yield _Use(form, _end(place, user), user.op_name, _stacks(program, user, name))
 
 
 def _loop_uses(
@@ -224,19 +234,26 @@ def _loop_uses(
 
 
 def _converted(
-    program: Program, place: Computation, user: Instruction, form: _Form
-) -> Instruction | None:
-    """The instruction whose result is the same value in another form, if ``user`` makes one."""
-    if user.operation == "fusion":
-        if not all(only_moves(inside) for inside in program.callees(user)):
-            return None
-    elif user.opcode not in ("convert", "transpose", "reshape"):
-        return None
+    program: Program, place: Computation, user: Instruction, name: str, form: _Form
+) -> Iterator[tuple[str, Shape, int | None]]:
+    """Yield the results of ``user`` that are the same value in another form.
+
+    Each is an instruction, its shape and, where ``user`` has several results, which one.
+    """
+    if user.opcode in ("convert", "transpose", "reshape"):
+        yield user.name, user.shapes[0], None
+    if user.operation != "fusion":
+        return
     done = user
     if user.opcode == "fusion-start":
         done = next(each for each in place.users[user.name] if each.opcode == "fusion-done")
-    same = len(done.shapes) == 1 and done.shapes[0].elements == form.shape.elements
-    return done if same else None
+    for inside in program.callees(user):
+        for index, shape in enumerate(done.shapes):
+            sources = moved_from(inside, result(inside, index))
+            if shape.elements == form.shape.elements and any(
+                user.operands[number] == name for number in sources
+            ):
+                yield done.name, shape, index if len(done.shapes) > 1 else None
 
 
 def _end(place: Computation, user: Instruction) -> int:
@@ -255,12 +272,10 @@ def _stacks(program: Program, user: Instruction, name: str) -> bool:
         return user.operands[1] == name
     if user.operation != "fusion":
         return False
-    for inside in program.callees(user):
-        for update in inside.instructions:
-            if update.opcode == "dynamic-update-slice":
-                source = inside[update.operands[1]]
-                while source.opcode in MOVES and source.operands:
-                    source = inside[source.operands[0]]
-                if source.opcode == "parameter" and user.operands[source.index] == name:
-                    return True
-    return False
+    return any(
+        user.operands[number] == name
+        for inside in program.callees(user)
+        for update in inside.instructions
+        if update.opcode == "dynamic-update-slice"
+        for number in moved_from(inside, update.operands[1])
+    )

@@ -8,63 +8,74 @@ from zerojax.foresight.hlo import Computation, Instruction, Program
 ALIASES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "optimization-barrier"})
 # These move or convert numbers without computing new ones.
 MOVES = ALIASES | {
-    "parameter", "constant", "convert", "reshape", "transpose", "slice", "dynamic-slice",
-    "get-tuple-element", "tuple", "iota", "concatenate", "pad",
+    "convert", "reshape", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "select",
 }  # fmt: skip
-# On scalars these say where to slice, as a scan's index does.
-_INDEX_ARITHMETIC = frozenset({"add", "subtract", "multiply", "compare", "select", "clamp"})
 
 # For each loop body: the computation its loop stands in, and the loop.
 Callers = Mapping[str, tuple[Computation, Instruction]]
 
 
-def is_argument(program: Program, callers: Callers, place: Computation, name: str) -> bool:
+def is_argument(
+    program: Program, callers: Callers, place: Computation, name: str, element: int | None = None
+) -> bool:
     """Whether ``name`` in ``place`` is an argument of the program, but for moves and conversions.
 
-    What a loop carries is followed to the loop's start, so a scan's stacked parameters are found
-    and the activations it stacks are not.
+    ``element`` picks one from a tuple. What a loop carries is followed to the loop's start, so a
+    scan's stacked parameters are found and the activations it stacks are not.
     """
     instruction = place[name]
-    if instruction.opcode == "parameter":
-        return place.name == program.entry_name
-    if instruction.opcode == "get-tuple-element":
-        return _element_is_argument(program, callers, place, instruction)
-    if instruction.opcode == "fusion-done":
+    if instruction.opcode in ("fusion-done", "async-done"):
         instruction = place[instruction.operands[0]]
-    if instruction.operation == "fusion":
-        if not all(only_moves(inside) for inside in program.callees(instruction)):
-            return False
-    elif instruction.opcode not in MOVES:
+    match instruction.operation:
+        case "parameter" if place.name in callers and element is not None:
+            outer, loop = callers[place.name]
+            return is_argument(program, callers, outer, loop.operands[0], element)
+        case "parameter":
+            return place.name == program.entry_name
+        case "get-tuple-element":
+            return is_argument(program, callers, place, instruction.operands[0], instruction.index)
+        case "tuple" if element is not None:
+            return is_argument(program, callers, place, instruction.operands[element])
+        case "while" if element is not None:
+            kept = all(hands_on(body, element) for body in program.callees(instruction))
+            return kept and is_argument(program, callers, place, instruction.operands[0], element)
+        case "fusion":
+            sources: tuple[str, ...] = ()
+            for inside in program.callees(instruction):
+                numbers = moved_from(inside, result(inside, element))
+                sources = tuple(instruction.operands[number] for number in numbers)
+            return bool(sources) and all(is_argument(program, callers, place, s) for s in sources)
+    if instruction.opcode not in MOVES:
         return False
-    arrays = [each for each in instruction.operands if any(s.dims for s in place[each].shapes)]
-    return bool(arrays) and all(is_argument(program, callers, place, each) for each in arrays)
-
-
-def _element_is_argument(
-    program: Program, callers: Callers, place: Computation, taken: Instruction
-) -> bool:
-    whole = place[taken.operands[0]]
-    if whole.opcode == "parameter" and place.name in callers:
-        place, loop = callers[place.name]
-        whole = place[loop.operands[0]]
-    elif whole.opcode == "while":
-        if not all(hands_on(body, taken.index) for body in program.callees(whole)):
-            return False
-        whole = place[whole.operands[0]]
-    while whole.opcode in ALIASES:
-        whole = place[whole.operands[0]]
-    if whole.opcode == "tuple":
-        return is_argument(program, callers, place, whole.operands[taken.index])
-    return whole.opcode == "fusion" and is_argument(program, callers, place, whole.name)
-
-
-def only_moves(computation: Computation) -> bool:
-    """Whether all instructions move, convert or find out where to slice."""
-    return all(
-        each.opcode in MOVES
-        or (each.opcode in _INDEX_ARITHMETIC and not any(shape.dims for shape in each.shapes))
-        for each in computation.instructions
+    if element is not None:  # a tuple passing through a barrier
+        return is_argument(program, callers, place, instruction.operands[0], element)
+    arrays = (
+        instruction.operands if instruction.opcode == "concatenate" else instruction.operands[:1]
     )
+    return all(is_argument(program, callers, place, each) for each in arrays)
+
+
+def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
+    """Parameters of a fused computation that ``name`` is moved from; none if it is computed."""
+    instruction = fused[name]
+    if instruction.opcode == "parameter":
+        return (instruction.index,)
+    if instruction.opcode not in MOVES:
+        return ()
+    # The other operands of a slice say where, those of a padding with what.
+    arrays = (
+        instruction.operands if instruction.opcode == "concatenate" else instruction.operands[:1]
+    )
+    found = [moved_from(fused, each) for each in arrays]
+    return tuple(number for each in found for number in each) if all(found) else ()
+
+
+def result(fused: Computation, element: int | None) -> str:
+    """The instruction that makes a fused computation's result, or one element of it."""
+    root = fused.root
+    if root.opcode != "tuple":
+        return root.name
+    return root.operands[element or 0]
 
 
 def hands_on(body: Computation, element: int) -> bool:
@@ -72,9 +83,9 @@ def hands_on(body: Computation, element: int) -> bool:
     parameter, root = body.parameter(0), body.root
     if parameter is None or root.opcode != "tuple" or element >= len(root.operands):
         return False
-    result = body[root.operands[element]]
+    kept = body[root.operands[element]]
     return (
-        result.opcode == "get-tuple-element"
-        and result.index == element
-        and result.operands == (parameter.name,)
+        kept.opcode == "get-tuple-element"
+        and kept.index == element
+        and kept.operands == (parameter.name,)
     )

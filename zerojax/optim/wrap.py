@@ -14,13 +14,13 @@ class ZeroOptState(NamedTuple):
 
     Attributes:
       inner: the user's optimizer state.
-      count: int32 [], updates made.
+      steps: int32 [], updates made.
       grad_norm: float32 [], global L2 norm of the last gradient, before clipping.
       learning_rate: float32 [], used by the last update; NaN where it cannot be known.
     """
 
     inner: optax.OptState
-    count: jax.Array
+    steps: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
 
@@ -68,7 +68,7 @@ def wrap(
         grads: optax.Updates, state: ZeroOptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(_full_precision, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         if gradient_clipping:
             factor = jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
@@ -76,20 +76,20 @@ def wrap(
         if learning_rate is None:
             rate = _injected_rate(inner)
         else:
-            rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+            rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
-        count = optax.safe_increment(state.count)
-        return updates, ZeroOptState(inner, count, norm.astype(jnp.float32), rate)
+        steps = optax.safe_increment(state.steps)
+        return updates, ZeroOptState(inner, steps, norm.astype(jnp.float32), rate)
 
     return ZeroTransformation(init, update)
 
 
-def adopt(inner: optax.OptState, count: Any = 0) -> ZeroOptState:
+def adopt(inner: optax.OptState, steps: Any = 0) -> ZeroOptState:
     """The wrapped state around an optimizer state that exists already."""
     # Separate arrays: a donated buffer may stand in a state only once.
     return ZeroOptState(
         inner,
-        jnp.asarray(count, jnp.int32),
+        jnp.asarray(steps, jnp.int32),
         jnp.zeros((), jnp.float32),
         jnp.full((), jnp.nan, jnp.float32),
     )

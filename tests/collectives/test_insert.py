@@ -1,0 +1,400 @@
+"""A body with gathers in it computes what it computed without them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxprs import Move, Spec, gathers, primitives, scatters
+
+import zerojax
+from zerojax.collectives import Inserter, Shard
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+MESH = zerojax.mesh()
+N = 16
+
+
+class Inserted:
+    """``function(params, *others)`` with its parameters sharded; ``params`` is a list."""
+
+    def __init__(self, function: Callable[..., Any], specs: Sequence[Spec], *, keep: bool) -> None:
+        self.function, self.specs = function, specs
+        self.inserter = Inserter(MESH, "data", keep=keep)
+
+    def __call__(self, params: list[jax.Array], *others: Any) -> Any:
+        closed, shape = jax.make_jaxpr(self.function, return_shape=True)(params, *others)
+        cut = [
+            Shard(self.inserter.constrain(x, spec), spec) if any(spec) else x
+            for x, spec in zip(params, self.specs, strict=True)
+        ]
+        outs = self.inserter(closed, [*cut, *jax.tree.leaves(others)])
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    def check(self, params: list[np.ndarray], *others: Any) -> None:
+        """Runs it on eight devices and on one."""
+        want = jax.jit(self.function)(params, *others)
+        placed = [
+            jax.device_put(x, NamedSharding(MESH, PartitionSpec(*spec)))
+            for x, spec in zip(params, self.specs, strict=True)
+        ]
+        got = jax.jit(self)(placed, *others)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), got, want
+        )
+
+    def jaxpr(self, params: list[np.ndarray], *others: Any) -> Any:
+        return jax.make_jaxpr(self)(params, *others)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).normal(size=shape)
+
+
+X = normal(4, N)
+W = normal(N, N)
+B = normal(N)
+STACK = normal(3, N, N)
+ROWS, COLUMNS = ("data", None), (None, "data")
+
+
+def mlp(params: Any, x: Any) -> Any:
+    first, bias, second = params
+    return jnp.sum(jnp.tanh(x @ first + bias) @ second)
+
+
+def scanned(params: Any, x: Any) -> Any:
+    return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params[0])[0])
+
+
+def scanned_captured(params: Any, x: Any) -> Any:
+    def layer(x: Any, _: Any) -> Any:
+        return jnp.tanh(x @ params[0]), None
+
+    return jnp.sum(lax.scan(layer, x, None, length=3)[0])
+
+
+def scanned_remat(params: Any, x: Any) -> Any:
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w.T), prevent_cse=False)
+    return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, params[0])[0])
+
+
+def carried(params: Any, x: Any) -> Any:
+    """The parameter itself is carried, and changes."""
+    return lax.scan(lambda w, x: (w * 0.9, x @ w), params[0], x[None].repeat(3, 0))
+
+
+def stacked_out(params: Any, x: Any) -> Any:
+    """The loop hands its slices on, scaled, for a second one."""
+    ws = lax.scan(lambda c, w: (c, w * 2), 0, params[0])[1]
+    return scanned([ws], x)
+
+
+def branched(params: Any, x: Any) -> Any:
+    return lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x - jnp.sum(w), params[0])
+
+
+def switched(params: Any, x: Any) -> Any:
+    branches = [lambda w: x @ w, lambda w: x @ w.T, lambda w: x + w[0]]
+    return lax.switch(jnp.int32(x.shape[0] % 3), branches, params[0])
+
+
+def looped(params: Any, x: Any) -> Any:
+    def going(carry: Any) -> Any:
+        return (carry[0] < 3) & (jnp.sum(params[0]) < 1e9)
+
+    return lax.while_loop(going, lambda c: (c[0] + 1, jnp.tanh(c[1] @ params[0])), (0, x))[1]
+
+
+def counted(params: Any, x: Any) -> Any:
+    return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ params[0][i]), x)
+
+
+def nested(params: Any, x: Any) -> Any:
+    @jax.jit
+    def inner(w: Any, x: Any) -> Any:
+        return jax.jit(lambda w: x @ w)(w * 2)
+
+    return inner(params[0], x)
+
+
+def rematerialised(params: Any, x: Any) -> Any:
+    first, bias, second = params
+    block = jax.checkpoint(lambda x, w, b: jnp.tanh(jnp.tanh(x @ w + b) @ w))
+    return jnp.sum(block(x, first, bias) @ second)
+
+
+@jax.custom_vjp
+def doubled_gradient(w: Any, x: Any) -> Any:
+    return x @ w
+
+
+doubled_gradient.defvjp(
+    lambda w, x: (x @ w, (w, x)), lambda kept, g: (2 * kept[1].T @ g, g @ kept[0].T)
+)
+
+
+def with_custom_vjp(params: Any, x: Any) -> Any:
+    return jnp.sum(doubled_gradient(params[0], x) ** 2)
+
+
+@jax.custom_jvp
+def softened(x: Any) -> Any:
+    return jnp.log1p(jnp.exp(x))
+
+
+@softened.defjvp
+def _softened_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    return softened(x), jax.nn.sigmoid(x) * t
+
+
+def with_custom_jvp(params: Any, x: Any) -> Any:
+    return jnp.sum(x @ softened(params[0]))
+
+
+def turned(params: Any, x: Any) -> Any:
+    heads = params[0].T.reshape(N, 2, N // 2)
+    return jnp.einsum("bi,ihd->bhd", x, heads) + params[0].reshape(2, N // 2, N)[:, :, 0]
+
+
+def combined(params: Any, x: Any) -> Any:
+    w = jnp.where(params[0] > 0, params[0], jnp.exp(params[0]) - 1)
+    w = w / jnp.sqrt(jnp.sum(w**2)) + jnp.maximum(w, 0.1).astype("float32").astype(w.dtype)
+    return x @ w
+
+
+def looked_up(params: Any, x: Any) -> Any:
+    tokens = jnp.arange(4)
+    return jnp.sum(jnp.tanh(params[0][tokens]) @ params[0].T) + jnp.sum(x)
+
+
+def two_at_once(params: Any, x: Any) -> Any:
+    """Operands that are cut differently do not combine as shards."""
+    return x @ (params[0] + params[1])
+
+
+def indexed(params: Any, x: Any) -> Any:
+    pieces = jnp.split(params[0], 4, axis=1)
+    return x @ jnp.concatenate(pieces[::-1], axis=1) + lax.dynamic_slice_in_dim(params[0], 1, 1)
+
+
+def convolved(params: Any, x: Any) -> Any:
+    image = jnp.stack([x, x]).reshape(2, 1, 8, 8)
+    return lax.conv(image, params[0].reshape(N, 1, 4, 4), (1, 1), "SAME")
+
+
+def returned(params: Any, x: Any) -> Any:
+    """A parameter may leave as it came, or unused."""
+    return params[0], params[0] * 2, x
+
+
+def sorted_and_reduced(params: Any, x: Any) -> Any:
+    w = params[0]
+    return jnp.sort(w)[0], w.argmax(1), w.max(0), jnp.any(w > 2), jnp.cumsum(w, 0) @ x.T
+
+
+CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], list[Spec]]] = {
+    "mlp": (mlp, [W, B, W + 1], [COLUMNS, ("data",), ROWS]),
+    "mlp partly whole": (mlp, [W, B, W + 1], [COLUMNS, (None,), ROWS]),
+    "scan": (scanned, [STACK], [(None, "data", None)]),
+    "scan over a cut stack": (scanned, [normal(8, N, N)], [("data", None, None)]),
+    "scan that captures": (scanned_captured, [W], [COLUMNS]),
+    "scan of remat": (scanned_remat, [STACK], [(None, None, "data")]),
+    "scan that carries": (carried, [W], [ROWS]),
+    "scan that stacks": (stacked_out, [STACK], [(None, "data", None)]),
+    "cond": (branched, [W], [ROWS]),
+    "switch": (switched, [W], [COLUMNS]),
+    "while": (looped, [W], [ROWS]),
+    "fori": (counted, [STACK], [(None, "data", None)]),
+    "nested jit": (nested, [W], [ROWS]),
+    "remat": (rematerialised, [W, B, W + 1], [COLUMNS, ("data",), ROWS]),
+    "custom_vjp": (with_custom_vjp, [W], [ROWS]),
+    "custom_jvp": (with_custom_jvp, [W], [COLUMNS]),
+    "layouts": (turned, [W], [COLUMNS]),
+    "other layouts": (turned, [W], [ROWS]),
+    "elementwise": (combined, [W], [ROWS]),
+    "lookup": (looked_up, [W], [ROWS]),
+    "lookup across": (looked_up, [W], [COLUMNS]),
+    "two cuts": (two_at_once, [W, W + 1], [ROWS, COLUMNS]),
+    "one cut": (two_at_once, [W, W + 1], [ROWS, ROWS]),
+    "slices": (indexed, [W], [COLUMNS]),
+    "convolution": (convolved, [W], [ROWS]),
+    "returned": (returned, [W], [ROWS]),
+    "reductions": (sorted_and_reduced, [W], [ROWS]),
+}
+DIFFERENTIABLE = [
+    "mlp", "mlp partly whole", "scan", "scan over a cut stack", "scan that captures",
+    "scan of remat", "remat", "custom_vjp", "custom_jvp", "lookup", "lookup across",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_same_values(name: str, keep: bool) -> None:
+    function, params, specs = CASES[name]
+    with jax.enable_x64(True):
+        Inserted(function, specs, keep=keep).check(params, X)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_same_gradients(name: str, keep: bool) -> None:
+    """Gradients constrained to their shards, as the step has them."""
+    function, params, specs = CASES[name]
+
+    def both(params: Any, x: Any) -> Any:
+        loss, (grads, dx) = jax.value_and_grad(function, argnums=(0, 1))(params, x)
+        return loss, [cut(g, spec) for g, spec in zip(grads, specs, strict=True)], dx
+
+    with jax.enable_x64(True):
+        Inserted(both, specs, keep=keep).check(params, X)
+
+
+def cut(x: jax.Array, spec: Spec) -> jax.Array:
+    return lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+def inserted(name: str, *, keep: bool = False, grad: bool = False) -> Any:
+    """The jaxpr of a case after insertion; with ``grad`` that of its gradients."""
+    function, params, specs = CASES[name]
+    made = jax.grad(function) if grad else function
+    return Inserted(made, specs, keep=keep).jaxpr(params, X)
+
+
+def test_each_parameter_is_gathered_where_used() -> None:
+    found = gathers(inserted("mlp"))
+    assert [move.shape for move in found] == [(N, N), (1, N), (N, N)]  # the bias as it is added
+
+
+def test_gathered_again_in_the_backward_pass() -> None:
+    """The second matrix is needed for the cotangent of its input, the first is not."""
+    jaxpr = inserted("mlp", grad=True)
+    assert [move.shape for move in gathers(jaxpr)].count((N, N)) == 2 + 0
+    jaxpr = Inserted(jax.grad(mlp), CASES["mlp"][2], keep=True).jaxpr(CASES["mlp"][1], X)
+    assert [move.shape for move in gathers(jaxpr)].count((N, N)) == 2
+
+
+def test_a_second_use_gathers_anew_and_waits() -> None:
+    """Without the barrier XLA would merge the two gathers and keep the result between."""
+
+    def twice(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params[0]) @ params[0]
+
+    jaxpr = Inserted(twice, [ROWS], keep=False).jaxpr([W], X)
+    assert len(gathers(jaxpr)) == 2
+    assert primitives(jaxpr).count("optimization_barrier") == 1
+    kept = Inserted(twice, [ROWS], keep=True).jaxpr([W], X)
+    assert len(gathers(kept)) == 1
+    assert "optimization_barrier" not in primitives(kept)
+
+
+def test_gathered_in_advance_is_not_gathered_again() -> None:
+    """Stages 1 and 2 hand the whole parameter in."""
+    inserter = Inserter(MESH, "data", keep=True)
+
+    def run(w: Any, whole: Any, x: Any) -> Any:
+        closed = jax.make_jaxpr(lambda w, x: (x @ w, w * 2))(w, x)
+        return inserter(closed, [Shard(w, ROWS, whole), x])
+
+    assert gathers(jax.make_jaxpr(run)(W, W, X)) == []
+    product, double = run(W, W + 1, X)
+    np.testing.assert_allclose(product, X @ (W + 1), rtol=1e-5)
+    np.testing.assert_allclose(double, W * 2, rtol=1e-6)
+
+
+def test_elementwise_work_and_reductions_run_on_shards() -> None:
+    def penalty(params: Any) -> Any:
+        return jnp.sum(jnp.square(params[0]) * 0.5 + jnp.abs(params[0])) + jnp.max(params[0])
+
+    assert gathers(Inserted(penalty, [ROWS], keep=False).jaxpr([W])) == []
+
+
+def test_the_cast_comes_before_the_gather() -> None:
+    def low(params: Any, x: Any) -> Any:
+        return x.astype("bfloat16") @ params[0].astype("bfloat16").T
+
+    jaxpr = Inserted(low, [ROWS], keep=False).jaxpr([normal(N, 8)], normal(4, 8))
+    assert gathers(jaxpr) == [Move((), (8, N), "bfloat16")]
+
+
+def test_a_stack_is_gathered_a_layer_at_a_time() -> None:
+    (move,) = gathers(inserted("scan"))
+    assert move == Move(("scan",), (N, N), "float32")
+
+
+def test_a_stack_cut_along_its_layers_is_gathered_before_the_loop() -> None:
+    (move,) = gathers(inserted("scan over a cut stack"))
+    assert move == Move((), (8, N, N), "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "around"), [("scan that captures", "scan"), ("cond", "cond"), ("while", "while")]
+)
+def test_gathered_inside(name: str, around: str) -> None:
+    """At stage 3 where it is used, at stages 1 and 2 before."""
+    found = gathers(inserted(name))
+    assert found
+    assert all(move.inside == (around,) for move in found)
+    assert [move.inside for move in gathers(inserted(name, keep=True))] == [()]
+
+
+def test_one_gather_an_iteration_serves_both_uses() -> None:
+    """Forward one; in the backward pass one more, for the block run again and its cotangents."""
+    found = gathers(inserted("scan of remat", grad=True))
+    assert [move.shape for move in found] == [(N, N), (N, N)]
+    assert all(move.inside == ("scan",) for move in found)
+
+
+def test_one_gather_serves_a_rematerialised_block() -> None:
+    """Of the block's matrix: one forward, one backward; the second matrix in each pass one."""
+    found = [move.shape for move in gathers(inserted("remat", grad=True))]
+    assert found.count((N, N)) == 4
+
+
+def test_calls_leave_no_trace() -> None:
+    jaxpr = inserted("nested jit")
+    assert "jit" not in primitives(jaxpr)
+    assert len(gathers(jaxpr)) == 1
+
+
+def test_a_lookup_gathers_its_table() -> None:
+    assert [move.shape for move in gathers(inserted("lookup"))] == [(N, N), (N, N)]
+
+
+def scattered_gradients(name: str) -> list[Move]:
+    function, params, specs = CASES[name]
+
+    def grads(params: Any, x: Any) -> Any:
+        found = jax.grad(function)(params, x)
+        return [cut(g, spec) for g, spec in zip(found, specs, strict=True)]
+
+    return scatters(Inserted(grads, specs, keep=False).jaxpr(params, X))
+
+
+def test_gradients_are_scattered_where_they_are_made() -> None:
+    assert sorted(move.shape for move in scattered_gradients("mlp")) == [(N,), (N, N), (N, N)]
+
+
+@pytest.mark.parametrize("name", ["scan", "scan that captures", "scan of remat"])
+def test_gradients_are_scattered_inside_the_loop(name: str) -> None:
+    found = scattered_gradients(name)
+    assert found
+    assert all(move.inside[0] == "scan" for move in found)
+    assert {move.shape for move in found} == {(N, N)}
+
+
+def test_the_users_own_constraint_on_a_parameter_changes_nothing() -> None:
+    """flax unboxes a partitioned parameter with one: that is no use of it."""
+
+    def unboxed(params: Any, x: Any) -> Any:
+        return x @ cut(params[0], (None, None))
+
+    assert [m.shape for m in gathers(Inserted(unboxed, [ROWS], keep=False).jaxpr([W], X))] == [
+        (N, N)
+    ]

@@ -1,0 +1,147 @@
+"""Gradients traced back to the equations that make them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxprs import Spec, abstract, the
+
+import zerojax
+from zerojax import compat
+from zerojax.collectives import GRADIENT, wanted
+
+MESH = zerojax.mesh()
+
+
+def reached(function: Callable[..., Any], *shapes: tuple[int, ...], spec: Any = None) -> Any:
+    """(primitive, spec) of each equation that makes a wanted result, and the jaxpr."""
+    closed = jax.make_jaxpr(function)(*abstract(*shapes))
+    jaxpr, _ = compat.open_jaxpr(closed)
+    outs = [spec] + [None] * (len(jaxpr.outvars) - 1)
+    wants = wanted.trace_back(jaxpr, outs, MESH, "data")
+    made = [(e.primitive.name, wants[v]) for e in jaxpr.eqns for v in e.outvars if v in wants]
+    return made, wants, jaxpr
+
+
+def cut(x: jax.Array, *spec: str | None) -> jax.Array:
+    return lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+def test_from_a_wanted_result() -> None:
+    made, _, _ = reached(lambda x, y: x.T @ y, (4, 8), (4, 16), spec=("data", None))
+    assert made[-1] == ("dot_general", ("data", None))
+
+
+def test_from_a_constraint() -> None:
+    made, _, _ = reached(lambda x, y: cut(x.T @ y, None, "data") * 2, (4, 8), (4, 16))
+    assert ("dot_general", (None, "data")) in made
+    assert "mul" not in dict(made)
+
+
+def test_from_a_named_gradient_that_stays_whole() -> None:
+    made, _, _ = reached(lambda x, y: checkpoint_name(x @ y, GRADIENT), (4, 8), (8, 16))
+    assert ("dot_general", (None, None)) in made
+
+
+def test_not_from_another_constraint() -> None:
+    made, _, _ = reached(lambda x, y: cut(x @ y), (4, 8), (8, 16))
+    assert made == []
+
+
+def test_through_the_sum_over_two_uses() -> None:
+    def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+    made, wants, _ = reached(jax.grad(twice), (16, 8), (4, 16), spec=("data", None))
+    assert ("add_any", ("data", None)) in made
+    assert [name for name, _ in made].count("dot_general") == 2
+    # Transposed or not, the dimension of 16 is cut.
+    assert all(v.aval.shape[spec.index("data")] == 16 for v, spec in wants.items())
+
+
+def test_through_transpose_and_reshape() -> None:
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return (x.T @ y).T.reshape(4, 4, 8)
+
+    made, _, _ = reached(function, (4, 8), (4, 16), spec=(None, None, "data"))
+    assert dict(made)["dot_general"] == ("data", None)
+
+
+def test_a_reshape_that_mixes_the_cut_stops_it() -> None:
+    made, _, _ = reached(lambda x, y: (x @ y).reshape(2, 64), (4, 8), (8, 32), spec=(None, "data"))
+    assert made == [("reshape", (None, "data"))]
+
+
+def test_through_casts_and_scaling() -> None:
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return -((x @ y).astype("bfloat16").astype("float32") / 4)
+
+    made, _, _ = reached(function, (8, 4), (4, 16), spec=("data", None))
+    assert dict(made)["dot_general"] == ("data", None)
+
+
+def test_not_into_an_operand_of_another_shape() -> None:
+    made, wants, jaxpr = reached(
+        lambda x, y, scale: (x @ y) * scale, (8, 4), (4, 16), (), spec=("data", None)
+    )
+    assert jaxpr.invars[2] not in wants
+    assert ("dot_general", ("data", None)) in made
+
+
+def test_not_past_what_makes_it() -> None:
+    _, wants, jaxpr = reached(lambda x, y: x @ y, (8, 4), (4, 16), spec=("data", None))
+    assert not {*jaxpr.invars} & wants.keys()
+
+
+def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+
+def shared(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0])
+
+
+def backward_scan(jaxpr: Any) -> Any:
+    return [e for e in jaxpr.eqns if e.primitive.name == "scan"][-1]
+
+
+def test_into_a_loop_that_stacks_gradients() -> None:
+    made, wants, jaxpr = reached(jax.grad(stacked), (3, 16, 16), (4, 16), spec=(None, "data", None))
+    assert ("scan", (None, "data", None)) in made
+    assert ("data", None) in wanted.of_scan_body(backward_scan(jaxpr), wants)
+
+
+def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:
+    _, wants, jaxpr = reached(jax.grad(stacked), (8, 16, 16), (4, 16), spec=("data", None, None))
+    _, n = compat.scan_counts(backward_scan(jaxpr))
+    assert not any(wanted.of_scan_body(backward_scan(jaxpr), wants)[n:])
+
+
+def test_into_a_loop_that_adds_gradients_up() -> None:
+    """The sum starts cut, is carried cut, and is cut in the body."""
+    made, wants, jaxpr = reached(jax.grad(shared), (16, 16), (4, 16), spec=(None, "data"))
+    scan = backward_scan(jaxpr)
+    assert ("scan", (None, "data")) in made
+    assert (None, "data") in wanted.of_scan_body(scan, wants)
+    a, n = compat.scan_counts(scan)
+    assert (None, "data") in [
+        wants.get(v) for v in scan.invars[a : a + n] if not isinstance(v, core.Literal)
+    ]
+
+
+def test_which_equations_are_passed_through() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, y: -(x @ y).T)(*abstract((4, 8), (8, 4)))
+    assert wanted.passes(the(jaxpr, "neg"))
+    assert wanted.passes(the(jaxpr, "transpose"))
+    assert not wanted.passes(the(jaxpr, "dot_general"))
+
+
+def test_the_spec_of_a_constraint() -> None:
+    spec: Spec = ("data", None)
+    jaxpr = jax.make_jaxpr(lambda x: cut(x, "data"))(*abstract((8, 4)))
+    assert wanted.spec_of(the(jaxpr, "sharding_constraint")) == spec

@@ -1,7 +1,7 @@
 """A decorated step computes what the plain one computes on one device."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import optax
 import pytest
 from cases import CASES, PARTITIONED, Case, megatron_specs
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import zerojax
@@ -21,6 +22,22 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 STAGES = (0, 1, 2, 3)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 ALL = CASES | PARTITIONED
+
+# These take seconds to compile. The variants of a GPT differ in the forward pass alone, so not
+# all of them go through all stages.
+SLOW = {name for name in CASES if "gpt" in name or name == "convnet"}
+SOME_STAGES = {"gpt": (3,), "nnx_gpt_dropout": (1, 3), "nnx_gpt_remat": (1, 3)}
+SINGLE = (
+    "mlp", "gpt_dropout", "gpt_remat", "gpt_scan", "gpt_scan_remat", "convnet", "has_aux",
+    "masked", "tied", "odd", "nnx_mlp", "nnx_gpt",
+)  # fmt: skip
+
+
+def each(names: Iterable[str], stages: Callable[[str], tuple[int, ...]]) -> Any:
+    """Parametrizes a test over cases and their stages."""
+    return pytest.mark.parametrize(
+        ("name", "stage"), [(name, stage) for name in names for stage in stages(name)]
+    )
 
 
 def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
@@ -99,8 +116,7 @@ def assert_equal_runs(got: tuple[Any, ...], want: tuple[Any, ...], dtype: str) -
         assert_near(got[1:], want[1:], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CASES)
+@each(CASES, lambda name: SOME_STAGES.get(name, STAGES))
 def test_float64(name: str, stage: int) -> None:
     """A plain state, placed when it first comes."""
     with jax.enable_x64(True):
@@ -109,8 +125,7 @@ def test_float64(name: str, stage: int) -> None:
         assert_equal_runs(got, plain(name, "float64"), "float64")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CASES)
+@each(SINGLE, lambda name: (0, 3) if name in SLOW else STAGES)
 def test_float32(name: str, stage: int) -> None:
     """A state born sharded."""
     zero, state = zero_for(stage), start(name, "float32")
@@ -119,8 +134,10 @@ def test_float32(name: str, stage: int) -> None:
     assert_equal_runs(got, plain(name, "float32"), "float32")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.averages])
+@each(
+    [name for name, case in CASES.items() if case.averages],
+    lambda name: STAGES if name in ("mlp", "nnx_mlp") else (2, 3),
+)
 def test_accumulation_by_four(name: str, stage: int) -> None:
     """Numbers are averaged, arrays of a row each come stacked by micro-batch."""
     with jax.enable_x64(True):
@@ -135,9 +152,22 @@ def test_accumulation_by_four(name: str, stage: int) -> None:
         )
 
 
+# Of three layers, bias before kernel. A bias whose one dimension is taken stays as it is.
+P = PartitionSpec
+USERS = [P("model"), P(None, "model"), P(), P("model"), P("model"), P(None, "model")]
+USERS_AND_ZEROS = [
+    P("model"), P("data", "model"), P("data"), P("model", "data"), P("model"), P("data", "model"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", PARTITIONED)
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        ("partitioned", 1), ("partitioned", 4), ("logical", 1),
+        ("nnx_partitioned", 1), ("nnx_partitioned", 4),
+    ],  # fmt: skip
+)
 def test_users_own_specs_in_the_model(name: str, accumulation: int, stage: int) -> None:
     """The plan keeps "model" where the model put it, and ZeRO takes another dimension."""
     zero = zero_for(
@@ -147,18 +177,9 @@ def test_users_own_specs_in_the_model(name: str, accumulation: int, stage: int) 
     with jax.enable_x64(True):
         state = start(name, "float64")
         specs = jax.tree.leaves(zero.plan(state).params, is_leaf=is_spec)
-        # A bias whose one dimension is the user's stays as it is. Order: bias, kernel.
-        assert specs == [
-            PartitionSpec("model"), PartitionSpec(cut(stage), "model"),
-            PartitionSpec(*([cut(stage)] if stage else [])), PartitionSpec("model", *[cut(stage)] if stage else []),
-            PartitionSpec("model"), PartitionSpec(cut(stage), "model"),
-        ]  # fmt: skip
+        assert specs == (USERS if stage == 0 else USERS_AND_ZEROS)
         got = follow(name, zero(PARTITIONED[name].step), state, "float64")
         assert_equal_runs(got, plain(name, "float64"), "float64")
-
-
-def cut(stage: int) -> str | None:
-    return "data" if stage else None
 
 
 def is_spec(x: Any) -> bool:
@@ -175,7 +196,9 @@ def test_users_own_specs_given(name: str, stage: int) -> None:
         zero = zero_for(stage, mesh=zerojax.mesh(axes={"data": 2, "model": 4}), specs=specs)
         planned = jax.tree.leaves(zero.plan(state).params, is_leaf=is_spec)
         for mine, spec in zip(jax.tree.leaves(specs, is_leaf=is_spec), planned, strict=True):
-            assert [a for a in spec if a != "data"] == [*mine] or not [*mine]
+            kept = [axis for axis in spec if axis == "model"]
+            assert kept == [axis for axis in mine if axis], spec
+            assert all(got == axis for got, axis in zip(spec, mine, strict=False) if axis), spec
         got = follow(name, zero(CASES[name].step), state, "float64")
         assert_equal_runs(got, plain(name, "float64"), "float64")
 
@@ -236,20 +259,18 @@ def test_bfloat16(name: str, loss: Callable[..., jax.Array], stage: int) -> None
     state = zero.init(lambda: state)
     got = follow(name, zero(watched), state, "float32")
     np.testing.assert_allclose(got[0], want[0], rtol=1e-2)
-    assert_near(got[2:], want[2:], 1e-1)
+    off = jax.tree.map(np.subtract, got[2], want[2])
+    assert optax.tree.norm(off) < 1e-2 * optax.tree.norm(want[2])
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(got[2]))
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_bfloat16_accumulated_in_float32() -> None:
-    """A thousand small gradients after a large one would vanish in a bfloat16 sum."""
+    """Many small gradients after a large one would vanish in a bfloat16 sum."""
 
-    def step(state: Any, batch: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * batch.mean(0).astype(p["w"].dtype)))(
-            state.params
-        )
+    def step(state: TrainState, rows: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * rows.mean(0).astype(jnp.bfloat16)))(state.params)
         return state.apply_gradients(grads=grads), {}
-
-    from flax.training.train_state import TrainState
 
     zero = zero_for(2, bf16=True, gradient_accumulation_steps=64)
     params = {"w": np.zeros(8, np.float32)}
@@ -257,4 +278,4 @@ def test_bfloat16_accumulated_in_float32() -> None:
     rows = np.full((512, 8), 2.0**-9, np.float32)
     rows[:8] = 1.0
     state, _ = zero(step)(state, rows)
-    np.testing.assert_allclose(state.params["w"], -rows.reshape(64, 8, 8).mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], -rows.mean(0), rtol=1e-6)

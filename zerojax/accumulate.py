@@ -55,13 +55,14 @@ def accumulate(
     k = cut[0].shape[0] if cut else 1
 
     def micro(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
-        rest, grads = carry
+        rest, grads = carry[0], kept(carry[1])
         here = parts._replace(opt_state=view._replace(grads=grads, updates=still), rest=rest)
         made, out = evaluate(here, scalars(rows))
         return (made.rest, made.opt_state.grads), (out, made.step)
 
     (rest, grads), (outs, steps) = lax.scan(micro, (parts.rest, zeros), cut)
-    grads = sharded(jax.tree.map(lambda g: g / k, grads))
+    # Kept as they are on both sides of the loop, else XLA cuts what the loop carries as well.
+    grads = sharded(jax.tree.map(lambda g: g / k, kept(grads)))
     updates, opt = tx.update(grads, view.opt, params)
     after = view._replace(opt=opt)
     if view.masters is not None:

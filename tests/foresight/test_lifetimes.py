@@ -57,6 +57,44 @@ def test_peak() -> None:
     assert peak_gathered_bytes(UNROLLED) == 384  # both forms of b, while one makes the other
 
 
+SEVERAL_RESULTS = """\
+HloModule m, is_scheduled=true, num_partitions=8
+%fused (s: bf16[8], g: f32[64], u: pred[]) -> (f32[64], bf16[8], bf16[64]) {
+  %s = bf16[8] parameter(0)
+  %g = f32[64] parameter(1)
+  %u = pred[] parameter(2)
+  %zero = bf16[] constant(0)
+  %zeros = bf16[8] broadcast(%zero), dimensions={}
+  %never = pred[8] broadcast(%u), dimensions={}
+  %held = bf16[8] select(%never, %zeros, %s)
+  %sine = f32[64] sine(%g)
+  %narrow = bf16[64] convert(%g)
+  ROOT %all = (f32[64], bf16[8], bf16[64]) tuple(%sine, %held, %narrow)
+}
+ENTRY %main (p: bf16[8], q: f32[8], u: pred[]) -> bf16[64] {
+  %p = bf16[8] parameter(0)
+  %q = f32[8] parameter(1)
+  %u = pred[] parameter(2)
+  %g = f32[64] all-gather(%q), replica_groups={}, dimensions={0}
+  %f = (f32[64], bf16[8], bf16[64]) fusion(%p, %g, %u), kind=kLoop, calls=%fused
+  %a = f32[64] get-tuple-element(%f), index=0
+  %b = bf16[8] get-tuple-element(%f), index=1
+  %c = bf16[64] get-tuple-element(%f), index=2
+  %h = bf16[64] all-gather(%b), replica_groups={}, dimensions={0}
+  %i = f32[64] all-gather(%a), replica_groups={}, dimensions={0}
+  ROOT %o = bf16[64] custom-call(%c, %h, %i), metadata={op_name="jit(step)/jvp()/dot"}
+}
+"""
+
+
+def test_a_fusion_of_several_results_is_read_one_by_one() -> None:
+    wide, held, computed = gather_lifetimes(SEVERAL_RESULTS)
+    assert [str(each.shape) for each in wide.spans] == ["f32[64]", "bf16[64]"]
+    assert (wide.last, wide.forward) == (10, True)
+    assert held.of_parameter  # a choice between it and a constant leaves it what it is
+    assert not computed.of_parameter
+
+
 LOOP = """\
 HloModule m, is_scheduled=true, num_partitions=8
 %until (c: (s32[], f32[8])) -> pred[] {

@@ -11,14 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from zerojax.foresight.hlo import Computation, Instruction, Program, Shape, parse
-from zerojax.foresight.provenance import (
-    ALIASES,
-    Callers,
-    hands_on,
-    is_argument,
-    moved_from,
-    result,
-)
+from zerojax.foresight.provenance import Callers, is_argument
+from zerojax.foresight.uses import Form, uses_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +138,12 @@ def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterat
             start = place[instruction.operands[0]]
         combined = len(instruction.shapes) > 1
         for element, shape in enumerate(instruction.shapes):
-            form = _Form(shape, place.position[start.name])
+            form = Form(shape, place.position[start.name])
             taken = element if combined else None
-            uses = list(_uses(program, place, instruction.name, taken, form))
-            names = [each.op_name for each in uses]
-            ends: dict[_Form, int] = {form: done}
-            for each in uses:
+            found = list(uses_of(program, place, instruction.name, taken, form))
+            names = [each.op_name for each in found]
+            ends: dict[Form, int] = {form: done}
+            for each in found:
                 ends[each.form] = max(each.at, ends.get(each.form, 0))
             yield Lifetime(
                 name=start.name,
@@ -161,121 +155,7 @@ def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterat
                 spans=tuple(Span(each.shape, each.born, last) for each, last in ends.items()),
                 forward=any("jvp(" in name and "transpose(" not in name for name in names),
                 backward=any("transpose(" in name for name in names),
-                stacked=any(each.stacks for each in uses),
+                stacked=any(each.stacks for each in found),
                 of_parameter=shape.dtype.startswith(("f", "bf"))
                 and is_argument(program, callers, place, start.operands[element]),
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """A buffer that holds the value: the gathered array, or one converted from it."""
-
-    shape: Shape
-    born: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    form: _Form
-    at: int
-    op_name: str = ""
-    stacks: bool = False
-
-
-def _uses(
-    program: Program, place: Computation, name: str, element: int | None, form: _Form
-) -> Iterator[_Use]:
-    """Yield what uses the value ``name`` (or one element of that tuple) in ``place``."""
-    for user in place.users[name]:
-        at = place.position[user.name]
-        if user.opcode == "get-tuple-element":
-            if element is None or user.index == element:
-                yield from _uses(program, place, user.name, None, form)
-        elif user.opcode == "tuple":
-            if user.is_root:
-                yield _Use(form, at)
-            for index, operand in enumerate(user.operands):
-                if operand == name:
-                    yield from _uses(program, place, user.name, index, form)
-        elif user.opcode in ALIASES:
-            yield _Use(form, at)
-            yield from _uses(program, place, user.name, element, form)
-        elif user.opcode == "while":
-            yield _Use(form, at)
-            for body in program.callees(user):
-                yield from _loop_uses(program, place, user, body, element, form)
-        else:
-            computed = True
-            for copied, shape, index in _converted(program, place, user, name, form):
-                computed = len(place[copied].shapes) > 1
-                yield _Use(form, _end(place, user))
-                yield from _uses(program, place, copied, index, _Form(shape, at))
-            if computed:
-                yield _Use(form, _end(place, user), user.op_name, _stacks(program, user, name))
-
-
-def _loop_uses(
-    program: Program,
-    place: Computation,
-    loop: Instruction,
-    body: Computation,
-    element: int | None,
-    form: _Form,
-) -> Iterator[_Use]:
-    """Uses of an element of a loop's tuple in its body, and after it if the body hands it on."""
-    at, parameter = place.position[loop.name], body.parameter(0)
-    if parameter is None:
-        return
-    for inner in _uses(program, body, parameter.name, element, form):
-        yield dataclasses.replace(inner, at=at, form=form)
-    if element is not None and hands_on(body, element):
-        yield from _uses(program, place, loop.name, element, form)
-
-
-def _converted(
-    program: Program, place: Computation, user: Instruction, name: str, form: _Form
-) -> Iterator[tuple[str, Shape, int | None]]:
-    """Yield the results of ``user`` that are the same value in another form.
-
-    Each is an instruction, its shape and, where ``user`` has several results, which one.
-    """
-    if user.opcode in ("convert", "transpose", "reshape"):
-        yield user.name, user.shapes[0], None
-    if user.operation != "fusion":
-        return
-    done = user
-    if user.opcode == "fusion-start":
-        done = next(each for each in place.users[user.name] if each.opcode == "fusion-done")
-    for inside in program.callees(user):
-        for index, shape in enumerate(done.shapes):
-            sources = moved_from(inside, result(inside, index))
-            if shape.elements == form.shape.elements and any(
-                user.operands[number] == name for number in sources
-            ):
-                yield done.name, shape, index if len(done.shapes) > 1 else None
-
-
-def _end(place: Computation, user: Instruction) -> int:
-    """Position at which a use is over: an asynchronous one ends with its done."""
-    if user.opcode.endswith("-start"):
-        ends = [e for e in place.users[user.name] if e.opcode.endswith(("-done", "-update"))]
-        return max([place.position[user.name], *(_end(place, each) for each in ends)])
-    if user.opcode.endswith("-update"):
-        return max(_end(place, each) for each in place.users[user.name])
-    return place.position[user.name]
-
-
-def _stacks(program: Program, user: Instruction, name: str) -> bool:
-    """Whether ``user`` writes the value itself, not something computed of it, into a stack."""
-    if user.opcode == "dynamic-update-slice":
-        return user.operands[1] == name
-    if user.operation != "fusion":
-        return False
-    return any(
-        user.operands[number] == name
-        for inside in program.callees(user)
-        for update in inside.instructions
-        if update.opcode == "dynamic-update-slice"
-        for number in moved_from(inside, update.operands[1])
-    )

@@ -49,10 +49,8 @@ def is_argument(
         return False
     if element is not None:  # a tuple passing through a barrier
         return is_argument(program, callers, place, instruction.operands[0], element)
-    arrays = (
-        instruction.operands if instruction.opcode == "concatenate" else instruction.operands[:1]
-    )
-    return all(is_argument(program, callers, place, each) for each in arrays)
+    moved = _moved_operands(place, instruction)
+    return bool(moved) and all(is_argument(program, callers, place, each) for each in moved)
 
 
 def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
@@ -62,12 +60,29 @@ def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
         return (instruction.index,)
     if instruction.opcode not in MOVES:
         return ()
-    # The other operands of a slice say where, those of a padding with what.
-    arrays = (
-        instruction.operands if instruction.opcode == "concatenate" else instruction.operands[:1]
-    )
-    found = [moved_from(fused, each) for each in arrays]
+    found = [moved_from(fused, each) for each in _moved_operands(fused, instruction)]
     return tuple(number for each in found for number in each) if all(found) else ()
+
+
+def _moved_operands(place: Computation, instruction: Instruction) -> tuple[str, ...]:
+    """The operands whose numbers appear in the result of one of ``MOVES``.
+
+    Of a selection these are the choices, but for constants: a predicate that picks between a
+    value and a constant may only say when the value can be read.
+    """
+    operands = instruction.operands
+    if instruction.opcode == "concatenate":
+        return operands
+    if instruction.opcode == "select":
+        return tuple(each for each in operands[1:] if not _is_constant(place, each))
+    return operands[:1]  # the others of a slice say where, those of a padding with what
+
+
+def _is_constant(place: Computation, name: str) -> bool:
+    instruction = place[name]
+    if instruction.opcode == "broadcast":
+        return _is_constant(place, instruction.operands[0])
+    return instruction.opcode == "constant"
 
 
 def result(fused: Computation, element: int | None) -> str:

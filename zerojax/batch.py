@@ -93,4 +93,6 @@ class BatchLayout:
             return jax.device_put(x, self.replicated)
         if self.sizes.accumulation > 1:
             x = x.reshape(self._cut(x.shape))
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self.sharded, x.ndim):
+            return x
         return jax.device_put(x, self.sharded)

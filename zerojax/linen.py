@@ -33,12 +33,11 @@ def open_state(state: Any) -> Opened:
         for f in dataclasses.fields(state)
         if f.metadata.get("pytree_node", True) and f.name not in _NAMED
     ]
-    parts = Parts(
-        params=state.params,
-        opt_state=state.opt_state,
-        step=state.step,
-        rest={name: getattr(state, name) for name in carried},
-    )
+
+    def split(state: Any) -> Parts:
+        rest = {name: getattr(state, name) for name in carried}
+        return Parts(state.params, state.opt_state, state.step, rest)
+
     empty = dataclasses.replace(
         state, params=None, opt_state=None, step=None, tx=None, **dict.fromkeys(carried)
     )
@@ -48,7 +47,14 @@ def open_state(state: Any) -> Opened:
             params=parts.params, opt_state=parts.opt_state, step=parts.step, tx=tx, **parts.rest
         )
 
-    return Opened(parts, state.tx, close, jax.tree.structure(empty), own_specs(state.params))
+    return Opened(
+        parts=split(state),
+        tx=state.tx,
+        split=split,
+        close=close,
+        key=jax.tree.structure(empty),
+        specs=own_specs(state.params),
+    )
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:

@@ -23,13 +23,13 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
             f"nnx.Optimizer(model, tx, wrt=nnx.Param) second, not {type(optimizer).__name__}."
         )
     graph, *states = nnx.split(model, optimizer.wrt, ...)
-    params, rest = states
-    parts = Parts(
-        params=nnx.as_pure(params),
-        opt_state=nnx.as_pure(optimizer.opt_state),
-        step=optimizer.step[...],
-        rest={"model": nnx.as_pure(rest)},
-    )
+
+    def split(model: nnx.Module, optimizer: Any) -> Parts:
+        _, *states = nnx.split(model, optimizer.wrt, ...)
+        params, rest = map(nnx.as_pure, states)
+        opt_state = nnx.as_pure(optimizer.opt_state)
+        return Parts(params, opt_state, optimizer.step[...], {"model": rest})
+
     # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
     shapes = jax.tree.map(
@@ -42,9 +42,16 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
         return nnx.merge(graph, parts.params, parts.rest["model"]), closed
 
     specs = jax.tree.leaves(
-        nnx.as_pure(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        nnx.as_pure(nnx.get_partition_spec(states[0])), is_leaf=lambda s: isinstance(s, PartitionSpec)
     )
-    return Opened(parts, optimizer.tx, close, (graph, type(optimizer)), tuple(specs))
+    return Opened(
+        parts=split(model, optimizer),
+        tx=optimizer.tx,
+        split=split,
+        close=close,
+        key=(graph, type(optimizer)),
+        specs=tuple(specs),
+    )
 
 
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:

@@ -33,6 +33,7 @@ class Opened:
     Attributes:
       parts: its arrays.
       tx: its optimizer.
+      split: the arrays of another state of the same kind, for the price of reading its fields.
       close: ``close(parts, tx)`` is the state again, made of these arrays and that optimizer.
       key: what tells two kinds of state apart, hashable.
       specs: the PartitionSpec that the user's model gives each leaf of ``parts.params``, in
@@ -41,6 +42,7 @@ class Opened:
 
     parts: Parts
     tx: optax.GradientTransformation
+    split: Callable[..., Parts]
     close: Callable[[Parts, Any], Any]
     key: Any
     specs: tuple[Any, ...]

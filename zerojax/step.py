@@ -21,7 +21,7 @@ from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.extras import Static, divide, join
 from zerojax.parts import Opened, Parts
-from zerojax.state import States, abstract, take_apart
+from zerojax.state import States, abstract
 
 _DTYPES = {None: None, "fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
@@ -35,7 +35,8 @@ class Program:
         config, mesh, axis = states.config, states.mesh, states.axis
         sizes = config.batch(mesh.shape[axis])
         self.config, self.accumulation = config, sizes.accumulation
-        self.tx, self.plan, self.close = opened.tx, states.plan(opened), opened.close
+        self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.plan = states.plan(opened)
         self.layout = BatchLayout(mesh, axis, sizes)
         self.body = Body(function, opened, sizes.accumulation)
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3)
@@ -148,7 +149,7 @@ class Step:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
         if self._last is not None and self._last[0]() is objects[0]:
             program = self._last[1]  # it came from here: nothing to check
-            parts = take_apart(objects).parts
+            parts = program.split(*objects)
         else:
             opened = self._states.open(objects)
             program = self._program(opened)

@@ -26,7 +26,10 @@ ALL = CASES | PARTITIONED
 # These take seconds to compile. The variants of a GPT differ in the forward pass alone, so not
 # all of them go through all stages.
 SLOW = {name for name in CASES if "gpt" in name or name == "convnet"}
-SOME_STAGES = {"gpt": (3,), "nnx_gpt_dropout": (1, 3), "nnx_gpt_remat": (1, 3)}
+SOME_STAGES = {"gpt": (3,), "nnx_gpt_dropout": (1, 3), "nnx_gpt_remat": (1, 3)} | dict.fromkeys(
+    ("momentum", "contrastive", "key_in_state", "frozen", "masked_decay", "jitted", "nnx_momentum"),
+    (1, 3),
+)
 SINGLE = (
     "mlp", "gpt_dropout", "gpt_remat", "gpt_scan", "gpt_scan_remat", "convnet", "has_aux",
     "masked", "tied", "odd", "nnx_mlp", "nnx_gpt",
@@ -164,9 +167,12 @@ USERS_AND_ZEROS = [
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
-        ("partitioned", 1), ("partitioned", 4), ("logical", 1),
-        ("nnx_partitioned", 1), ("nnx_partitioned", 4),
-    ],  # fmt: skip
+        ("partitioned", 1),
+        ("partitioned", 4),
+        ("logical", 1),
+        ("nnx_partitioned", 1),
+        ("nnx_partitioned", 4),
+    ],
 )
 def test_users_own_specs_in_the_model(name: str, accumulation: int, stage: int) -> None:
     """The plan keeps "model" where the model put it, and ZeRO takes another dimension."""
@@ -186,9 +192,7 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), [("gpt", 1), ("gpt", 2), ("gpt", 3), ("gpt_scan_remat", 3)]
-)
+@pytest.mark.parametrize(("name", "stage"), [("gpt", 2), ("gpt", 3), ("gpt_scan_remat", 3)])
 def test_users_own_specs_given(name: str, stage: int) -> None:
     with jax.enable_x64(True):
         state = start(name, "float64")
@@ -269,7 +273,9 @@ def test_bfloat16_accumulated_in_float32() -> None:
     """Many small gradients after a large one would vanish in a bfloat16 sum."""
 
     def step(state: TrainState, rows: jax.Array) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * rows.mean(0).astype(jnp.bfloat16)))(state.params)
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * rows.mean(0).astype(jnp.bfloat16)))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), {}
 
     zero = zero_for(2, bf16=True, gradient_accumulation_steps=64)

@@ -28,7 +28,7 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
         _, *states = nnx.split(model, optimizer.wrt, ...)
         params, rest = map(nnx.as_pure, states)
         opt_state = nnx.as_pure(optimizer.opt_state)
-        return Parts(params, opt_state, optimizer.step[...], {"model": rest})
+        return Parts(params, opt_state, optimizer.step.get_value(), {"model": rest})
 
     # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
@@ -42,7 +42,8 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
         return nnx.merge(graph, parts.params, parts.rest["model"]), closed
 
     specs = jax.tree.leaves(
-        nnx.as_pure(nnx.get_partition_spec(states[0])), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        nnx.as_pure(nnx.get_partition_spec(states[0])),
+        is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
     return Opened(
         parts=split(model, optimizer),

@@ -38,6 +38,7 @@ class Opened:
       key: what tells two kinds of state apart, hashable.
       specs: the PartitionSpec that the user's model gives each leaf of ``parts.params``, in
         order; None or empty where it gives none.
+      plain: the state has not been through zerojax yet, so its arrays are the caller's.
     """
 
     parts: Parts
@@ -46,3 +47,4 @@ class Opened:
     close: Callable[[Parts, Any], Any]
     key: Any
     specs: tuple[Any, ...]
+    plain: bool = False

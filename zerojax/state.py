@@ -52,13 +52,13 @@ class States:
 
         def prepare(parts: Parts) -> Parts:
             if self.config.bf16:
-                parts = _full_precision_masters(parts, opened.tx)
+                parts = _full_precision_masters(parts)
             return parts._replace(opt_state=adopt(parts.opt_state, parts.step))
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
-        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx))
+        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
 
     def plan(self, opened: Opened) -> Plan:
         return plans.make(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
@@ -77,7 +77,10 @@ class States:
                 spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
             )
         leaves = jax.tree.leaves(params)
-        return tuple(spec or self._lying(x) for spec, x in zip(given, leaves, strict=True))
+        return tuple(
+            layout.full(spec or self._lying(x), len(x.shape))
+            for spec, x in zip(given, leaves, strict=True)
+        )
 
     def _lying(self, x: Any) -> PartitionSpec | None:
         """The spec that an array was placed with, without ZeRO's part of it."""
@@ -113,16 +116,16 @@ class States:
 
         return make, opened
 
-    def placed(self, parts: Parts, plan: Plan) -> Parts:
-        """The state where the plan wants it. What has to move is copied, so that the caller's
-        arrays live on.
+    def placed(self, opened: Opened, plan: Plan) -> Parts:
+        """The state where the plan wants it; a copy, unless it comes from zerojax and lies there
+        already, so that the caller's own arrays live on.
 
         Raises:
           ValueError: it lies on another mesh.
         """
-        wanted = plan.shardings()
+        parts, wanted = opened.parts, plan.shardings()
         pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(wanted), strict=True)
-        if all(
+        if not opened.plain and all(
             isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs
         ):
             return parts
@@ -137,8 +140,8 @@ class States:
                     f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
                     "bring it to the host first (jax.device_get)."
                 )
-        parts = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), parts)
-        return jax.device_put(parts, wanted, may_alias=False)
+        # device_put alone may share memory with an array that lies on one of the devices.
+        return jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), parts, wanted)
 
 
 def take_apart(objects: tuple[Any, ...]) -> Opened:
@@ -155,16 +158,21 @@ def abstract(parts: Parts, plan: Plan) -> Parts:
     )
 
 
+def _copy(x: Any) -> Any:
+    return x.copy() if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def _same(a: Any, b: Mesh) -> bool:
     return isinstance(a, Mesh) and meshes.same_devices(a, b)
 
 
-def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
+def _full_precision_masters(parts: Parts) -> Parts:
     """Masters and moments in float32, whatever the model was made in."""
 
     def up(x: Any) -> Any:
         low = hasattr(x, "dtype") and x.dtype in (jnp.bfloat16, jnp.float16)
         return x.astype(jnp.float32) if low else x
 
-    opt_state = optax.tree.map_params(tx, up, parts.opt_state)
-    return parts._replace(params=jax.tree.map(up, parts.params), opt_state=opt_state)
+    return parts._replace(
+        params=jax.tree.map(up, parts.params), opt_state=jax.tree.map(up, parts.opt_state)
+    )

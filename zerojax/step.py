@@ -154,7 +154,7 @@ class Step:
             opened = self._states.open(objects)
             program = self._program(opened)
             program.layout.check(batch)
-            parts = self._states.placed(opened.parts, program.plan)
+            parts = self._states.placed(opened, program.plan)
         parts, out = program(parts, batch, args, kwargs)
         if len(objects) == 2:
             nnx_state.update(objects[0], objects[1], parts, program.tx)

@@ -69,7 +69,7 @@ def labelled(dtype: Any, n_in: int = 16, classes: int = 8) -> list[tuple[Any, ..
 
 
 def tokens(dtype: Any, length: int = 9, vocabulary: int = 32) -> list[tuple[Any, ...]]:
-    """Rows of tokens; each next one depends on the one before, so that there is a thing to learn."""
+    """Rows of tokens, each in even strides, so that there is something to learn."""
 
     def make(rng: np.random.Generator) -> np.ndarray:
         start = rng.integers(vocabulary, size=(ROWS, 1))

@@ -174,7 +174,7 @@ class Inserter:
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         name = eqn.primitive.name
         shards = [v for v in values if isinstance(v, Shard)]
-        shape = eqn.outvars[0].aval.shape
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else None
         if name in _ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:

@@ -53,9 +53,9 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -
             wants.setdefault(eqn.outvars[0], (None,) * eqn.outvars[0].aval.ndim)
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
-        out = eqn.outvars[0]
-        if len(eqn.outvars) > 1 or out not in wants:
+        if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:
             continue
+        out = eqn.outvars[0]
         if name in _PASSES:
             for v in eqn.invars:
                 if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:

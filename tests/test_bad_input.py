@@ -1,0 +1,360 @@
+"""What cannot be trained is refused: the message names the fault and the remedy, and the state
+that was passed is as it was."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS = 16
+
+
+def make_state(**replaced: Any) -> TrainState:
+    params = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+    return state.replace(**replaced)
+
+
+def good_step(state: TrainState, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["w"] + params["b"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def batch_of(rows: int = ROWS) -> dict[str, np.ndarray]:
+    return {"x": np.ones((rows, 8), np.float32)}
+
+
+def refuses(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    kind: type[Exception],
+    *says: str,
+) -> None:
+    """The call fails as told, and leaves every array of the state alone."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    before = [(np.array(x), x.sharding) for x in arrays]
+    with pytest.raises(kind) as caught:
+        step(state, batch)
+    for word in says:
+        assert re.search(word, str(caught.value)), str(caught.value)
+    for x, (value, sharding) in zip(arrays, before, strict=True):
+        assert not x.is_deleted()
+        assert x.sharding == sharding
+        np.testing.assert_array_equal(x, value)
+
+
+class TestBatch:
+    @pytest.mark.parametrize(
+        ("batch", "says"),
+        [
+            (batch_of(12), ["leading dimension 12", "divisible by 8", "use 8 or 16"]),
+            (batch_of(4), ["leading dimension 4", "8 devices", "8 rows"]),
+            (
+                {"x": np.ones((16, 8)), "y": np.ones(8)},
+                ["disagree", r"'x'.*16", r"'y'.*8", "argument"],
+            ),
+            ({"x": np.ones((0, 8))}, ["empty", "leading dimension"]),
+            ({}, ["empty"]),
+            (None, ["empty"]),
+            ({"x": np.float32(1), "y": 2}, ["only scalars", "'x'", "'y'"]),
+            (3.0, ["scalar"]),
+        ],
+    )
+    @pytest.mark.parametrize("born", [True, False])
+    def test_that_does_not_fit(self, batch: Any, says: list[str], born: bool) -> None:
+        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        state = zero.init(make_state) if born else make_state()
+        step = zero(good_step)
+        refuses(step, state, batch, ValueError, *says)
+        if len(says) == 3:  # and the next batch is trained on
+            step(state, batch_of())
+
+    def test_of_micro_batches(self) -> None:
+        step = zerojax.zero(stage=2, gradient_accumulation_steps=4)(good_step)
+        refuses(
+            step, make_state(), batch_of(40), ValueError,
+            "40", "divisible by 32", "8 devices x 4 micro-batches", "use 32 or 64",
+        )  # fmt: skip
+
+    def test_that_is_not_the_batch_of_the_config(self) -> None:
+        step = zerojax.zero(stage=1, train_batch_size=32)(good_step)
+        refuses(step, make_state(), batch_of(16), ValueError, "16 rows", "train_batch_size", "32")
+
+    def test_whose_micro_batch_is_not_that_of_the_config(self) -> None:
+        zero = zerojax.zero(
+            stage=1, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=1
+        )
+        refuses(zero(good_step), make_state(), batch_of(16), ValueError, "16", "32|micro")
+
+    def test_abstract(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        with pytest.raises(ValueError, match="divisible by 8"):
+            step.lower(make_state(), {"x": jax.ShapeDtypeStruct((12, 8), jnp.float32)})
+
+    def test_forgotten(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        with pytest.raises(TypeError, match="batch"):
+            step(make_state())
+
+    def test_of_strings(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        refuses(step, make_state(), {"x": ["a"] * 16}, ValueError, "only scalars", "x")
+
+
+class TestState:
+    @pytest.mark.parametrize(
+        ("state", "says"),
+        [
+            ({"params": {"w": np.ones(8)}}, ["dict", "params", "tx", r"TrainState\.create"]),
+            (None, ["NoneType", r"TrainState"]),
+            (np.ones(8), ["ndarray", r"TrainState"]),
+            ((1, 2), ["tuple", "TrainState"]),
+        ],
+    )
+    def test_that_is_none(self, state: Any, says: list[str]) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            step(state, batch_of())
+        for word in says:
+            assert re.search(word, str(caught.value)), str(caught.value)
+
+    @pytest.mark.parametrize("field", ["tx", "params", "opt_state"])
+    def test_with_a_field_that_is_none(self, field: str) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        refuses(step, make_state(**{field: None}), batch_of(), (TypeError, ValueError), field)
+
+    @pytest.mark.parametrize("made", ["dict", "none"])
+    def test_that_init_is_given(self, made: str) -> None:
+        zero = zerojax.zero(stage=3)
+        with pytest.raises(TypeError, match="TrainState"):
+            zero.init(lambda: {"dict": {"w": jnp.ones(8)}, "none": None}[made])
+        with pytest.raises(TypeError, match="TrainState"):
+            zero.abstract_state(lambda: None)
+
+    def test_that_lies_on_another_mesh(self) -> None:
+        """Placed by another zero, on other devices or in another order."""
+        four = zerojax.mesh(4)
+        turned = Mesh(np.array(jax.devices()[::-1]), ("data",))
+        step = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)(good_step)
+        for mesh in (four, turned):
+            other = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=mesh)
+            refuses(
+                step, other.init(make_state), batch_of(), ValueError,
+                "another mesh", "params", r"zero\.init|device_get",
+            )  # fmt: skip
+
+    def test_placed_by_hand_on_another_mesh(self) -> None:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+        sharding = NamedSharding(mesh, PartitionSpec("x"))
+        params = {"w": jax.device_put(jnp.ones((8, 4)), sharding), "b": jnp.zeros(4)}
+        step = zerojax.zero(stage=3)(good_step)
+        refuses(step, make_state(params=params), batch_of(), ValueError, "another mesh", "'w'")
+
+    def test_whose_own_spec_names_an_axis_that_is_not_there(self) -> None:
+        specs = {"w": PartitionSpec(None, "model"), "b": PartitionSpec()}
+        zero = zerojax.zero(stage=3, specs=specs)
+        refuses(
+            zero(good_step), make_state(), batch_of(), ValueError,
+            r"params\['w'\]", "'model'", "mesh",
+        )  # fmt: skip
+
+    def test_whose_own_spec_does_not_divide_it(self) -> None:
+        specs = {"w": PartitionSpec(None, "model"), "b": PartitionSpec()}
+        mesh = zerojax.mesh(axes={"data": 1, "model": 8})
+        zero = zerojax.zero(stage=3, specs=specs, mesh=mesh)
+        refuses(
+            zero(good_step), make_state(), batch_of(), ValueError,
+            r"params\['w'\]", "dimension 1", r"\(8, 4\)", "divisible by the 8", "'model'",
+        )  # fmt: skip
+
+    def test_whose_own_specs_have_another_form(self) -> None:
+        zero = zerojax.zero(stage=3, specs={"kernel": PartitionSpec()})
+        refuses(zero(good_step), make_state(), batch_of(), (ValueError, TypeError), "kernel|specs")
+
+    def test_nnx_optimizer_that_is_none(self) -> None:
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        step = zerojax.zero(stage=3)(lambda model, optimizer, batch: None)
+        with pytest.raises(TypeError, match=r"nnx\.Optimizer.*TrainState|nnx\.Optimizer"):
+            step(model, optax.adam(1e-3), batch_of())
+
+
+def bare(state: TrainState, batch: Any) -> Any:
+    return good_step(state, batch)[0]
+
+
+def only_metrics(state: TrainState, batch: Any) -> Any:
+    return good_step(state, batch)[1]
+
+
+def nothing(state: TrainState, batch: Any) -> Any:
+    good_step(state, batch)
+
+
+def turned_round(state: TrainState, batch: Any) -> Any:
+    return good_step(state, batch)[::-1]
+
+
+def three(state: TrainState, batch: Any) -> Any:
+    return *good_step(state, batch), 1
+
+
+def gradients(state: TrainState, batch: Any) -> Any:
+    return state.params, good_step(state, batch)[1]
+
+
+def never(state: TrainState, batch: Any) -> Any:
+    return state, jnp.mean(batch["x"])
+
+
+def by_hand(state: TrainState, batch: Any) -> Any:
+    """Updates the parameters, but not by way of the optimizer."""
+    params = jax.tree.map(lambda p: p * 0.9, state.params)
+    return state.replace(params=params), jnp.mean(batch["x"])
+
+
+def twice(state: TrainState, batch: Any) -> Any:
+    return good_step(good_step(state, batch)[0], batch)
+
+
+def other_structure(state: TrainState, batch: Any) -> Any:
+    new, loss = good_step(state, batch)
+    return new.replace(params=new.params | {"extra": jnp.ones(3)}), loss
+
+
+class TestStep:
+    @pytest.mark.parametrize(
+        ("step", "kind", "says"),
+        [
+            (bare, TypeError, ["TrainState", r"\(state, metrics\)"]),
+            (only_metrics, TypeError, [r"\(state, metrics\)"]),
+            (nothing, TypeError, ["NoneType", r"\(state, metrics\)"]),
+            (turned_round, TypeError, [r"\(state, metrics\)", "TrainState first"]),
+            (three, TypeError, ["tuple", r"\(state, metrics\)"]),
+            (gradients, TypeError, [r"\(state, metrics\)"]),
+            (never, ValueError, ["apply_gradients", "never"]),
+            (by_hand, ValueError, ["apply_gradients", "never"]),
+            (other_structure, TypeError, ["structure"]),
+        ],
+    )
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_that_does_not_train(
+        self, step: Any, kind: type[Exception], says: list[str], accumulation: int
+    ) -> None:
+        zero = zerojax.zero(
+            stage=3, stage3_param_persistence_threshold=0, gradient_accumulation_steps=accumulation
+        )
+        refuses(zero(step), make_state(), batch_of(), kind, step.__name__, *says)
+
+    def test_that_does_not_train_a_state_from_init(self) -> None:
+        """A state that would be donated is not gone either."""
+        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        state = zero.init(make_state)
+        refuses(zero(never), state, batch_of(), ValueError, "apply_gradients")
+        zero(good_step)(state, batch_of())
+
+    def test_that_updates_twice_under_accumulation(self) -> None:
+        zero = zerojax.zero(stage=2, gradient_accumulation_steps=2)
+        refuses(
+            zero(twice), make_state(), batch_of(), ValueError,
+            "twice", "2 times", "gradient_accumulation_steps to 1",
+        )  # fmt: skip
+
+    def test_that_updates_twice_otherwise(self) -> None:
+        """Without accumulation there is nothing wrong with it."""
+        state, _ = zerojax.zero(stage=2)(twice)(make_state(), batch_of())
+        plain, _ = jax.jit(twice)(make_state(), batch_of())
+        np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-5)
+        assert int(state.step) == 2
+
+    def test_that_fails_of_its_own(self) -> None:
+        """The user's exception comes out as it is."""
+
+        def step(state: TrainState, batch: Any) -> Any:
+            raise KeyError("mine")
+
+        refuses(zerojax.zero(stage=2)(step), make_state(), batch_of(), KeyError, "mine")
+
+    def test_in_nnx_that_never_updates(self) -> None:
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        kernel = model.kernel[...]
+        before = np.array(kernel)
+        step = zerojax.zero(stage=3)(lambda model, optimizer, batch: jnp.mean(model(batch["x"])))
+        with pytest.raises(ValueError, match=r"optimizer\.update"):
+            step(model, optimizer, batch_of())
+        assert model.kernel[...] is kernel
+        np.testing.assert_array_equal(kernel, before)
+        assert int(optimizer.step[...]) == 0
+
+
+class TestZero:
+    @pytest.mark.parametrize(
+        ("keywords", "says"),
+        [
+            ({"stag": 3}, ["stag", "did you mean `stage`"]),
+            ({"stage": 4}, ["stage", "4", "0, 1, 2 or 3"]),
+            ({"config": {"zero_optimisation": {}}}, ["zero_optimisation", "zero_optimization"]),
+            ({"config": {"zero_optimization": {"stag": 1}}}, ["stag", "zero_optimization.stage"]),
+            ({"config": {}, "stage": 3}, ["stage", "not both"]),
+            ({"config": "no/such.json"}, ["no/such.json", "no such file"]),
+            ({"config": 3}, ["path", "mapping", "3"]),
+            ({"bf16": True, "fp16": True}, ["fp16"]),
+            ({"train_batch_size": 12}, ["12", "8 devices", "train_batch_size 8 or 16"]),
+            (
+                {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 3},
+                ["train_micro_batch_size_per_gpu 3", "48 or 72"],
+            ),
+        ],
+    )
+    def test_config(self, keywords: dict[str, Any], says: list[str]) -> None:
+        with pytest.raises(zerojax.ConfigError) as caught:
+            zerojax.zero(**keywords)
+        for word in says:
+            assert word in str(caught.value)
+
+    def test_more_devices_than_there_are(self) -> None:
+        with pytest.raises(ValueError, match=r"99 devices.*there are 8.*jax_num_cpu_devices"):
+            zerojax.mesh(devices=99)
+
+    @pytest.mark.parametrize("devices", [0, -1])
+    def test_no_devices(self, devices: int) -> None:
+        with pytest.raises(ValueError, match=f"{devices} devices"):
+            zerojax.mesh(devices=devices)
+
+    def test_axes_that_do_not_multiply_out(self) -> None:
+        with pytest.raises(ValueError, match="multiply to 6, not to the 8 devices"):
+            zerojax.mesh(axes={"data": 2, "model": 3})
+
+    def test_a_mesh_without_a_data_axis(self) -> None:
+        mesh = zerojax.mesh(axes={"rows": 4, "columns": 2})
+        with pytest.raises(ValueError, match=r"rows.*'data'"):
+            zerojax.zero(stage=3, mesh=mesh)
+
+    def test_an_unknown_topology(self) -> None:
+        with pytest.raises(ValueError, match=r"unknown device kind 'h1000'.*Did you mean 'h100'"):
+            zerojax.topology("h1000")
+
+    def test_no_optimizer_in_the_config(self) -> None:
+        with pytest.raises(zerojax.ConfigError, match=r"optimizer.*AdamW.*TrainState\.create"):
+            zerojax.zero(stage=3).optimizer()
+
+    def test_decorating_without_parentheses(self) -> None:
+        """``@zerojax.zero`` is not ``@zerojax.zero(...)``."""
+        with pytest.raises((TypeError, ValueError), match="path"):
+            zerojax.zero(good_step)  # type: ignore[arg-type]

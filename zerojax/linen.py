@@ -21,7 +21,7 @@ def open_state(state: Any) -> Opened:
     Raises:
       TypeError: it lacks ``params``, ``tx``, ``opt_state`` or ``step``.
     """
-    missing = [f for f in (*_NAMED, "tx") if not hasattr(state, f)]
+    missing = [f for f in (*_NAMED, "tx") if getattr(state, f, None) is None]
     if missing or not hasattr(state, "replace"):
         raise TypeError(
             f"the first argument of a decorated step is a flax TrainState (or an nnx.Module), but "

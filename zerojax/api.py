@@ -9,8 +9,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from zerojax import mesh as meshes
 from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.mesh import automatic, shard_axis
+from zerojax.mesh import mesh as all_devices
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.schedules import schedule
 from zerojax.optim.wrap import ZeroTransformation, wrap
@@ -27,8 +28,8 @@ class Zero:
 
     def __init__(self, config: ZeroConfig, mesh: Mesh, specs: Any, donate: bool) -> None:
         self.config = config
-        self.mesh = meshes.automatic(mesh)
-        axis = meshes.shard_axis(self.mesh)
+        self.mesh = automatic(mesh)
+        axis = shard_axis(self.mesh)
         config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
         self._states = States(config, self.mesh, axis, specs)
         self._donate = donate
@@ -129,4 +130,4 @@ def zero(
             f"{', '.join(keywords)}: pass a config or keywords, not both; change the config."
         )
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config)
-    return Zero(resolved, meshes.mesh() if mesh is None else mesh, specs, donate)
+    return Zero(resolved, all_devices() if mesh is None else mesh, specs, donate)

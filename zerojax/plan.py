@@ -203,8 +203,8 @@ def shard_spec(
 
     Example:
       >>> import zerojax
-      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)  # doctest: +SKIP
-      ((None, None), 'no free dimension of (6, 10) is divisible by 8')
+      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)
+      ((None, None), 'no dimension of (6, 10) is divisible by 8')
     """
     n = mesh.shape[axis]
     if any(axis in layout.axes(entry) for entry in own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import mesh as meshes
 from zerojax import plan as plans
 from zerojax.collectives import layout
 from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
+from zerojax.mesh import same_devices
 from zerojax.nnx import open_pair
 from zerojax.optim.wrap import ZeroTransformation, adopt, wrap
 from zerojax.parts import Opened, Parts
@@ -40,6 +41,12 @@ class States:
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """``tx`` with the config's features; the same result for the same ``tx``."""
         if tx not in self._wrapped:
+            if self.config.optimizer is not None and not self._wrapped:
+                logging.getLogger("zerojax").warning(
+                    "the config's optimizer (%s) has no effect: the state brings its own. Build "
+                    "the state with zero.optimizer() to use the config's.",
+                    self.config.optimizer.type,
+                )
             self._wrapped[tx] = wrap(tx, gradient_clipping=self.config.gradient_clipping)
         return self._wrapped[tx]
 
@@ -163,7 +170,7 @@ def _copy(x: Any) -> Any:
 
 
 def _same(a: Any, b: Mesh) -> bool:
-    return isinstance(a, Mesh) and meshes.same_devices(a, b)
+    return isinstance(a, Mesh) and same_devices(a, b)
 
 
 def _full_precision_masters(parts: Parts) -> Parts:

@@ -3,8 +3,8 @@
     record = compile_case(Case(stage=3))
     record.peak_bytes, record.moved_bytes, record.compile_seconds
 
-The program is a GPT of ``examples/gpt.py`` trained with AdamW in bf16 with fp32 masters, its
-blocks rematerialised. ``memory.py`` prints these records, and the tests assert on them.
+The program is a GPT of ``examples/gpt.py`` trained with AdamW in bf16 or fp16 with fp32 masters,
+its blocks rematerialised. ``memory.py`` prints these records, and the tests assert on them.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from zerojax.foresight.lifetimes import gather_lifetimes, peak_gathered_bytes
 from zerojax.foresight.traffic import collectives, moved_by_kind
 
 MASTER_BYTES = 12  # a parameter's fp32 master and two fp32 moments
-COMPUTE_BYTES = 2  # bf16
+COMPUTE_BYTES = 2  # bf16 or fp16
 PERSISTENCE_THRESHOLD = 100_000  # elements; DeepSpeed's default
 LEARNING_RATE = 3e-4
 
@@ -41,6 +41,8 @@ class Case:
       accumulate: micro-batches a step.
       micro_batch: sequences a device sees in one micro-batch.
       device: a name that ``zerojax.topology`` knows.
+      precision: "bf16"; "fp16", with a dynamic loss scale; or "bf16 checked", which skips steps
+        that overflow.
     """
 
     stage: int | None
@@ -54,12 +56,14 @@ class Case:
     block_size: int = 1024
     micro_batch: int = 4
     device: str = "h100"
+    precision: str = "bf16"
 
     @property
     def name(self) -> str:
         words = ["plain jit" if self.stage is None else f"stage {self.stage}"]
         words += [f"gas {self.accumulate}"] if self.accumulate > 1 else []
         words += ["scan"] if self.scan else []
+        words += [self.precision] if self.precision != "bf16" else []
         return ", ".join(words)
 
     @property
@@ -243,7 +247,7 @@ def train_step_of(
             logits: Any = model.apply(variables, tokens[:, :-1], deterministic=True)
             return loss_fn(logits, tokens[:, 1:])
 
-        value, grads = jax.value_and_grad(loss)(state.params)
+        value, grads = zerojax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
 
     return train_step
@@ -262,12 +266,14 @@ def create_state_of(model: GPT) -> Callable[[jax.Array], TrainState]:
 
 def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
     """Lower the decorated step; return it and the number of parameters."""
+    checked = case.precision == "bf16 checked"
+    precision = {"bf16": {"enabled": True, "check_grad_overflow": checked}}
     zero = zerojax.zero(
         {
             "train_micro_batch_size_per_gpu": case.micro_batch,
             "gradient_accumulation_steps": case.accumulate,
             "gradient_clipping": 0.0,
-            "bf16": {"enabled": True},
+            **({"fp16": {"enabled": True}} if case.precision == "fp16" else precision),
             "zero_optimization": {"stage": case.stage},
         },
         mesh=mesh,

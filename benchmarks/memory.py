@@ -38,6 +38,11 @@ def sections(quick: bool) -> dict[str, list[Case]]:
         "accumulation": [
             dataclasses.replace(plain, stage=stage, accumulate=gas) for stage in (1, 2, 3)
         ],
+        "precision": [
+            dataclasses.replace(plain, stage=stage, precision=precision)
+            for stage in (2, 3)
+            for precision in ("bf16", "bf16 checked", "fp16")
+        ],
         "scan": [
             third,
             *(dataclasses.replace(third, n_layer=layers, scan=True) for layers in depths),

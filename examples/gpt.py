@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from examples.loss import loss_fn as loss_fn
+from examples.loss import widen
 
 LAYER_NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -35,7 +36,7 @@ class GPTConfig:
     """What a GPT is made of.
 
     `dtype=None` computes in the parameters' own dtype, so bf16 parameters make a bf16 model;
-    LayerNorm statistics, the softmax and the loss stay in fp32 whatever it is.
+    LayerNorm's statistics, the softmax, the logits and the loss are in fp32 whatever it is.
     `scan` stacks the L blocks' parameters to `[L, ...]` leaves and compiles one block, not L.
     `remat` keeps each block's input only and computes the rest again in the backward pass.
     """
@@ -60,7 +61,8 @@ class GPTConfig:
                 f"GPTConfig.n_embd = {self.n_embd} does not divide into n_head = {self.n_head} "
                 "heads: choose a multiple"
             )
-        if not 0.0 <= self.dropout < 1.0:
+        rate = self.dropout
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
             raise ValueError(f"GPTConfig.dropout must lie in [0, 1), not {self.dropout!r}")
 
     @property
@@ -100,7 +102,7 @@ def attention(
     scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores.astype(jnp.promote_types(q.dtype, jnp.float32)))
+    weights = jax.nn.softmax(widen(scores))
     return jnp.einsum("bhqk,bkhd->bqhd", dropout(weights.astype(q.dtype)), v)
 
 
@@ -148,7 +150,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens int [B, T] -> logits [B, T, V] in the compute dtype; needs T <= block_size."""
+    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size."""
 
     config: GPTConfig
 
@@ -175,7 +177,7 @@ class GPT(nn.Module):
         else:
             for i in range(c.n_layer):
                 x, _ = block(c, deterministic, name=f"h_{i}")(x)
-        return wte.attend(_layer_norm(c, "ln_f")(x))
+        return widen(wte.attend(_layer_norm(c, "ln_f")(x)))
 
 
 def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from examples.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention
 from examples.loss import loss_fn as loss_fn
+from examples.loss import widen
 
 
 class SelfAttention(nnx.Module):
@@ -64,7 +65,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Tokens int [B, T] -> logits [B, T, V] in the compute dtype; needs T <= block_size."""
+    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         if config.scan:
@@ -85,7 +86,7 @@ class GPT(nnx.Module):
         run_block = nnx.remat(_run_block) if c.remat else _run_block
         for i in range(c.n_layer):
             x = run_block(getattr(self, f"h_{i}"), x)
-        return self.wte.attend(self.ln_f(x))
+        return widen(self.wte.attend(self.ln_f(x)))
 
 
 def _run_block(block: Block, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from zerojax.config import ZeroConfig
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
+LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Job:
         """What a continued run must share, as JSON. Stage, devices and remat may change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
-        free = {"notes", "stage", "stage3_param_persistence_threshold"}
+        free = {"notes", "stage", "stage3_param_persistence_threshold", *LOGS}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {

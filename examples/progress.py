@@ -3,14 +3,14 @@
 Example::
 
     with Progress(console, 300, done=0, step_tokens=4096, mesh=mesh) as progress:
-        progress.advance(step, loss)              # step 1, 2, ...; loss may still be computing
+        progress.advance(step, loss, state)       # step 1, 2, ...; loss may still be computing
         progress.held_out(step, 2.31)             # after each evaluation
     progress.tokens_per_second, progress.peak     # compilation and evaluation not counted
 """
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+import zerojax
 from examples.devices import Memory, device_bytes
 
 PLAIN_LINES = 20
@@ -34,6 +35,7 @@ class Progress:
         self._timed_steps, self._seconds = 0, 0.0
         self._mark: float | None = None
         self._pending: jax.Array | None = None
+        self._told = ""
         self._bar = Bar(
             TextColumn("[bold]step {task.completed:>5}/{task.total}"),
             BarColumn(bar_width=None),
@@ -57,10 +59,13 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def advance(self, step: int, loss: jax.Array) -> None:
-        """Step `step` (from 1) is under way. Waits for the one before, so one is in flight."""
-        lines = not self.console.is_terminal and step % max(1, self.steps // PLAIN_LINES) == 0
-        shown = float(loss if lines or self._pending is None else self._pending)
+    def advance(self, step: int, loss: jax.Array, state: Any) -> None:
+        """Step `step` (from 1) is under way. Waits for the one before, so one is in flight;
+        now and then for this one, to read its learning rate and loss scale from the state."""
+        due = step % max(1, self.steps // PLAIN_LINES) == 0
+        if due:
+            self._told = figures(zerojax.telemetry(state))
+        shown = float(loss if due or self._pending is None else self._pending)
         self._pending = loss
         now = time.perf_counter()
         if self._mark is not None:
@@ -69,7 +74,7 @@ class Progress:
         self._mark = now
         self.peak = max(self.peak, device_bytes(self.mesh))
         self._bar.update(self._task, completed=step, loss=f"{shown:.3f}", rates=self._rates())
-        if lines:
+        if due and not self.console.is_terminal:
             self.console.print(self._line(step, f"loss {shown:.3f}  {self._rates()}"))
 
     def held_out(self, step: int, loss: float) -> None:
@@ -85,10 +90,21 @@ class Progress:
         return self._timed_steps * self.step_tokens / self._seconds if self._seconds else 0.0
 
     def _rates(self) -> str:
-        return f"{self.tokens_per_second:,.0f} tokens/s  {told(self.peak)}"
+        return f"{self._told}{self.tokens_per_second:,.0f} tokens/s  {told(self.peak)}"
 
     def _line(self, step: int, text: str) -> str:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}"
+
+
+def figures(telemetry: dict[str, jax.Array]) -> str:
+    """Rate and gradient norm; with fp16 the loss scale and the steps that were skipped."""
+    values = {name: float(value) for name, value in telemetry.items()}
+    text = f"lr {values['learning_rate']:.3g}  grad norm {values['grad_norm']:.3g}  "
+    if values["loss_scale"] != 1:
+        text += f"loss scale {values['loss_scale']:g}  "
+    if values["skipped_steps"]:
+        text += f"skipped {values['skipped_steps']:.0f}  "
+    return text
 
 
 def told(memory: Memory) -> str:

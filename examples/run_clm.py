@@ -17,7 +17,7 @@ and draws the loss curve beside it.
 """
 
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,20 @@ from examples.devices import data_mesh
 from examples.gpt import GPT, SIZES, loss_fn
 from examples.job import DEFAULT_CONFIG, Job, size_of
 from examples.progress import Progress
-from examples.run_folder import RunFolder
+from examples.run_folder import History, RunFolder
 from zerojax.config import load
 
 EVAL_BATCHES = 4
 
 
-def train(job: Job, console: Console) -> None:
+class Outcome(NamedTuple):
+    """Losses of every step, and the speed of this run's own steps (0 without any)."""
+
+    history: History
+    tokens_per_second: float
+
+
+def train(job: Job, console: Console) -> Outcome:
     """The whole job, from text to curve."""
     text = job.read_text()
     mesh = data_mesh(job.devices)
@@ -65,12 +72,13 @@ def train(job: Job, console: Console) -> None:
             logits = state.apply_fn(variables, inputs, deterministic=False, rngs=rngs)
             return loss_fn(logits, targets)
 
-        value, grads = jax.value_and_grad(loss)(state.params)
+        value, grads = zerojax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
 
     @jax.jit
     def eval_step(params: Any, batch: Any) -> jax.Array:
-        params = optax.tree.cast(params, jnp.bfloat16) if config.bf16 else params
+        low = jnp.bfloat16 if config.bf16 else jnp.float16 if config.fp16 else None
+        params = params if low is None else optax.tree.cast(params, low)
         logits: Any = model.apply({"params": params}, batch["tokens"][:, :-1])
         return loss_fn(logits, batch["tokens"][:, 1:])
 
@@ -84,7 +92,7 @@ def train(job: Job, console: Console) -> None:
         history, start = folder.history(), folder.step or 0
         if start >= job.steps:
             console.print(report.already_done(folder, start, job.steps))
-            return
+            return Outcome(history, 0.0)
         if start:
             state = folder.restore(zero.abstract_state(create_state, init_key))
             console.print(f"Continuing from step {start} in {folder.checkpoints}")
@@ -102,13 +110,14 @@ def train(job: Job, console: Console) -> None:
                 key = jax.random.fold_in(dropout_key, step)
                 state, metrics = train_step(state, batches.batch_at(step), key)
                 history.train.append(metrics["loss"])
-                progress.advance(step + 1, metrics["loss"])
+                progress.advance(step + 1, metrics["loss"], state)
                 if (step + 1) % job.eval_every == 0 or step + 1 == job.steps:
                     history.held_out.append((step + 1, held_out_loss(state)))
                     folder.save(step + 1, state, history)
                     progress.held_out(*history.held_out[-1])
     curve.draw(folder.curve, history, report.title(job, config, mesh))
     console.print(report.summary(history, progress, folder))
+    return Outcome(history, progress.tokens_per_second)
 
 
 app = typer.Typer(add_completion=False)

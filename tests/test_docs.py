@@ -41,4 +41,5 @@ def test_every_config_makes_a_zero(path):
     zero = zerojax.zero(path)
     assert str(zero.config.stage) in path.name
     assert zero.config.bf16 == ("bf16" in path.name)
+    assert zero.config.fp16 == ("fp16" in path.name)
     assert zero.optimizer() is not None

@@ -15,8 +15,9 @@ from zerojax import compat
 from zerojax.body import Cut, View, apply
 from zerojax.parts import Parts
 
-# evaluate(parts, micro_batch) runs the body; parts.opt_state is a View.
-Evaluate = Callable[[Parts, Any], tuple[Parts, Any]]
+# evaluate(parts, micro_batch) runs the body; parts.opt_state is a View. The third result is the
+# weight that the loss reports, None where it reports none.
+Evaluate = Callable[[Parts, Any], tuple[Parts, Any, jax.Array | None]]
 
 
 def accumulate(
@@ -31,9 +32,10 @@ def accumulate(
 ) -> tuple[Parts, Any]:
     """One step of ``k`` micro-batches.
 
-    The gradient is the equal-weight mean, :math:`g = \\frac{1}{k} \\sum_i g_i`, summed in
-    ``dtype``. Other state (batch statistics, PRNG keys) passes from one micro-batch to the next;
-    the step counter is the same for all of them.
+    The gradient is the mean, :math:`g = \\sum_i w_i g_i / \\sum_i w_i`, summed in ``dtype``. The
+    weights are 1 unless the loss reports them (:func:`zerojax.weighted_mean`). Other state (batch
+    statistics, PRNG keys) passes from one micro-batch to the next; the step counter is the same
+    for all of them.
 
     Args:
       evaluate: runs the user's step on one micro-batch with an optimizer that only collects.
@@ -56,13 +58,17 @@ def accumulate(
 
     def micro(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
         rest, grads = carry[0], kept(carry[1])
-        here = parts._replace(opt_state=view._replace(grads=grads, updates=still), rest=rest)
-        made, out = evaluate(here, scalars(rows))
-        return (made.rest, made.opt_state.grads), (out, made.step)
+        here = parts._replace(opt_state=view._replace(grads=zeros, updates=still), rest=rest)
+        made, out, weight = evaluate(here, scalars(rows))
+        mine = made.opt_state.grads
+        if weight is not None:
+            mine = jax.tree.map(lambda g: g * weight.astype(g.dtype), mine)
+        return (made.rest, kept(jax.tree.map(jnp.add, grads, mine))), (out, made.step, weight)
 
-    (rest, grads), (outs, steps) = lax.scan(micro, (parts.rest, zeros), cut)
+    (rest, grads), (outs, steps, weights) = lax.scan(micro, (parts.rest, zeros), cut)
+    total = k if weights is None else _or_one(jnp.sum(weights))
     # Kept as they are on both sides of the loop, else XLA cuts what the loop carries as well.
-    grads = sharded(jax.tree.map(lambda g: g / k, kept(grads)))
+    grads = sharded(jax.tree.map(lambda g: (g / total).astype(g.dtype), kept(grads)))
     updates, opt = tx.update(grads, view.opt, params)
     after = view._replace(opt=opt)
     if view.masters is not None:
@@ -71,7 +77,7 @@ def accumulate(
     def last(updates: Any, rest: Any) -> tuple[Parts, Any]:
         """The body on the last micro-batch, with these as the updates of ``apply_gradients``."""
         here = parts._replace(opt_state=view._replace(grads=zeros, updates=updates), rest=rest)
-        return evaluate(here, scalars([x[-1] for x in cut]))
+        return evaluate(here, scalars([x[-1] for x in cut]))[:2]
 
     # What follows from the new parameters (their average, say) is made once, by the real update;
     # XLA drops the rest of this run of the body.
@@ -82,7 +88,7 @@ def accumulate(
         step=steps[-1],
         rest=_choose(late.rest, final.rest, rest),
     )
-    return made, _choose(late_out, out, jax.tree.map(_combine, outs))
+    return made, _choose(late_out, out, jax.tree.map(lambda x: _combine(x, weights), outs))
 
 
 def _accumulator(param: Any, dtype: Any) -> Any:
@@ -101,10 +107,19 @@ def _separate(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return cut, back
 
 
-def _combine(x: jax.Array) -> jax.Array:
+def _combine(x: jax.Array, weights: jax.Array | None) -> jax.Array:
     if x.ndim > 1 or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         return x
-    return jnp.mean(x, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+    if weights is None:
+        return jnp.mean(x, dtype=dtype)
+    # A micro-batch without weight may have NaN for its mean.
+    part = jnp.where(weights == 0, 0, x) * weights
+    return (jnp.sum(part) / _or_one(jnp.sum(weights))).astype(dtype)
+
+
+def _or_one(total: jax.Array) -> jax.Array:
+    return jnp.where(total == 0, 1, total)
 
 
 def _with_dependence(function: Callable[..., Any], first: Any, *others: Any) -> tuple[Any, Any]:

@@ -13,8 +13,7 @@ from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.mesh import automatic, shard_axis
 from zerojax.mesh import mesh as all_devices
 from zerojax.optim.named import named_optimizer
-from zerojax.optim.schedules import schedule
-from zerojax.optim.wrap import ZeroTransformation, wrap
+from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.plan import Plan
 from zerojax.state import States
 from zerojax.step import Step
@@ -70,8 +69,12 @@ class Zero:
         objects = state[0] if len(state) == 1 and isinstance(state[0], tuple) else state
         return self._states.plan(self._states.open(tuple(objects)))
 
-    def optimizer(self) -> ZeroTransformation:
-        """The config's optimizer with its schedule and clipping, as an optax transformation.
+    def optimizer(self, *, weight_decay_mask: Any = None) -> ZeroTransformation:
+        """The config's optimizer with schedule, clipping and loss scale, for optax.
+
+        Args:
+          weight_decay_mask: which parameters decay, as optax has it: a tree of bools in the form
+            of the parameters, or a function from them to one. None leaves it to the config.
 
         Raises:
           ConfigError: the config names no optimizer.
@@ -82,11 +85,10 @@ class Zero:
                 'optimizer: the config names none. Add {"optimizer": {"type": "AdamW", "params": '
                 '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create yourself.'
             )
-        rate = None
-        if config.scheduler is not None:
-            rate = schedule(config.scheduler, config.optimizer.with_defaults()["lr"])
-        tx, learning_rate = named_optimizer(config.optimizer, rate)
-        return wrap(tx, gradient_clipping=config.gradient_clipping, learning_rate=learning_rate)
+        tx, learning_rate = named_optimizer(
+            config.optimizer, config.scheduler, weight_decay_mask=weight_decay_mask
+        )
+        return wrap(tx, learning_rate=learning_rate, **features(config))
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """The config's clipping and telemetry around the user's own optax transformation."""
@@ -99,6 +101,7 @@ def zero(
     mesh: Mesh | None = None,
     specs: Any = None,
     donate: bool = True,
+    auto: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Zero:
     """Reads a config and returns what decorates a train step.
@@ -112,6 +115,8 @@ def zero(
         the model does not carry them itself (flax partitioning metadata, logical or not).
       donate: reuse the memory of the state passed to the step, which is then gone, as with
         ``jax.jit(donate_argnums=0)``.
+      auto: what stands in for an "auto" of the config that only the program knows, by dotted
+        key: ``{"scheduler.params.total_num_steps": 300}``.
       **keywords: the fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
         they do not ask for.
 
@@ -129,5 +134,7 @@ def zero(
         raise ConfigError(
             f"{', '.join(keywords)}: pass a config or keywords, not both; change the config."
         )
-    resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config)
+    if config is None and auto:
+        raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
+    resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
     return Zero(resolved, all_devices() if mesh is None else mesh, specs, donate)

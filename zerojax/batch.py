@@ -69,6 +69,10 @@ class BatchLayout:
                 "rows, or fewer devices."
             )
 
+    def rows(self, batch: Any) -> int:
+        """The leading dimension of a batch that was checked."""
+        return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+
     def _explain(self, batch: Any) -> None:
         shapes = {
             jax.tree_util.keystr(path) or "batch": np.shape(x)

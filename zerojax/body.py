@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.collectives import GRADIENT
+from zerojax.marks import GRADIENT
 from zerojax.parts import Opened, Parts
 from zerojax.state import take_apart
 
@@ -28,7 +28,7 @@ class View(NamedTuple):
       opt: the optimizer's own state.
       masters: full-precision parameters, where the step computes with a copy; else None.
       compute: that copy after the last update; None without masters.
-      grads: accumulated gradient, under accumulation; else None.
+      grads: gradient of the micro-batch, under accumulation; else None.
       updates: what ``apply_gradients`` adds to the parameters, under accumulation; else None.
     """
 
@@ -77,7 +77,7 @@ def apply(view: View, updates: Any) -> tuple[Any, View]:
 
 
 def collecting(cut: Cut, calls: Calls) -> Any:
-    """An optimizer that only adds the gradient up; see :class:`View` for what it returns."""
+    """An optimizer that only keeps the gradient; see :class:`View` for what it returns."""
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         calls.n += 1
@@ -86,10 +86,8 @@ def collecting(cut: Cut, calls: Calls) -> Any:
                 f"apply_gradients passes {sorted(extra)} to the optimizer, which cannot be "
                 "accumulated over micro-batches: set gradient_accumulation_steps to 1."
             )
-        summed = jax.tree.map(
-            lambda a, g: a + g.astype(a.dtype), view.grads, cut(as_gradients(grads))
-        )
-        return view.updates, view._replace(grads=cut(summed))
+        kept = jax.tree.map(lambda a, g: g.astype(a.dtype), view.grads, cut(as_gradients(grads)))
+        return view.updates, view._replace(grads=cut(kept))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
 
@@ -104,11 +102,11 @@ class Body:
     Args:
       function: the user's step.
       opened: how to put the state together again.
-      accumulation: micro-batches per update.
+      once: why the step may update no more than once, with the remedy; empty where it may.
     """
 
-    def __init__(self, function: Callable[..., Any], opened: Opened, accumulation: int) -> None:
-        self.function, self.close, self.accumulation = function, opened.close, accumulation
+    def __init__(self, function: Callable[..., Any], opened: Opened, once: str) -> None:
+        self.function, self.close, self.once = function, opened.close, once
         self.calls = Calls()
 
     def __call__(
@@ -118,7 +116,7 @@ class Body:
 
         Raises:
           TypeError: the step returns something else, or changes the structure of the state.
-          ValueError: it updates never, or twice under accumulation.
+          ValueError: it updates never, or twice where it may only once.
         """
         self.calls.n = 0
         state = self.close(parts, tx)
@@ -161,11 +159,9 @@ class Body:
                 "nothing would be trained. Call it with the gradients; put a step that does not "
                 "train under jax.jit instead."
             )
-        if self.accumulation > 1 and self.calls.n > 1:
+        if self.once and self.calls.n > 1:
             raise ValueError(
-                f"{self._name} updates {self.calls.n} times, which cannot be accumulated over "
-                f"{self.accumulation} micro-batches: update once, or set "
-                "gradient_accumulation_steps to 1."
+                f"{self._name} updates {self.calls.n} times, which cannot be {self.once}."
             )
 
 

@@ -19,7 +19,7 @@ from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
 from zerojax.mesh import same_devices
 from zerojax.nnx import open_pair
-from zerojax.optim.wrap import ZeroTransformation, adopt, wrap
+from zerojax.optim.wrap import ZeroTransformation, adopt, features, wrap
 from zerojax.parts import Opened, Parts
 from zerojax.plan import Plan
 
@@ -47,7 +47,7 @@ class States:
                     "the state with zero.optimizer() to use the config's.",
                     self.config.optimizer.type,
                 )
-            self._wrapped[tx] = wrap(tx, gradient_clipping=self.config.gradient_clipping)
+            self._wrapped[tx] = wrap(tx, **features(self.config))
         return self._wrapped[tx]
 
     def open(self, objects: tuple[Any, ...]) -> Opened:
@@ -55,17 +55,28 @@ class States:
         opened = take_apart(objects)
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
         if isinstance(opened.tx, ZeroTransformation):
+            self._check_scaled(opened.parts.opt_state)
             return opened
 
         def prepare(parts: Parts) -> Parts:
-            if self.config.bf16:
+            parts = jax.tree.map(_array, parts)
+            if self.config.bf16 or self.config.fp16:
                 parts = _full_precision_masters(parts)
-            return parts._replace(opt_state=adopt(parts.opt_state, parts.step))
+            loss_scale = features(self.config)["loss_scale"]
+            return parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
+
+    def _check_scaled(self, opt_state: Any) -> None:
+        if self.config.fp16 and getattr(opt_state, "loss_scale", None) is None:
+            raise ValueError(
+                "fp16 is on, but the state's optimizer was wrapped without it and has no loss "
+                "scale: make the state with zero.init, zero.optimizer() or zero.wrap() of this "
+                "zero."
+            )
 
     def plan(self, opened: Opened) -> Plan:
         return plans.make(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
@@ -163,6 +174,11 @@ def abstract(parts: Parts, plan: Plan) -> Parts:
         parts,
         plan.shardings(),
     )
+
+
+def _array(x: Any) -> Any:
+    """A Python number as an array."""
+    return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float) else x
 
 
 def _copy(x: Any) -> Any:

@@ -19,26 +19,42 @@ from zerojax.batch import BatchLayout
 from zerojax.body import Body, View, collecting, constrainer, masters_after, updating
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
+from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
+from zerojax.found import Found
+from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.parts import Opened, Parts
 from zerojax.state import States, abstract
+from zerojax.watch import Signals, Watch
 
-_DTYPES = {None: None, "fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+_DTYPES: dict[str | None, Any] = {
+    None: None,
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+}
 
 
 class Program:
     """The compiled step for one kind of state."""
 
     def __init__(
-        self, function: Callable[..., Any], states: States, opened: Opened, donate: bool
+        self,
+        function: Callable[..., Any],
+        states: States,
+        opened: Opened,
+        donate: bool,
+        signals: Callable[[ZeroOptState], Signals],
     ) -> None:
+        self.signals = signals
         config, mesh, axis = states.config, states.mesh, states.axis
         sizes = config.batch(mesh.shape[axis])
         self.config, self.accumulation = config, sizes.accumulation
+        self.compute_dtype = _DTYPES["fp16" if config.fp16 else "bf16" if config.bf16 else None]
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.plan = states.plan(opened)
         self.layout = BatchLayout(mesh, axis, sizes)
-        self.body = Body(function, opened, sizes.accumulation)
+        self.body = Body(function, opened, _once(config, sizes.accumulation))
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3)
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
@@ -53,17 +69,18 @@ class Program:
             self._step,
             static_argnums=3,
             donate_argnums=(0,) if donate else (),
-            out_shardings=(shardings, None),
+            out_shardings=(shardings, None, None),
             compiler_options=options(mesh),
         )
 
     def _step(
         self, parts: Parts, batch: Any, arrays: list[Any], static: Static
-    ) -> tuple[Parts, Any]:
+    ) -> tuple[Parts, Any, Signals]:
         compute, view = parts.params, View(opt=parts.opt_state)
-        if self.config.bf16:
-            compute = self.to_shards(jax.tree.map(_to_bfloat16, parts.params))
+        if self.compute_dtype is not None:
+            compute = self.to_shards(_cast(parts.params, self.compute_dtype))
             view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
+            batch = _cast(batch, self.compute_dtype) if self.config.auto_cast else batch
         start = parts._replace(params=compute, opt_state=view)
         gathered = self._gathered(compute)
         args, kwargs = join(arrays, static)
@@ -75,7 +92,7 @@ class Program:
 
         if self.accumulation == 1:
             tx = updating(self.tx, self.to_shards, self.body.calls)
-            made, out = running(tx)(start, batch)
+            made, out, _ = running(tx)(start, batch)
         else:
             tx = collecting(self.to_kept, self.body.calls)
             made, out = accumulate(
@@ -88,7 +105,14 @@ class Program:
                 dtype=_DTYPES[self.config.grad_accum_dtype],
             )
         after: View = made.opt_state
-        return made._replace(params=masters_after(after, made.params), opt_state=after.opt), out
+        made = made._replace(params=masters_after(after, made.params), opt_state=after.opt)
+        if self.config.fp16 or self.config.check_grad_overflow:
+            done = made.opt_state.skipped == parts.opt_state.skipped
+            made = made._replace(
+                params=choose(done, made.params, parts.params),
+                rest=choose(done, made.rest, parts.rest),
+            )
+        return made, out, self.signals(made.opt_state)
 
     def _gathered(self, params: Any) -> list[Any]:
         """Stages 1 and 2: the compute parameters gathered, once a step; else a None for each."""
@@ -102,8 +126,12 @@ class Program:
 
     def _evaluate(
         self, body: Callable[..., Any], gathered: list[Any], parts: Parts, batch: Any
-    ) -> tuple[Parts, Any]:
-        """Runs the body with each parameter made whole where the stage has it."""
+    ) -> tuple[Parts, Any, jax.Array | None]:
+        """Runs the body with each parameter made whole where the stage has it.
+
+        Returns:
+          The state, the step's results, and the weight that the loss reports, if any.
+        """
         closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
         leaves = zip(
             jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True
@@ -113,12 +141,15 @@ class Program:
             for x, leaf, whole in leaves
         ]
         others = jax.tree.leaves((parts._replace(params=None), batch))
-        outs = self.inserter(closed, [*params, *others])
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+        found = Found(closed, parts.opt_state.opt.loss_scale, self.accumulation > 1)
+        outs = self.inserter(closed, [*params, *others], found.replacements())
+        return *jax.tree.unflatten(jax.tree.structure(shape), outs), found.weight
 
-    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> tuple[Parts, Any]:
+    def __call__(
+        self, parts: Parts, batch: Any, args: Any, kwargs: Any
+    ) -> tuple[Parts, Any, Signals]:
         arrays, static = divide(args, kwargs)
-        return self.jitted(parts, self.layout.place(batch), arrays, static)
+        return self.jitted(parts, batch, arrays, static)
 
     def lower(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Lowered:
         arrays, static = divide(args, kwargs)
@@ -142,6 +173,7 @@ class Step:
         # A step that is jitted already is traced as what it was before.
         self._function = getattr(function, "__wrapped__", function)
         self._states, self._donate = states, donate
+        self._watch = Watch(states.config)
         self._programs: dict[Any, Program] = {}
         self._last: tuple[Any, Program] | None = None
 
@@ -155,13 +187,23 @@ class Step:
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
-        parts, out = program(parts, batch, args, kwargs)
+        parts, out = self._run(program, parts, batch, args, kwargs)
         if len(objects) == 2:
             nnx_state.update(objects[0], objects[1], parts, program.tx)
             return out
         state = program.close(parts, program.tx)
         self._last = weakref.ref(state), program
         return state, out
+
+    def _run(
+        self, program: Program, parts: Parts, batch: Any, args: Any, kwargs: Any
+    ) -> tuple[Parts, Any]:
+        watch = self._watch
+        watch.check()
+        placed = watch.phase("batch", program.layout.place(batch))
+        parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
+        watch.note(signals, out, program.layout.rows(batch))
+        return parts, out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
@@ -192,9 +234,24 @@ class Step:
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs
         if key not in self._programs:
-            self._programs[key] = Program(self._function, self._states, opened, self._donate)
+            self._programs[key] = Program(
+                self._function, self._states, opened, self._donate, self._watch.signals
+            )
         return self._programs[key]
 
 
-def _to_bfloat16(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _cast(tree: Any, dtype: Any) -> Any:
+    """The floating leaves of a tree in another dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def _once(config: ZeroConfig, accumulation: int) -> str:
+    """Why a step may update only once, with the remedy; empty where it may more often."""
+    if accumulation > 1:
+        return (
+            f"accumulated over {accumulation} micro-batches: update once, or set "
+            "gradient_accumulation_steps to 1"
+        )
+    return "unscaled by one loss scale: update once, or use bf16" if config.fp16 else ""

@@ -18,13 +18,16 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
         ``(model, optimizer)``.
 
     Returns:
-      Arrays of shape []: ``loss_scale`` (1 without fp16), ``skipped_steps``, ``grad_norm``
-      (global L2, before clipping), ``learning_rate`` (NaN where it cannot be known) and
-      ``step`` (updates made).
+      Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
+      ``grad_norm`` (of the last step: global L2, unscaled, before clipping; inf where it was
+      skipped), ``learning_rate`` (of the last step; NaN where it cannot be known) and ``step``
+      (steps taken, skipped ones among them).
 
     Raises:
       TypeError: the state did not come from zerojax.
     """
+    if isinstance(state, ZeroOptState):
+        return report(state)
     holder = state[1] if isinstance(state, tuple) and len(state) == 2 else state
     opt_state = getattr(holder, "opt_state", holder)
     if not isinstance(opt_state, ZeroOptState):
@@ -33,12 +36,19 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
             "or pass the state that a decorated step returned."
         )
 
+    return report(opt_state)
+
+
+def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
+    """The same of the optimizer's state alone."""
+
     def value(x: Any) -> jax.Array:
         return jnp.asarray(x[...] if hasattr(x, "get_metadata") else x)
 
+    scale = opt_state.loss_scale
     return {
-        "loss_scale": jnp.ones((), jnp.float32),
-        "skipped_steps": jnp.zeros((), jnp.int32),
+        "loss_scale": jnp.ones((), jnp.float32) if scale is None else value(scale.scale),
+        "skipped_steps": value(opt_state.skipped),
         "grad_norm": value(opt_state.grad_norm),
         "learning_rate": value(opt_state.learning_rate),
         "step": value(opt_state.steps),

@@ -13,7 +13,8 @@ from jaxprs import Spec, abstract, the
 
 import zerojax
 from zerojax import compat
-from zerojax.collectives import GRADIENT, wanted
+from zerojax.collectives import wanted
+from zerojax.marks import GRADIENT
 
 MESH = zerojax.mesh()
 

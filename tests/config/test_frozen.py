@@ -36,9 +36,9 @@ def test_frozen_hashable_and_copyable():
 
 
 def test_notes_do_not_make_configs_differ():
-    assert load({"gradient_clipping": 1.0, "steps_per_print": 3}) == ZeroConfig(
-        gradient_clipping=1.0
-    )
+    loaded = load({"gradient_clipping": 1.0, "steps_per_print": 3, "memory_breakdown": True})
+    assert loaded == ZeroConfig(gradient_clipping=1.0, steps_per_print=3)
+    assert loaded.notes
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,19 @@ def test_notes_do_not_make_configs_differ():
         ({"gradient_clipping": float("inf")}, "got Infinity"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected"),
         ({"train_batch_size": 8.5}, "train_batch_size: expected"),
-        ({"check_grad_overflow": True}, "check_grad_overflow = true is not supported"),
+        ({"check_grad_overflow": 1}, "check_grad_overflow: expected true or false, got 1"),
         ({"grad_accum_dtype": "f32"}, "grad_accum_dtype: expected"),
-        ({"fp16": True}, "fp16: not supported: loss scaling is not there yet"),
+        ({"fp16": {"enabled": True}}, "fp16: expected true or false"),
+        ({"fp16": True, "bf16": True}, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
+        ({"comet": {}}, "comet: not supported: use tensorboard, csv_monitor or wandb"),
+        ({"steps_per_print": -1}, "steps_per_print: expected a whole number of at least 0 or null"),
+        ({"steps_per_print": True}, "steps_per_print: expected"),
+        ({"csv_monitor": "logs"}, "csv_monitor: expected MonitorConfig, a mapping"),
+        ({"csv_monitor": {"path": "a"}}, "csv_monitor.path: unknown key; known: output_path"),
+        ({"csv_monitor": {"jobname": "a"}}, "did you mean `job_name`?"),
+        ({"tensorboard": {"job_name": 3}}, "tensorboard.job_name: expected a string, got 3"),
+        ({"tensorboard": {"enabled": 3}}, "tensorboard.enabled: expected true or false"),
+        ({"wandb": {"project": None}}, "wandb.project: expected a string, got null"),
         ({"zero_optimization": {}}, "pass the whole config as a dict"),
         ({"optimizer": {"type": "AdmW"}}, 'did you mean "AdamW"?'),
         ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param: unknown key"),
@@ -79,6 +89,8 @@ def test_the_constructor_checks_too():
         ZeroConfig(optimizer={"type": "Adam"})
     with pytest.raises(ConfigError, match=r"scheduler\.params: expected an object"):
         SchedulerConfig(type="WarmupLR", params=3)
+    with pytest.raises(ConfigError, match="expected MonitorConfig or None"):
+        ZeroConfig(tensorboard={})
 
 
 def test_keywords_report_all_problems():
@@ -92,3 +104,31 @@ def test_whole_floats_are_sizes():
     assert isinstance(
         ZeroConfig(stage3_param_persistence_threshold=1e5).stage3_param_persistence_threshold, int
     )
+
+
+def test_keywords_without_effect_are_noted():
+    notes = {note.key: note for note in ZeroConfig(hysteresis=3, auto_cast=True).notes}
+    assert notes["hysteresis"].status == "no effect"
+    assert notes["hysteresis"].reason == "fp16 is off"
+    assert "no dtype to cast to" in notes["auto_cast"].reason
+    assert ZeroConfig(fp16=True, hysteresis=3, auto_cast=True).notes == ()
+    assert ZeroConfig(bf16=True, auto_cast=True, check_grad_overflow=True).notes == ()
+    (static,) = ZeroConfig(fp16=True, loss_scale=128, hysteresis=3).notes
+    assert "static" in static.reason
+    (overflow,) = ZeroConfig(fp16=True, check_grad_overflow=True).notes
+    assert overflow.key == "check_grad_overflow"
+    (threshold,) = ZeroConfig(stage=2, stage3_param_persistence_threshold=8).notes
+    assert "only stage 3" in threshold.reason
+
+
+def test_notes_follow_the_fields():
+    off = ZeroConfig(hysteresis=3)
+    assert dataclasses.replace(off, fp16=True).notes == ()
+    assert len(dataclasses.replace(off, stage=2).notes) == 1
+    loaded = load({"fp16": {"enabled": False, "hysteresis": 3}})
+    assert [n.key for n in loaded.notes if "hysteresis" in n.key] == ["fp16.hysteresis"]
+
+
+def test_zero_lines_are_none():
+    assert ZeroConfig(steps_per_print=0) == ZeroConfig()
+    assert load({"steps_per_print": None}).steps_per_print is None

@@ -2,4 +2,3 @@
 
 from zerojax.collectives.insert import Inserter as Inserter
 from zerojax.collectives.shard import Shard as Shard
-from zerojax.collectives.wanted import GRADIENT as GRADIENT

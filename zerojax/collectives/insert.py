@@ -13,7 +13,7 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat
+from zerojax import compat, marks
 from zerojax.collectives import layout, order, wanted
 from zerojax.collectives.layout import Spec
 from zerojax.collectives.shard import Made, Shard
@@ -39,13 +39,10 @@ _ELEMENTWISE = frozenset({
 _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
-_CALLS = {
-    prims.jit_p: "jaxpr",
-    prims.closed_call_p: "call_jaxpr",
-    prims.custom_jvp_call_p: "call_jaxpr",
-    prims.custom_vjp_call_p: "call_jaxpr",
-    prims.remat_p: "jaxpr",
-}
+
+
+# By the name of a mark: what stands in for it, given its value.
+Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
 
 
 @dataclass
@@ -58,10 +55,17 @@ class _Scope:
     """
 
     share: bool
+    replace: Replacements = field(default_factory=dict)
     gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
     made: list[list[Made]] = field(default_factory=list)
+
+    def inner(self) -> _Scope:
+        return _Scope(share=True, replace=self.replace)
+
+    def replaces(self, eqn: Any) -> bool:
+        return any(marks.holds(eqn, name) for name in self.replace)
 
 
 class Inserter:
@@ -77,9 +81,12 @@ class Inserter:
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
 
-    def __call__(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, closed: Any, args: Sequence[Any], replace: Replacements | None = None
+    ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays."""
-        return [_plain(o) for o in self._run(closed, args, _Scope(share=self.keep))]
+        scope = _Scope(share=self.keep, replace=replace or {})
+        return [_plain(o) for o in self._run(closed, args, scope)]
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -137,8 +144,10 @@ class Inserter:
                 source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
                 eqn.ctx.manager,
             ):
-                if any(isinstance(v, Shard) for v in values) or not wants.keys().isdisjoint(
-                    eqn.outvars
+                if (
+                    any(isinstance(v, Shard) for v in values)
+                    or not wants.keys().isdisjoint(eqn.outvars)
+                    or scope.replaces(eqn)
                 ):
                     outs = self._equation(eqn, values, scope, wants)
                 else:
@@ -149,13 +158,15 @@ class Inserter:
     def _equation(
         self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec]
     ) -> Sequence[Any]:
-        if eqn.primitive in _CALLS:
+        if eqn.primitive.name == "name" and eqn.params["name"] in scope.replace:
+            return [scope.replace[eqn.params["name"]](*values)]
+        if eqn.primitive in marks.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
             if self.keep:
                 values = self._all_whole(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants))
-        if any(isinstance(v, Shard) for v in values):
+        if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         outs = _bind(eqn, values)
         if wanted.passes(eqn):
@@ -173,6 +184,12 @@ class Inserter:
 
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         name = eqn.primitive.name
+        if name in ("while", "cond") and (not self.keep or scope.replaces(eqn)):
+            return self._branch(eqn, self._all_whole(values, scope) if self.keep else values, scope)
+        if scope.replaces(eqn):
+            raise NotImplementedError(
+                f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
+            )
         shards = [v for v in values if isinstance(v, Shard)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
         if name in _ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
@@ -190,11 +207,6 @@ class Inserter:
         if name == "optimization_barrier":
             outs = _bind(eqn, [_plain(v) for v in values])
             return [_like(v, o) for v, o in zip(values, outs, strict=True)]
-        if not self.keep and eqn.primitive is prims.while_p:
-            return self._while(eqn.params, values, scope)
-        if not self.keep and eqn.primitive is prims.cond_p:
-            index, *operands = values
-            return lax.switch(index, [self._closed(b, operands) for b in eqn.params["branches"]])
         return _bind(eqn, self._all_whole(values, scope))
 
     def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
@@ -207,14 +219,14 @@ class Inserter:
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
-        inner = eqn.params[_CALLS[eqn.primitive]]
+        inner = eqn.params[marks.CALLS[eqn.primitive]]
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
         if self.keep:
             values = self._all_whole(values, scope)
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             values = self._in_turn(values, scope)
-        outs = self._run(inner, values, _Scope(share=True), want)
+        outs = self._run(inner, values, scope.inner(), want)
         scope.made.append([Made(o, w) for o, w in zip(outs, want, strict=True) if w is not None])
         return outs
 
@@ -227,11 +239,20 @@ class Inserter:
         done = scope.made[-2] if len(scope.made) > 1 else []
         return order.after(values, done, self.constrain)
 
-    def _closed(self, jaxpr: Any, captured: Sequence[Any]) -> Callable[..., list[Any]]:
+    def _branch(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
+        if eqn.primitive is prims.while_p:
+            return self._while(eqn.params, values, scope)
+        index, *operands = values
+        branches = [self._closed(b, operands, scope) for b in eqn.params["branches"]]
+        return lax.switch(index, branches)
+
+    def _closed(
+        self, jaxpr: Any, captured: Sequence[Any], scope: _Scope
+    ) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""
 
         def body(*args: Any) -> list[Any]:
-            outs = self._run(jaxpr, (*captured, *args), _Scope(share=True))
+            outs = self._run(jaxpr, (*captured, *args), scope.inner())
             return [_plain(o) for o in outs]
 
         return body
@@ -239,8 +260,8 @@ class Inserter:
     def _while(self, p: dict[str, Any], values: list[Any], scope: _Scope) -> Sequence[Any]:
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         cond, body = (
-            self._closed(p["cond_jaxpr"], values[:a]),
-            self._closed(p["body_jaxpr"], values[a:b]),
+            self._closed(p["cond_jaxpr"], values[:a], scope),
+            self._closed(p["body_jaxpr"], values[a:b], scope),
         )
         carry = self._all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
@@ -263,7 +284,7 @@ class Inserter:
                 Shard(s, x.spec[1:]) if isinstance(x, Shard) else s
                 for s, x in zip(sliced, xs, strict=True)
             ]
-            outs = self._run(p["jaxpr"], (*consts, *carry, *sliced), _Scope(share=True), want)
+            outs = self._run(p["jaxpr"], (*consts, *carry, *sliced), scope.inner(), want)
             specs_out.update({i: o.spec for i, o in enumerate(outs) if isinstance(o, Shard)})
             outs = [_plain(o) for o in outs]
             return outs[:n], outs[n:]

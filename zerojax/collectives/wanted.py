@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import compat
+from zerojax import compat, marks
 from zerojax.collectives import layout
 from zerojax.collectives.layout import Spec
 
@@ -22,10 +22,6 @@ _PASSES = frozenset({
     "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",
     "select_n", "sharding_constraint", "sub",
 })  # fmt: skip
-
-
-# The name (as of ``jax.ad_checkpoint.checkpoint_name``) of what reaches the optimizer.
-GRADIENT = "zerojax gradient"
 
 
 def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -> dict[Any, Spec]:
@@ -49,7 +45,7 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -
             spec = spec_of(eqn)
             if spec and any(axis in layout.axes(entry) for entry in spec):
                 wants.setdefault(eqn.outvars[0], spec)
-        if name == "name" and eqn.params["name"] == GRADIENT:
+        if marks.is_mark(eqn, marks.GRADIENT):
             wants.setdefault(eqn.outvars[0], (None,) * eqn.outvars[0].aval.ndim)
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)

@@ -2,142 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.effects import contradictions, idle
 from zerojax.config.errors import ConfigError, closest, shown
-from zerojax.config.families import FAMILIES, check_params, known_types, resolve_type
 from zerojax.config.keys import BY_FIELD, KEYS
-
-Status = Literal["honoured", "left to XLA", "default", "resolved", "no effect"]
-
-
-class Note(NamedTuple):
-    """What became of one key.
-
-    Attributes:
-      key: its dotted path in the JSON.
-      value: as given, or the default that came in its place.
-      status: "honoured"; "left to XLA"; "no effect"; "default" for a number that changes the
-        training though the JSON does not give it; "resolved" for an "auto".
-      reason: why, for a reader.
-    """
-
-    key: str
-    value: Any
-    status: Status
-    reason: str
-
-
-class FrozenParams(Mapping[str, Any]):
-    """An immutable mapping that hashes by content.
-
-    Example:
-      >>> FrozenParams(lr=1e-3, betas=[0.9, 0.95])["betas"]
-      (0.9, 0.95)
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, *given: Mapping[str, Any], **more: Any) -> None:
-        items = {k: v for mapping in (*given, more) for k, v in mapping.items()}
-        self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Named:
-    """A type and its parameters; only those that were given stand in `params`."""
-
-    type: str
-    params: Mapping[str, Any] = field(default_factory=FrozenParams)
-
-    _section = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.type, str):
-            raise ConfigError(f"{self._section}.type: expected a string, got {shown(self.type)}")
-        if not isinstance(self.params, Mapping):
-            raise ConfigError(
-                f"{self._section}.params: expected an object, got {shown(self.params)}"
-            )
-        name, problems = resolve_type(self._section, self.type)
-        values: dict[str, Any] = {}
-        if name is not None:
-            values, _, problems = check_params(self._section, name, self.params)
-        if problems:
-            raise ConfigError(problems)
-        object.__setattr__(self, "type", name)
-        object.__setattr__(self, "params", FrozenParams(values))
-
-    @classmethod
-    def of(cls, given: Self | Mapping[str, Any]) -> Self:
-        """The same from a mapping with `type` and `params`, as in the JSON."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"{cls._section}: expected an object with type and params, got {shown(given)}"
-            )
-        problems = [
-            f"{cls._section}.{key}: unknown key; known: type, params"
-            for key in given
-            if key not in ("type", "params")
-        ]
-        if "type" not in given:
-            problems.append(f"{cls._section}.type: missing; one of {known_types(cls._section)}")
-        if problems:
-            raise ConfigError(problems)
-        return cls(**given)
-
-    def with_defaults(self) -> dict[str, Any]:
-        """The parameters, with DeepSpeed's defaults for those not given."""
-        table = FAMILIES[self._section][self.type].params
-        return {name: self.params.get(name, param.default) for name, param in table.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(_Named):
-    """An optimizer by name, with DeepSpeed's parameter names.
-
-    Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
-
-    Example:
-      >>> OptimizerConfig(type="adamw", params={"lr": 3e-4}).with_defaults()["betas"]
-      (0.9, 0.999)
-    """
-
-    _section = "optimizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(_Named):
-    """A learning-rate schedule by name, with DeepSpeed's parameter names.
-
-    Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
-
-    Example:
-      >>> SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 20}).type
-      'WarmupLR'
-    """
-
-    _section = "scheduler"
+from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
+from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
+from zerojax.config.note import Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +22,28 @@ class ZeroConfig:
     Attributes:
       stage: 0 (replicated), 1 (optimizer state sharded), 2 (gradients too), 3 (parameters too).
       bf16: parameters reach the step's body in bfloat16; master weights stay as they are.
+      fp16: the same in float16, with a loss scale; not with `bf16`.
+      auto_cast: float leaves of the batch are cast to that dtype too.
+      loss_scale: a static loss scale; 0 is a dynamic one.
+      initial_scale_power: a dynamic scale starts at 2**this; at most 127, as float32 holds no more.
+      loss_scale_window: good updates after which it doubles.
+      hysteresis: overflows before it halves.
+      consecutive_hysteresis: a good update refills the hysteresis.
+      min_loss_scale: it halves no further.
+      raise_error_at_min_scale: an overflow at the smallest scale raises; False skips on.
+      check_grad_overflow: with `bf16`, updates that are not finite are skipped, as fp16 does.
       gradient_clipping: the largest global L2 norm of the averaged gradient; 0 is off.
       gradient_accumulation_steps: micro-batches per update.
       train_batch_size: rows per update, over all devices.
       train_micro_batch_size_per_gpu: rows of one device in one micro-batch.
+      grad_accum_dtype: dtype of the sum over micro-batches; None is the gradient's own.
       stage3_param_persistence_threshold: smaller parameters, in elements, stay whole.
       optimizer, scheduler: for `zero.optimizer()`.
-      check_grad_overflow: skip updates that are not finite; not there yet.
-      grad_accum_dtype: dtype of the sum over micro-batches; None is the gradient's own.
-      notes: one for each key of the JSON, and for each default that changes numbers.
+      steps_per_print: updates from one printed line to the next; None (or 0) prints nothing.
+      wall_clock_breakdown: report how long the steps take on the device.
+      tensorboard, csv_monitor, wandb: where metrics are written; None is nowhere.
+      notes: one for each key of the JSON, for each default that changes numbers, and for each
+        keyword that has no effect.
 
     Raises:
       ConfigError: a value that cannot be, with the remedy.
@@ -169,19 +55,34 @@ class ZeroConfig:
 
     stage: int = 0
     bf16: bool = False
+    fp16: bool = False
+    auto_cast: bool = False
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+    raise_error_at_min_scale: bool = True
+    check_grad_overflow: bool = False
     gradient_clipping: float = 0.0
     gradient_accumulation_steps: int | None = None
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
+    grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    check_grad_overflow: bool = False
-    grad_accum_dtype: str | None = None
+    steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    tensorboard: MonitorConfig | None = None
+    csv_monitor: MonitorConfig | None = None
+    wandb: WandbConfig | None = None
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = []
+        sound: dict[str, Any] = {}
         for name, key in BY_FIELD.items():
             value = getattr(self, name)
             if value is None and key.default is None:
@@ -189,19 +90,25 @@ class ZeroConfig:
             if not key.kind.accepts(value):
                 problems.append(f"{name}: expected {key.kind.says}, got {shown(value)}")
                 continue
-            if key.accepts and value not in key.accepts:
-                problems.append(f"{name} = {shown(value)} is not supported: {key.why}")
-            object.__setattr__(self, name, key.kind.check(value))
-        for name, cls in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
+            sound[name] = key.kind.check(value)
+            object.__setattr__(self, name, sound[name])
+        for name, cls in (NAMED | MONITORS).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, cls):
                 problems.append(f"{name}: expected {cls.__name__} or None, got {shown(value)}")
+        problems += contradictions(sound)
         if problems:
             raise ConfigError(problems)
+        object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
+        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(sound, self.notes)))
+
+    def _own_notes(self) -> Iterator[Note]:
+        """The notes of the JSON: those on keywords are made anew, as others may have changed."""
+        return (note for note in self.notes if note.key in KEYS or note.key not in BY_FIELD)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """From keywords, with a did-you-mean; optimizer and scheduler may be mappings.
+        """From keywords, with a did-you-mean; optimizer, scheduler and monitors may be mappings.
 
         Example:
           >>> ZeroConfig.from_keywords(stag=3)
@@ -210,16 +117,14 @@ class ZeroConfig:
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
         problems = [_unknown_keyword(name, known) for name in keywords if name not in known]
-        parts: tuple[type[OptimizerConfig] | type[SchedulerConfig], ...]
-        parts = (OptimizerConfig, SchedulerConfig)
-        for part in parts:
-            given = keywords.get(part._section)
-            if given is not None:
-                try:
-                    keywords[part._section] = part.of(given)
-                except ConfigError as error:
-                    problems.extend(error.problems)
-                    del keywords[part._section]
+        for name in (*NAMED, *MONITORS):
+            if keywords.get(name) is None:
+                continue
+            try:
+                given = keywords.pop(name)
+                keywords[name] = NAMED[name].of(given) if name in NAMED else monitor(name, given)
+            except ConfigError as error:
+                problems.extend(error.problems)
         try:
             config = cls(**{k: v for k, v in keywords.items() if k in known})
         except ConfigError as error:
@@ -236,6 +141,15 @@ class ZeroConfig:
             self.gradient_accumulation_steps,
             world,
         )
+
+
+def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
+    """On keywords that were given in vain; those of a JSON have their note already."""
+    told = {note.key for note in notes}
+    for name, reason in idle(values).items():
+        key = BY_FIELD[name]
+        if values[name] != key.default and key.path not in told:
+            yield Note(name, values[name], "no effect", reason)
 
 
 def _unknown_keyword(name: str, known: list[str]) -> str:

@@ -7,13 +7,16 @@ change its row.
 from functools import cache
 
 from zerojax.config.row import Key as Key
-from zerojax.config.rows_numbers import batch_and_numbers, optimizer_and_scheduler
-from zerojax.config.rows_other import elsewhere, reports
+from zerojax.config.rows_numbers import batch, bf16, fp16, optimizer_and_scheduler
+from zerojax.config.rows_other import compiler, data, gradients, model, parallel, storage
+from zerojax.config.rows_reports import reports
 from zerojax.config.rows_zero import zero
 
 
 def _table() -> dict[str, Key]:
-    rows = [*batch_and_numbers(), *zero(), *optimizer_and_scheduler(), *reports(), *elsewhere()]
+    numbers = [*batch(), *bf16(), *fp16(), *optimizer_and_scheduler()]
+    others = [*model(), *parallel(), *gradients(), *storage(), *data(), *compiler()]
+    rows = [*numbers, *zero(), *reports(), *others]
     table = {key.path: key for key in rows}
     assert len(table) == len(rows), "a key stands in the table twice"
     return table
@@ -24,13 +27,8 @@ KEYS: dict[str, Key] = _table()
 # Sections that may be null, which means the same as leaving them out.
 NULLABLE = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
 
-# Old names at the top level that DeepSpeed still takes.
-ALIASES = {"bfloat16": "bf16"}
-
 # Which row speaks for a field of `ZeroConfig`.
-BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field} | {
-    "check_grad_overflow": KEYS["bf16.check_grad_overflow"]
-}
+BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field}
 
 
 @cache

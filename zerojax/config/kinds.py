@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,15 @@ def choice(*names: str) -> Kind:
     return Kind("one of " + ", ".join(f'"{n}"' for n in names), Literal[names])
 
 
+def _float32(value: float) -> float:
+    if value and not 2.0**-126 <= value <= FLOAT32_MAX:
+        raise ValueError("float32 does not hold it")
+    return value
+
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+_INT32_MAX = 2**31 - 1
+
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Beta = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
 
@@ -69,6 +86,12 @@ INTEGER = Kind("a whole number", Annotated[int, Field(strict=True)])
 WHOLE = Kind("a whole number of at least 0", Annotated[int, Field(strict=True, ge=0)])
 POSITIVE = Kind("a whole number of at least 1", Annotated[int, Field(strict=True, ge=1)])
 STAGE = Kind("0, 1, 2 or 3", Annotated[int, Field(strict=True, ge=0, le=3)])
+# Counters on the device are int32.
+COUNT = Kind(
+    f"a whole number from 1 to {_INT32_MAX}",
+    Annotated[int, Field(strict=True, ge=1, le=_INT32_MAX), BeforeValidator(_whole_float)],
+)
+POWER = Kind("a whole number from 0 to 127", Annotated[int, Field(strict=True, ge=0, le=127)])
 # Sizes are often written 5e8, which JSON reads as a float.
 SIZE = Kind(
     "a whole number of at least 0 (5e8 will do)",
@@ -77,6 +100,16 @@ SIZE = Kind(
 NUMBER = Kind("a finite number", _Number)
 AMOUNT = Kind("a finite number of at least 0", Annotated[_Number, Field(ge=0)])
 ABOVE_ZERO = Kind("a finite number above 0", Annotated[_Number, Field(gt=0)])
+FRACTION = Kind("a number from 0 to 1", Annotated[_Number, Field(ge=0, le=1)])
+# Loss scales are float32 on the device.
+SCALE = Kind(
+    "a number above 0 that float32 holds",
+    Annotated[_Number, Field(gt=0), AfterValidator(_float32)],
+)
+SCALE_OR_ZERO = Kind(
+    "0 (dynamic) or a number above 0 that float32 holds",
+    Annotated[_Number, Field(ge=0), AfterValidator(_float32)],
+)
 BETA = Kind("a number from 0 to below 1", _Beta)
 BETAS = Kind(
     "two numbers from 0 to below 1, as [0.9, 0.999]",

@@ -28,10 +28,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file.
+    """The value in a JSON file; `repeated` tells of the keys that stand there twice.
 
     Raises:
-      ConfigError: no such file, not text, not JSON (with line and column), or a key twice.
+      ConfigError: no such file, not text, or not JSON (with line and column).
     """
     source = os.fspath(path)
     try:
@@ -44,23 +44,21 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read: {error}", source) from None
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"not valid JSON at {at}: {error.msg}; mend it there", source) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a usable JSON file: {error}", source) from None
-    if problems := list(_repeated(value, "")):
-        raise ConfigError(problems, source)
-    return value
 
 
-def _repeated(value: Any, path: str) -> list[str]:
+def repeated(value: Any, path: str = "") -> list[str]:
+    """What is wrong with a value of `read_file`: one sentence for each key that stands twice."""
     found: list[str] = []
     if isinstance(value, _Object):
         found += [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
         for name, child in value.items():
-            found += _repeated(child, f"{path}{name}.")
+            found += repeated(child, f"{path}{name}.")
     return found
 
 

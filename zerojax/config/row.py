@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zerojax.config.errors import shown
 from zerojax.config.kinds import FLAG, TEXT, Kind, optional
 
 Treatment = Literal["honoured", "left to XLA", "no effect", "off only"]
@@ -19,11 +20,11 @@ class Key:
       default: DeepSpeed's value where the JSON omits the key.
       treatment: "honoured"; "left to XLA" and "no effect" are taken and reported with `why`;
         "off only" refuses every value not in `accepts`, with `why`.
-      why: the reason and the remedy.
+      why: what an honoured key does; of the others, the reason and the remedy.
       field: the `ZeroConfig` field that an honoured key sets.
       accepts: the values that mean "off".
       auto: how "auto" is resolved to `default`; None refuses it.
-      loud: the default changes numbers, so it is reported when the JSON omits the key.
+      loud: told where the JSON omits the key, whose default changes numbers; "" tells nothing.
     """
 
     path: str
@@ -34,7 +35,7 @@ class Key:
     field: str | None = None
     accepts: tuple[Any, ...] = ()
     auto: str | None = None
-    loud: bool = False
+    loud: str = ""
 
 
 def honoured(path: str, kind: Kind, default: Any, **more: Any) -> Iterator[Key]:
@@ -66,6 +67,7 @@ def off(section: str, why: str, **rows: tuple[Any, ...]) -> Iterator[Key]:
             treatment="off only",
             why=why,
             accepts=tuple(off),
+            auto=f"{shown(off[0])}: not asked for",
         )
 
 

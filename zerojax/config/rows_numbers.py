@@ -1,38 +1,45 @@
 """Keys of the batch, the precision, clipping, and the named optimizer and schedule."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from zerojax.config.errors import shown
 from zerojax.config.kinds import (
-    ABOVE_ZERO,
     AMOUNT,
+    COUNT,
     DTYPE,
     FLAG,
     OBJECT,
     POSITIVE,
+    POWER,
+    SCALE,
+    SCALE_OR_ZERO,
     TEXT,
-    WHOLE,
+    Kind,
+    choice,
     optional,
 )
-from zerojax.config.row import FLAG_OFF, Key, honoured, off, taken
+from zerojax.config.row import ANYTHING, FLAG_OFF, Key, honoured, off, switched, taken
+
+MASTERS = "master weights and optimizer state stay in fp32, sharded over the devices"
 
 
-def batch_and_numbers() -> Iterator[Key]:
-    for name in (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    ):
-        yield from honoured(
-            name, POSITIVE, None, field=name, auto="taken from the batch that comes"
-        )
+def batch() -> Iterator[Key]:
+    for name, why in {
+        "train_batch_size": "rows per update, over all devices",
+        "train_micro_batch_size_per_gpu": "rows of one device in one micro-batch",
+        "gradient_accumulation_steps": "micro-batches per update",
+    }.items():
+        auto = "taken from the batch that comes"
+        yield from honoured(name, POSITIVE, None, field=name, auto=auto, why=why)
     yield from honoured(
         "gradient_clipping",
         AMOUNT,
         1.0,
         field="gradient_clipping",
         auto="DeepSpeed's default, a global norm of 1.0",
-        loud=True,
-        why="DeepSpeed clips the global norm to 1.0 unless told otherwise; 0 turns it off",
+        loud="DeepSpeed clips the global norm to 1.0 unless told otherwise; 0 turns it off",
+        why="the largest global norm of the averaged gradient; 0 is off",
     )
     yield from honoured(
         "data_types.grad_accum_dtype",
@@ -40,18 +47,35 @@ def batch_and_numbers() -> Iterator[Key]:
         None,
         field="grad_accum_dtype",
         auto="the gradient's own dtype",
-    )
-    yield from honoured("bf16.enabled", FLAG, False, field="bf16", auto="off: not asked for")
-    yield from off(
-        "bf16",
-        "not there yet; an update with NaN is applied as it is",
-        check_grad_overflow=FLAG_OFF,
+        why="dtype of the sum over micro-batches; null is the gradient's own",
     )
     yield from off(
-        "bf16",
-        "master weights and optimizer state stay in fp32, sharded over the devices",
-        bf16_master_weights_and_grads=FLAG_OFF,
-        bf16_optimizer_states=FLAG_OFF,
+        "data_types",
+        "fp16 and bf16 choose the compute dtype, the model its buffers'",
+        param_dtype=(optional(TEXT), None),
+        buffer_dtype=(optional(TEXT), None),
+    )
+
+
+def bf16() -> Iterator[Key]:
+    yield from honoured(
+        "bf16.enabled",
+        FLAG,
+        False,
+        field="bf16",
+        auto="off: not asked for",
+        why="true: the step's body sees parameters in bfloat16",
+    )
+    yield from honoured(
+        "bf16.check_grad_overflow",
+        FLAG,
+        False,
+        field="check_grad_overflow",
+        auto="DeepSpeed's default, false",
+        why="true: updates that are not finite are skipped",
+    )
+    yield from off(
+        "bf16", MASTERS, bf16_master_weights_and_grads=FLAG_OFF, bf16_optimizer_states=FLAG_OFF
     )
     yield from taken(
         "bf16",
@@ -59,33 +83,51 @@ def batch_and_numbers() -> Iterator[Key]:
         "the compiler adds gradients up as they are produced",
         immediate_grad_update=FLAG_OFF,
     )
-    yield Key(
-        path="fp16.enabled",
-        kind=FLAG,
-        default=False,
-        treatment="off only",
-        accepts=(False,),
+
+
+def fp16() -> Iterator[Key]:
+    yield from honoured(
+        "fp16.enabled",
+        FLAG,
+        False,
+        field="fp16",
         auto="off: not asked for",
-        why='loss scaling is not there yet; use {"bf16": {"enabled": true}}',
+        why="true: the step's body sees parameters in float16, and the loss is scaled",
     )
+    rows: dict[str, tuple[Kind, Any, str]] = {
+        "auto_cast": (*FLAG_OFF, "true: float leaves of the batch are cast to the compute dtype"),
+        "loss_scale": (SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"),
+        "initial_scale_power": (POWER, 16, "the dynamic scale starts at 2**this"),
+        "loss_scale_window": (COUNT, 1000, "good updates after which the scale doubles"),
+        "hysteresis": (COUNT, 2, "overflows before the scale halves"),
+        "consecutive_hysteresis": (*FLAG_OFF, "true: a good update refills the hysteresis"),
+        "min_loss_scale": (SCALE, 1.0, "the scale halves no further"),
+    }
+    for name, (kind, default, why) in rows.items():
+        auto = f"DeepSpeed's default, {shown(default)}"
+        yield from honoured(f"fp16.{name}", kind, default, field=name, auto=auto, why=why)
+    yield from honoured(
+        "fp16.raise_error_at_min_scale",
+        FLAG,
+        True,
+        field="raise_error_at_min_scale",
+        auto="as DeepSpeed does: true",
+        why="zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
+    )
+    yield from off("fp16", MASTERS, fp16_master_weights_and_grads=FLAG_OFF)
     yield from taken(
-        "fp16",
-        "no effect",
-        "fp16 is off",
-        auto_cast=FLAG_OFF,
-        loss_scale=(AMOUNT, 0.0),
-        initial_scale_power=(WHOLE, 16),
-        loss_scale_window=(POSITIVE, 1000),
-        hysteresis=(POSITIVE, 2),
-        consecutive_hysteresis=FLAG_OFF,
-        min_loss_scale=(ABOVE_ZERO, 1),
-        fp16_master_weights_and_grads=FLAG_OFF,
-        fused_mode=(FLAG, True),
+        "fp16", "no effect", "it chooses between implementations", fused_mode=(FLAG, True)
+    )
+    yield from switched(
+        "torch_autocast",
+        "use bf16 or fp16; what is to stay in fp32 the model says",
+        dtype=(choice("bfloat16", "float16"), "bfloat16"),
+        lower_precision_safe_modules=(ANYTHING, None),
     )
 
 
 def optimizer_and_scheduler() -> Iterator[Key]:
     for section in ("optimizer", "scheduler"):
-        yield from honoured(f"{section}.type", TEXT, None)
+        yield from honoured(f"{section}.type", TEXT, None, why="for zero.optimizer()")
         yield from honoured(f"{section}.params", OBJECT, {})
     yield from off("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF)

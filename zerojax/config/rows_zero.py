@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from zerojax.config.kinds import (
     FLAG,
+    FRACTION,
     INTEGER,
-    NUMBER,
     OBJECT,
-    POSITIVE,
     SIZE,
     STAGE,
     WHOLE,
@@ -16,16 +15,25 @@ from zerojax.config.kinds import (
 )
 from zerojax.config.row import FLAG_OFF, TEXT_OR_NULL, Key, honoured, off, taken
 
+STEERS = "it steers offload, which is not there yet"
+
 
 def zero() -> Iterator[Key]:
     zero = "zero_optimization"
-    yield from honoured(f"{zero}.stage", STAGE, 0, field="stage")
+    yield from honoured(
+        f"{zero}.stage",
+        STAGE,
+        0,
+        field="stage",
+        why="0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
+    )
     yield from honoured(
         f"{zero}.stage3_param_persistence_threshold",
         SIZE,
         100_000,
         field="stage3_param_persistence_threshold",
         auto="DeepSpeed's default, 100000 elements",
+        why="parameters of fewer elements stay whole",
     )
     yield from taken(
         zero,
@@ -48,6 +56,7 @@ def zero() -> Iterator[Key]:
         stage3_allgather_sequential=FLAG_OFF,
         stage3_partition_stream_chunk_size=(SIZE, 0),
         memory_efficient_linear=(FLAG, True),
+        parameter_alignment=FLAG_OFF,
     )
     yield from taken(
         zero,
@@ -72,6 +81,7 @@ def zero() -> Iterator[Key]:
         override_module_apply=(FLAG, True),
         log_trace_cache_warnings=FLAG_OFF,
         enable_sanity_checks=FLAG_OFF,
+        compute_grad_norm=(FLAG, True),
         leaf_module=(OBJECT, {}),
     )
     yield from off(
@@ -101,34 +111,38 @@ def zero() -> Iterator[Key]:
 
 def _offload(zero: str) -> Iterator[Key]:
     device = optional(choice("none", "cpu", "nvme"))
-    why = "offload to host memory or NVMe is not there yet; more devices or stage 3 save memory"
+    why = "offload is not there yet; more devices or a higher stage save memory on each"
     for section in ("offload_param", "offload_optimizer"):
         path = f"{zero}.{section}"
         yield from off(path, why, device=(device, "none", None))
         yield from taken(
             path,
             "no effect",
-            f"{section} is off",
+            STEERS,
             nvme_path=TEXT_OR_NULL,
-            buffer_count=(POSITIVE, 5 if section == "offload_param" else 4),
+            buffer_count=(WHOLE, 5 if section == "offload_param" else 4),
             pin_memory=FLAG_OFF,
         )
     yield from taken(
         f"{zero}.offload_param",
         "no effect",
-        "offload_param is off",
+        STEERS,
         buffer_size=(SIZE, 100_000_000),
         max_in_cpu=(SIZE, 1_000_000_000),
     )
     yield from taken(
         f"{zero}.offload_optimizer",
         "no effect",
-        "offload_optimizer is off",
+        STEERS,
         pipeline_read=FLAG_OFF,
         pipeline_write=FLAG_OFF,
         fast_init=FLAG_OFF,
-        ratio=(NUMBER, 1.0),
+        ratio=(FRACTION, 1.0),
+        super_offload=FLAG_OFF,
+        convert_grad_on_cpu=(FLAG, True),
+        cpuadam_cores_perc=(FRACTION, 0.8),
     )
+    yield from taken(zero, "no effect", STEERS, save_muon_momentum_buffer_in_memory=FLAG_OFF)
     yield from off(
         zero,
         "deprecated by DeepSpeed in favour of offload_optimizer and offload_param, and " + why,

@@ -1,25 +1,36 @@
 """The optimizers a DeepSpeed JSON names, on optax, with DeepSpeed's parameters and defaults."""
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import optax
 
-from zerojax.config import ConfigError, OptimizerConfig
+from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
+from zerojax.optim.decay import Mask, mask_named
+from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
+from zerojax.optim.one_cycle import SECOND_BETA
 from zerojax.optim.scaling import (
+    Beta,
     scale_by_clamped_trust_ratio,
     scale_by_late_bias_correction,
     scale_by_raw_adam,
     scale_by_root_sum,
+    with_beta,
 )
+from zerojax.optim.schedules import momentum_schedule, schedule
 
 Rate: TypeAlias = float | optax.Schedule
 
 
 def named_optimizer(
-    config: OptimizerConfig, schedule_or_none: optax.Schedule | None = None
+    config: OptimizerConfig,
+    scheduler: SchedulerConfig | optax.Schedule | None = None,
+    *,
+    weight_decay_mask: Mask | None = None,
 ) -> tuple[optax.GradientTransformation, Rate]:
-    """The optimizer that a config names.
+    """The optimizer that a config names, with its schedule.
 
     With rate r, weight decay d and direction u of the rule (p -= r u):
 
@@ -30,14 +41,29 @@ def named_optimizer(
     - Adagrad: g + d p over sqrt(sum of squares) + eps.
     - Lamb: u = m / (sqrt(v) + eps) + d p, times clamp(|p| / |u|, min_coeff, max_coeff), times
       sqrt(1 - b2^n) / (1 - b1^n) with `bias_correction`. As in DeepSpeed, the correction comes
-      last; `optax.lamb` corrects the moments.
+      last; `optax.lamb` corrects the moments, and clamps nothing.
+    - Muon: for matrices u = NS(m) sqrt(max(1, out / in)) + d p at the rate `muon_lr`, see
+      `zerojax.optim.muon`; the rest is AdamW's at the rate `adam_lr`. Both are `lr` where they are
+      not given, and 0.02 and 3e-4 without that.
+
+    Adam's, Lion's and SGD's rules are optax's, which differ from torch's and DeepSpeed's in
+    rounding alone: optax takes 1 - b2^n in float32, 1e-5 off (relative) at the first update.
+    Adagrad, Lamb and Muon differ in optax; they are zerojax's own.
+
+    A OneCycle schedule with `cycle_momentum` moves the first beta of Adam, Lion and Lamb too, by
+    the count of the rule's own state, and sets the second to 0.99. As in DeepSpeed, optimizers
+    without betas (SGD, Adagrad, Muon) keep their momentum, with a warning.
 
     Args:
       config: type and parameters; those not given have DeepSpeed's defaults.
-      schedule_or_none: a rate for each update; without it the rate is the parameter `lr`.
+      scheduler: a schedule by name, or any function from the count of updates made to a rate, for
+        all parameters; without one the rate is the parameter `lr`.
+      weight_decay_mask: which parameters decay, as optax has it: a tree of booleans or a function
+        from the parameters to one. Comes before the parameter of the same name, which is "all", or
+        "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
 
     Returns:
-      The transformation, and the rate it uses.
+      The transformation, and the rate it uses; with Muon that of the matrices.
 
     Raises:
       ConfigError: Nesterov's method without momentum.
@@ -48,56 +74,126 @@ def named_optimizer(
       0.0003
     """
     params = config.with_defaults()
-    rate: Rate = params["lr"] if schedule_or_none is None else schedule_or_none
-    parts = _RULES[config.type](params)
-    return optax.chain(*parts, optax.scale_by_learning_rate(rate)), rate
+    setting = _Setting(
+        params=params,
+        given=config.params,
+        scheduler=scheduler,
+        betas=_betas(config, scheduler),
+        decay=_decay(params, weight_decay_mask),
+    )
+    if config.type == "Muon":
+        return _muon(setting)
+    rate = setting.rate(params["lr"])
+    return optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate)), rate
 
 
-Params: TypeAlias = Mapping[str, Any]
 Parts: TypeAlias = list[optax.GradientTransformation]
 
 
-def _decay(params: Params) -> Parts:
-    rate = params["weight_decay"]
-    return [optax.add_decayed_weights(rate)] if rate else []
+@dataclass(frozen=True)
+class _Setting:
+    """What a rule is made from.
+
+    Attributes:
+      params, given: the parameters with and without defaults.
+      scheduler: as given to `named_optimizer`.
+      betas: of the rule; the first may be a schedule.
+      decay: adds the decayed weights, or is empty.
+    """
+
+    params: Mapping[str, Any]
+    given: Mapping[str, Any]
+    scheduler: SchedulerConfig | optax.Schedule | None
+    betas: tuple[Beta, ...]
+    decay: Parts
+
+    def rate(self, base_lr: float) -> Rate:
+        if isinstance(self.scheduler, SchedulerConfig):
+            return schedule(self.scheduler, base_lr)
+        return base_lr if self.scheduler is None else self.scheduler
 
 
-def _adam(params: Params) -> Parts:
-    b1, b2 = params["betas"]
-    rule = optax.scale_by_adam if params["bias_correction"] else scale_by_raw_adam
-    adam = rule(b1=b1, b2=b2, eps=params["eps"])
-    return [adam, *_decay(params)] if params["adam_w_mode"] else [*_decay(params), adam]
+def _betas(
+    config: OptimizerConfig, scheduler: SchedulerConfig | optax.Schedule | None
+) -> tuple[Beta, ...]:
+    momentum = momentum_schedule(scheduler) if isinstance(scheduler, SchedulerConfig) else None
+    if momentum is not None and config.type in _WITH_BETAS:
+        return momentum, SECOND_BETA
+    if momentum is not None:
+        warnings.warn(
+            f"scheduler.params.cycle_momentum has no effect: {config.type} has no betas to cycle; "
+            "set it to false",
+            stacklevel=3,
+        )
+    return config.with_defaults().get("betas", ())
 
 
-def _lion(params: Params) -> Parts:
-    b1, b2 = params["betas"]
-    return [optax.scale_by_lion(b1=b1, b2=b2), *_decay(params)]
+def _decay(params: Mapping[str, Any], mask: Mask | None) -> Parts:
+    rate, named = params["weight_decay"], params["weight_decay_mask"]
+    if rate:
+        mask = mask_named(named) if mask is None else mask
+        return [optax.add_decayed_weights(rate, mask)]
+    if mask is not None or named != "all":
+        warnings.warn("weight_decay_mask has no effect: weight_decay is 0", stacklevel=3)
+    return []
 
 
-def _sgd(params: Params) -> Parts:
-    mu = params["momentum"]
-    if params["nesterov"] and not mu:
+def _adam(s: _Setting) -> Parts:
+    b1, b2 = s.betas
+    rule = optax.scale_by_adam if s.params["bias_correction"] else scale_by_raw_adam
+    adam = with_beta(lambda b: rule(b1=b, b2=b2, eps=s.params["eps"]), b1)
+    return [adam, *s.decay] if s.params["adam_w_mode"] else [*s.decay, adam]
+
+
+def _lion(s: _Setting) -> Parts:
+    b1, b2 = s.betas
+    return [with_beta(lambda b: optax.scale_by_lion(b1=b, b2=b2), b1), *s.decay]
+
+
+def _sgd(s: _Setting) -> Parts:
+    mu, nesterov = s.params["momentum"], s.params["nesterov"]
+    if nesterov and not mu:
         raise ConfigError("optimizer.params.nesterov = true needs momentum; set it above 0")
-    trace = [optax.trace(decay=mu, nesterov=params["nesterov"])] if mu else []
-    return [*_decay(params), *trace]
+    trace = [optax.trace(decay=mu, nesterov=nesterov)] if mu else []
+    return [*s.decay, *trace]
 
 
-def _adagrad(params: Params) -> Parts:
-    return [*_decay(params), scale_by_root_sum(eps=params["eps"])]
+def _adagrad(s: _Setting) -> Parts:
+    return [*s.decay, scale_by_root_sum(eps=s.params["eps"])]
 
 
-def _lamb(params: Params) -> Parts:
-    b1, b2 = params["betas"]
+def _lamb(s: _Setting) -> Parts:
+    b1, b2 = s.betas
+    params = s.params
     late = [scale_by_late_bias_correction(b1, b2)] if params["bias_correction"] else []
     return [
-        scale_by_raw_adam(b1, b2, params["eps"], params["eps_inside_sqrt"]),
-        *_decay(params),
+        with_beta(lambda b: scale_by_raw_adam(b, b2, params["eps"], params["eps_inside_sqrt"]), b1),
+        *s.decay,
         scale_by_clamped_trust_ratio(params["min_coeff"], params["max_coeff"]),
         *late,
     ]
 
 
-_RULES: dict[str, Callable[[Params], Parts]] = {
+def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
+    b1, b2 = s.betas
+    rates = [
+        s.rate(next((s.given[k] for k in (own, "lr") if s.given.get(k) is not None), default))
+        for own, default in (("muon_lr", s.params["lr"]), ("adam_lr", 3e-4))
+    ]
+    rules = (
+        scale_by_orthogonal_momentum(s.params["momentum"]),
+        optax.scale_by_adam(b1=b1, b2=b2, eps=s.params["eps"]),
+    )
+    muon, adam = (
+        optax.chain(rule, *s.decay, optax.scale_by_learning_rate(rate))
+        for rule, rate in zip(rules, rates, strict=True)
+    )
+    return muon_or_adam(muon, adam), rates[0]
+
+
+_WITH_BETAS = {"Adam", "AdamW", "FusedAdam", "CPUAdam", "Lion", "Lamb"}
+
+_RULES: dict[str, Callable[[_Setting], Parts]] = {
     "Adam": _adam,
     "AdamW": _adam,
     "FusedAdam": _adam,

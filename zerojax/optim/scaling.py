@@ -1,13 +1,51 @@
 """Update rules of DeepSpeed's optimizers where optax has another formula.
 
-Each is an optax transformation without learning rate, to be chained with one.
+Each is an optax transformation without learning rate, to be chained with one. Muon's is in
+`muon.py`.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+
+Beta: TypeAlias = float | optax.Schedule
+"""A moment's decay: a constant, or one for each update, as a function of those made before."""
+
+
+def with_beta(
+    rule: Callable[[jax.typing.ArrayLike], optax.GradientTransformation], b1: Beta
+) -> optax.GradientTransformation:
+    """A rule whose first beta may change from one update to the next.
+
+    The count is the rule's own, so that an update that is skipped with its state does not count.
+    `optax.inject_hyperparams` would keep a second one, and the beta, in a state around it.
+
+    Args:
+      rule: from the beta to a transformation whose state has a `count`.
+      b1: the beta, or a schedule of it.
+
+    Example:
+      >>> tx = with_beta(lambda b1: optax.scale_by_lion(b1=b1), lambda count: 1.0 * (count > 0))
+      >>> state = tx.init(jnp.zeros(()))
+      >>> for g in (1.0, -1.0):
+      ...     u, state = tx.update(jnp.array(g), state)
+      ...     print(float(u))  # the gradient's own sign, then the momentum's
+      1.0
+      1.0
+    """
+    if not callable(b1):
+        return rule(b1)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return rule(b1(state.count)).update(updates, state, params)
+
+    return optax.GradientTransformation(rule(0.0).init, update)
 
 
 class ScaleByRootSumState(NamedTuple):
@@ -47,7 +85,10 @@ def scale_by_root_sum(eps: float = 1e-10) -> optax.GradientTransformation:
 
 
 def scale_by_raw_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_inside_sqrt: bool = False
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
 ) -> optax.GradientTransformation:
     """Adam's direction without bias correction: u = m / (sqrt(v) + eps).
 
@@ -62,8 +103,9 @@ def scale_by_raw_adam(
     """
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+        # Separate arrays: a donated buffer may stand in a state only once.
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def direction(m: jax.Array, v: jax.Array) -> jax.Array:
         return m / (jnp.sqrt(v + eps) if eps_inside_sqrt else jnp.sqrt(v) + eps)
@@ -116,7 +158,7 @@ def scale_by_clamped_trust_ratio(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def scale_by_late_bias_correction(b1: float, b2: float) -> optax.GradientTransformation:
+def scale_by_late_bias_correction(b1: Beta, b2: float) -> optax.GradientTransformation:
     """u times sqrt(1 - b2^n) / (1 - b1^n) at the n-th update, n from 1.
 
     DeepSpeed's Lamb corrects the bias in the step, after the trust ratio and the weight decay.
@@ -124,12 +166,18 @@ def scale_by_late_bias_correction(b1: float, b2: float) -> optax.GradientTransfo
     Example:
       >>> tx = scale_by_late_bias_correction(0.5, 0.75)
       >>> updates, _ = tx.update(jnp.array([1.0]), tx.init(jnp.array([1.0])))
-      >>> float(updates[0])
+      >>> round(float(updates[0]), 6)
       1.0
     """
 
+    def weight(b: jax.typing.ArrayLike, n: jax.Array) -> jax.Array:
+        # 1 - b^n, which cancels for b near 1 if float32 has to hold b^n, or b itself.
+        if isinstance(b, float):
+            return -jnp.expm1(n * (math.log(b) if b else -math.inf))
+        return -jnp.expm1(n * jnp.log(b))
+
     def factor(count: jax.Array) -> jax.Array:
         n = jnp.asarray(count + 1, dtype=float)
-        return jnp.sqrt(1 - b2**n) / (1 - b1**n)
+        return jnp.sqrt(weight(b2, n)) / weight(b1(count) if callable(b1) else b1, n)
 
     return optax.scale_by_schedule(factor)

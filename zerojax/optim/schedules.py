@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.config import SchedulerConfig
+from zerojax.config import ConfigError, SchedulerConfig
+from zerojax.optim.one_cycle import OfStep, Params, cycled_momentum, cycled_rate
 
-Params = Mapping[str, Any]
+_MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
 
 def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> optax.Schedule:
@@ -29,11 +30,11 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     - WarmupCosineLR: base_lr times r0 + (1 - r0) g while t < w, then
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.
     - OneCycle: from min to max over `cycle_first_step_size` updates, back over
-      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size).
+      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size). Its
+      momentum is :func:`momentum_schedule`'s. The stair counts have no effect, as in DeepSpeed.
     - LRRangeTest: min (1 + rate i), i = (t + 1) / step_size, rounded down with staircase.
 
-    The start value, at count 0, is the minimum, and 0 for WarmupCosineLR. Momentum is not part of
-    it: OneCycle with `cycle_momentum` true is refused.
+    The start value, at count 0, is the minimum, and 0 for WarmupCosineLR.
 
     Args:
       scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
@@ -41,7 +42,8 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
 
     Returns:
       A function from the count of updates made (an int or an integer array; updates that were
-      skipped do not count) to the rate, in the default float dtype. It may be jitted.
+      skipped do not count) to the rate, in the default float dtype. Optax takes it as a schedule;
+      it may be jitted and vmapped. In float32 it is within 1e-6 relative of the formula.
 
     Raises:
       ConfigError: an unknown type or parameter, or a wrong value.
@@ -54,31 +56,78 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     """
     config = SchedulerConfig.of(scheduler)
     params = config.with_defaults()
+    _check(params)
+    return _of_count(_RATES[config.type](params, float(base_lr)))
+
+
+def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
+    """The first beta of each update, where the schedule sets it: OneCycle with `cycle_momentum`.
+
+    max - (max - min) h over the cycle, with h the height of the rate in its own cycle, then
+    max (1 + decay_mom_rate (t - both + 1) / decay_step_size); the minimum at count 0. DeepSpeed
+    sets the second beta to 0.99 along with it.
+
+    Args:
+      scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
+
+    Returns:
+      A function of the count of updates made, or None where the momentum is left alone.
+
+    Raises:
+      ConfigError: an unknown type or parameter, or a wrong value.
+
+    Example:
+      >>> momentum = momentum_schedule({"type": "OneCycle", "params": {
+      ...     "cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 2}})
+      >>> [round(float(momentum(count)), 6) for count in range(6)]
+      [0.8, 0.85, 0.8, 0.85, 0.9, 0.9]
+      >>> momentum_schedule({"type": "WarmupLR"}) is None
+      True
+    """
+    config = SchedulerConfig.of(scheduler)
+    params = config.with_defaults()
+    if not params.get("cycle_momentum"):
+        return None
+    return _of_count(cycled_momentum(params))
+
+
+def _of_count(of_step: OfStep) -> optax.Schedule:
+    def value(count: jax.typing.ArrayLike) -> jax.Array:
+        return jnp.asarray(of_step(jnp.asarray(count) - 1), dtype=float)
+
+    return value
+
+
+def _check(params: Params) -> None:
+    problems = [
+        f"scheduler.params.{name}: {value} steps are more than the counters hold; "
+        f"{_MOST_STEPS} is the most"
+        for name, value in params.items()
+        if name.endswith(("num_steps", "step_size")) and (value or 0) > _MOST_STEPS
+    ]
+    if problems:
+        raise ConfigError(problems)
     total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
     if total is not None and total < warmup:
         warnings.warn(
             f"scheduler.params.total_num_steps {total} is less than warmup_num_steps {warmup}: "
             "the run ends inside its warm-up",
-            stacklevel=2,
+            stacklevel=3,
         )
-    rate_at = _RATES[config.type](params, float(base_lr))
-
-    def rate(count: jax.typing.ArrayLike) -> jax.Array:
-        t = jnp.asarray(count) - 1
-        return jnp.asarray(rate_at(t), dtype=float)
-
-    return rate
-
-
-# A rate as a function of t = count - 1, an integer array.
-_Rate = Callable[[jax.Array], jax.Array]
+    stairs = [n for n in params if n.endswith("stair_count") and params[n]]
+    if stairs:
+        warnings.warn(
+            f"scheduler.params: {' and '.join(stairs)} without effect, as in DeepSpeed: "
+            "OneCycle moves in straight lines",
+            stacklevel=3,
+        )
 
 
 def _float(value: jax.Array) -> jax.Array:
     return jnp.asarray(value, dtype=float)
 
 
-def _warmup(params: Params) -> tuple[int, _Rate]:
+def _warmup(params: Params) -> tuple[int, OfStep]:
     """The steps of the warm-up and its g, which holds while 0 <= t < w."""
     w = max(2, params["warmup_num_steps"])
     if params["warmup_type"] == "log":
@@ -87,7 +136,7 @@ def _warmup(params: Params) -> tuple[int, _Rate]:
     return w, lambda t: _float(t) / w
 
 
-def _warmup_then(params: Params, base_lr: float, after: _Rate) -> _Rate:
+def _warmup_then(params: Params, base_lr: float, after: OfStep) -> OfStep:
     w, g = _warmup(params)
     low = params["warmup_min_lr"]
     high = base_lr if params["warmup_max_lr"] is None else params["warmup_max_lr"]
@@ -99,49 +148,33 @@ def _warmup_then(params: Params, base_lr: float, after: _Rate) -> _Rate:
     return rate
 
 
-def _warmup_lr(params: Params, base_lr: float) -> _Rate:
+def _warmup_lr(params: Params, base_lr: float) -> OfStep:
     return _warmup_then(params, base_lr, lambda t: jnp.ones_like(_float(t)))
 
 
-def _warmup_decay_lr(params: Params, base_lr: float) -> _Rate:
+def _warmup_decay_lr(params: Params, base_lr: float) -> OfStep:
     total, w = params["total_num_steps"], max(2, params["warmup_num_steps"])
     return _warmup_then(
-        params, base_lr, lambda t: jnp.maximum(0.0, _float(total - t) / max(1, total - w))
+        params, base_lr, lambda t: _float(jnp.maximum(0, total - t)) / max(1, total - w)
     )
 
 
-def _warmup_cosine_lr(params: Params, base_lr: float) -> _Rate:
+def _warmup_cosine_lr(params: Params, base_lr: float) -> OfStep:
     w, g = _warmup(params)
     span = max(1, params["total_num_steps"] - w)
     start, end = params["warmup_min_ratio"], params["cos_min_ratio"]
 
     def rate(t: jax.Array) -> jax.Array:
-        progress = jnp.minimum(1.0, _float(t - w + 1) / span)
-        cosine = end + (1 - end) * (1 + jnp.cos(math.pi * progress)) / 2
-        ratio = jnp.where(t < w, start + (1 - start) * g(t), jnp.maximum(0.0, cosine))
+        # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, and that does not cancel as x nears 1.
+        left = jnp.clip(span - (t - w + 1), 0, span)
+        cosine = end + (1 - end) * jnp.sin(math.pi / 2 * (_float(left) / span)) ** 2
+        ratio = jnp.where(t < w, start + (1 - start) * g(t), cosine)
         return jnp.where(t < 0, 0.0, base_lr * ratio)
 
     return rate
 
 
-def _one_cycle(params: Params, base_lr: float) -> _Rate:
-    up = params["cycle_first_step_size"]
-    down = params["cycle_second_step_size"] or up
-    low, high = params["cycle_min_lr"], params["cycle_max_lr"]
-    every = params["decay_step_size"]
-    # DeepSpeed does not decay at all where the interval is 0.
-    decay = params["decay_lr_rate"] / every if every else 0.0
-
-    def rate(t: jax.Array) -> jax.Array:
-        done = t + 1
-        share = jnp.where(done <= up, _float(done) / up, _float(up + down - done) / down)
-        decayed = low / (1 + decay * _float(jnp.maximum(0, done - up - down)))
-        return jnp.where(t < up + down, low + (high - low) * share, decayed)
-
-    return rate
-
-
-def _lr_range_test(params: Params, base_lr: float) -> _Rate:
+def _lr_range_test(params: Params, base_lr: float) -> OfStep:
     low, growth = params["lr_range_test_min_lr"], params["lr_range_test_step_rate"]
     size, stairs = params["lr_range_test_step_size"], params["lr_range_test_staircase"]
 
@@ -152,10 +185,10 @@ def _lr_range_test(params: Params, base_lr: float) -> _Rate:
     return rate
 
 
-_RATES: dict[str, Callable[[Params, float], _Rate]] = {
+_RATES: dict[str, Callable[[Params, float], OfStep]] = {
     "WarmupLR": _warmup_lr,
     "WarmupDecayLR": _warmup_decay_lr,
     "WarmupCosineLR": _warmup_cosine_lr,
-    "OneCycle": _one_cycle,
+    "OneCycle": lambda params, base_lr: cycled_rate(params),
     "LRRangeTest": _lr_range_test,
 }

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+
+from zerojax.config import ZeroConfig
+from zerojax.optim.loss_scale import LossScale, LossScaleState
 
 
 class ZeroOptState(NamedTuple):
@@ -14,15 +18,20 @@ class ZeroOptState(NamedTuple):
 
     Attributes:
       inner: the user's optimizer state.
-      steps: int32 [], updates made.
-      grad_norm: float32 [], global L2 norm of the last gradient, before clipping.
-      learning_rate: float32 [], used by the last update; NaN where it cannot be known.
+      steps: int32 [], steps taken, skipped ones among them.
+      skipped: int32 [], steps that changed nothing, because a gradient was not finite.
+      grad_norm: float32 [], global L2 norm of the last gradient, unscaled and before clipping;
+        inf where the step was skipped.
+      learning_rate: float32 [], of the last step; NaN where it cannot be known.
+      loss_scale: see :class:`LossScaleState`; None without a loss scale.
     """
 
     inner: optax.OptState
     steps: jax.Array
+    skipped: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
+    loss_scale: LossScaleState | None
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -33,41 +42,60 @@ def wrap(
     tx: optax.GradientTransformation,
     *,
     gradient_clipping: float = 0.0,
+    loss_scale: LossScale | None = None,
+    skip_nonfinite: bool = False,
     learning_rate: float | optax.Schedule | None = None,
 ) -> ZeroTransformation:
-    r"""Adds global-norm clipping and telemetry to an optax transformation.
+    r"""Adds a loss scale, the skipping of overflowed steps, clipping and telemetry to an optimizer.
 
-    With :math:`n = \lVert g \rVert_2` over all leaves and shards, in float32,
+    With loss scale :math:`s` (1 without one) and :math:`n = \lVert g / s \rVert_2` over all leaves
+    and shards, in float32,
 
-    .. math:: g \leftarrow g \cdot \min(1, c / (n + 10^{-6}))
+    .. math:: g \leftarrow g / s \cdot \min(1, c / (n + 10^{-6}))
 
-    where :math:`c` is ``gradient_clipping`` (as DeepSpeed's ``runtime/utils.py`` has it).
+    where :math:`c` is ``gradient_clipping`` (as DeepSpeed's ``runtime/utils.py`` has it). With a
+    loss scale, or with ``skip_nonfinite``, a step in which :math:`n` is not finite changes neither
+    parameters nor the state of ``tx``, its schedule included; it is counted as skipped. One NaN
+    or inf anywhere makes :math:`n` so on every device.
 
     Args:
       tx: any optax transformation.
       gradient_clipping: largest global norm let through; 0 turns clipping off.
+      loss_scale: how the scale moves. The gradients then come from a loss that was multiplied
+        with ``state.loss_scale.scale``; :func:`zerojax.value_and_grad` does that.
+      skip_nonfinite: skip such steps without a loss scale too.
       learning_rate: what ``tx`` uses, for telemetry. Without it the rate is read from
         ``optax.inject_hyperparams`` state if there is one.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> tx = wrap(optax.sgd(1.0), gradient_clipping=1.0)
-      >>> p = {"w": jnp.zeros(2)}
-      >>> u, s = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(p), p)
-      >>> round(float(s.grad_norm), 4), [round(float(x), 4) for x in u["w"]]
-      (5.0, [-0.6, -0.8])
+      Outside a decorated step, in any optax training loop:
+
+      >>> import jax.numpy as jnp, optax, zerojax
+      >>> tx = zerojax.wrap(optax.sgd(0.1), loss_scale=zerojax.LossScale(initial_scale_power=8))
+      >>> params = jnp.array([3.0, 4.0], jnp.float16)
+      >>> state = tx.init(params)
+      >>> scale = zerojax.telemetry(state)["loss_scale"]
+      >>> grads = zerojax.grad(lambda w: (w * w).sum(), loss_scale=scale)(params)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> [round(float(u), 4) for u in updates], float(state.grad_norm)
+      ([-0.6, -0.8], 10.0)
     """
     if isinstance(tx, ZeroTransformation):
         return tx
     inner_tx = optax.with_extra_args_support(tx)
+    may_skip = skip_nonfinite or loss_scale is not None
 
     def init(params: optax.Params) -> ZeroOptState:
-        return adopt(inner_tx.init(params))
+        return adopt(inner_tx.init(params), loss_scale=loss_scale)
 
     def update(
         grads: optax.Updates, state: ZeroOptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(_full_precision, grads)
+        scale = state.loss_scale
+        if scale is not None:
+            inverse = 1 / scale.scale
+            grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
         norm = optax.tree.norm(grads)
         if gradient_clipping:
             factor = jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
@@ -76,23 +104,57 @@ def wrap(
         if learning_rate is None:
             rate = _injected_rate(inner)
         else:
-            rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        rate = jnp.asarray(rate, jnp.float32)
-        steps = optax.safe_increment(state.steps)
-        return updates, ZeroOptState(inner, steps, norm.astype(jnp.float32), rate)
+            made = state.steps - state.skipped
+            rate = learning_rate(made) if callable(learning_rate) else learning_rate
+        skipped = state.skipped
+        if may_skip:
+            finite = jnp.isfinite(norm)
+            # -0.0 is what any number keeps its bits under.
+            updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
+            inner = choose(finite, inner, state.inner)
+            skipped = skipped + ~finite
+            norm = jnp.where(finite, norm, jnp.inf)
+            if scale is not None and loss_scale is not None:
+                scale = loss_scale.next(scale, finite)
+        return updates, ZeroOptState(
+            inner=inner,
+            steps=optax.safe_increment(state.steps),
+            skipped=skipped,
+            grad_norm=norm.astype(jnp.float32),
+            learning_rate=jnp.asarray(rate, jnp.float32),
+            loss_scale=scale,
+        )
 
     return ZeroTransformation(init, update)
 
 
-def adopt(inner: optax.OptState, steps: Any = 0) -> ZeroOptState:
+def features(config: ZeroConfig) -> dict[str, Any]:
+    """What a config asks of :func:`wrap`, as its keywords."""
+    return {
+        "gradient_clipping": config.gradient_clipping,
+        "loss_scale": LossScale.of(config) if config.fp16 else None,
+        "skip_nonfinite": config.check_grad_overflow,
+    }
+
+
+def adopt(
+    inner: optax.OptState, steps: Any = 0, loss_scale: LossScale | None = None
+) -> ZeroOptState:
     """The wrapped state around an optimizer state that exists already."""
     # Separate arrays: a donated buffer may stand in a state only once.
     return ZeroOptState(
-        inner,
-        jnp.asarray(steps, jnp.int32),
-        jnp.zeros((), jnp.float32),
-        jnp.full((), jnp.nan, jnp.float32),
+        inner=inner,
+        steps=jnp.asarray(steps, jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        grad_norm=jnp.zeros((), jnp.float32),
+        learning_rate=jnp.full((), jnp.nan, jnp.float32),
+        loss_scale=None if loss_scale is None else loss_scale.init(),
     )
+
+
+def choose(condition: jax.Array, one: Any, other: Any) -> Any:
+    """One of two trees of the same form, leaf by leaf; ``condition`` is bool []."""
+    return jax.tree.map(lambda a, b: lax.select(condition, a, b), one, other)
 
 
 def _full_precision(g: jax.Array) -> jax.Array:

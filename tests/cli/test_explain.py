@@ -1,0 +1,168 @@
+"""`python -m zerojax explain`: the table, the JSON, and the exit status."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zerojax.__main__ import app
+from zerojax.cli.explain import show
+from zerojax.config import ConfigError, load
+from zerojax.config.explain import explain
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+LONG = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    "fp16": {"enabled": True, "loss_scale": "big [red]"},
+    "gradient_clipping": "auto",
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LONG))
+    return path
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["explain", *map(str, args)], env={"COLUMNS": "40"})
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+def test_ready_configs_are_explained(config):
+    result = run(config, "--devices", 8)
+    assert result.exit_code == 0
+    assert "problem" not in result.output
+    for note in load(config).notes:
+        assert note.key in result.output
+
+
+def test_one_line_a_key_where_it_is_piped(path):
+    result = run(path)
+    assert result.exit_code == 2
+    lines = result.output.splitlines()
+    at = lines.index("3 problems:")
+    assert lines[at + 1 :] == [f"  {problem}" for problem in explain(path).problems]
+    for row in explain(path).rows:
+        (line,) = [line for line in lines[:at] if line.split()[:1] == [row.key]]
+        assert row.became in line
+        assert row.why in line
+    assert "2 wrong" in lines[at - 1]
+    assert "1 refused" in lines[at - 1]
+
+
+def test_a_terminal_has_its_own_width(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    show("a.json", explain(path))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    table = [line.rstrip() for line in plain.partition("a.json: ")[0].splitlines()]
+    assert 80 < max(map(len, table)) <= 100
+    assert table[table.index(" zero_optimization") + 1].startswith("   stage ")
+
+
+def test_json_says_the_same(path):
+    result = run(path, "--json")
+    assert result.exit_code == 2
+    told = json.loads(result.output)
+    found = explain(path)
+    assert told["problems"] == list(found.problems)
+    assert [row["key"] for row in told["keys"]] == [row.key for row in found.rows]
+    rows = {row["key"]: row for row in told["keys"]}
+    assert rows["gradient_clipping"] == {
+        "key": "gradient_clipping",
+        "given": "auto",
+        "resolved": 1.0,
+        "became": "resolved",
+        "why": "DeepSpeed's default, a global norm of 1.0",
+    }
+    assert "given" not in rows["scheduler.params.warmup_num_steps"]
+
+
+def test_json_of_a_number_too_large(path):
+    path.write_text('{"gradient_clipping": 1e999, "optimizer": {"params": {"betas": [1e999]}}}')
+    result = run(path, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.output, parse_constant=pytest.fail)["keys"][0]["given"] == "inf"
+
+
+def test_stand_ins(path):
+    key = "scheduler.params.total_num_steps"
+    rows = json.loads(run(path, "--json", "--auto", f"{key}=300").output)["keys"]
+    assert [row["resolved"] for row in rows if row["key"] == key] == [300]
+    wrong = run(path, "--auto", f"{key}=many")
+    assert 'expected a whole number of at least 1, got "many"' in wrong.output
+    assert "expected KEY=VALUE" in run(path, "--auto", key).output
+
+
+def test_the_batch_for_some_devices(path):
+    path.write_text('{"train_batch_size": 64, "gradient_accumulation_steps": 4}')
+    assert "train_micro_batch_size_per_gpu" not in run(path).output
+    result = run(path, "--devices", 8)
+    assert result.exit_code == 0
+    (line,) = [s for s in result.output.splitlines() if "train_micro_batch_size_per_gpu" in s]
+    assert line.split()[1:3] == ["2", "resolved"]
+    assert run(path, "--devices", 7).exit_code == 2
+    assert run(path, "--devices", 0).exit_code == 2
+
+
+def test_all_keys(path):
+    path.write_text("{}")
+    result = run(path, "--all")
+    assert result.exit_code == 0
+    assert "zero_optimization.zero_quantized_weights" in result.output
+    assert "fp16.consecutive_hysteresis" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "no such file"), ("{", "not valid JSON at line 1"), ("[]", "expected an object")],
+)
+def test_what_cannot_be_read(tmp_path, text, says):
+    path = tmp_path / "c.json"
+    if text is not None:
+        path.write_text(text)
+    result = run(path)
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert str(path) in result.stderr
+    assert result.stdout == ""
+
+
+def test_the_status_is_that_of_loading(tmp_path):
+    for n, config in enumerate([LONG, {}, {"fp16": {"enabled": True}}, {"fp16": 1}, {"x": {}}]):
+        path = tmp_path / f"{n}.json"
+        path.write_text(json.dumps(config))
+        try:
+            load(path)
+            status = 0
+        except ConfigError:
+            status = 2
+        assert run(path).exit_code == status
+
+
+def test_the_module_runs(path):
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", "explain", str(path)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"COLUMNS": "40", "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) > 100
+    usage = CliRunner().invoke(app, [])
+    assert "explain" in usage.output

@@ -1,0 +1,84 @@
+"""What stands in for "auto"."""
+
+import pytest
+
+from zerojax.config import ConfigError, SchedulerConfig, ZeroConfig, load
+from zerojax.config.keys import KEYS
+
+STEPS = "scheduler.params.total_num_steps"
+CONFIG = {
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 10},
+    },
+    "bfloat16": {"enabled": "auto"},
+    "gradient_clipping": 0.5,
+}
+
+
+def test_a_value_stands_in():
+    config = load(CONFIG, auto={STEPS: 300, "bf16.enabled": True})
+    assert config.scheduler == SchedulerConfig(
+        type="WarmupDecayLR", params={"total_num_steps": 300, "warmup_num_steps": 10}
+    )
+    assert config.bf16
+    notes = {note.key: note for note in config.notes}
+    assert notes[STEPS][:3] == (STEPS, "auto", "resolved")
+    assert (notes[STEPS].holds, notes["bf16.enabled"].holds) == (300, True)
+    assert CONFIG["scheduler"]["params"]["total_num_steps"] == "auto"  # ours is a copy
+
+
+def test_old_names_will_do_too():
+    assert load(CONFIG, auto={STEPS: 300, "bfloat16.enabled": True}).bf16
+
+
+def test_what_cannot_be_resolved_says_how():
+    with pytest.raises(ConfigError) as caught:
+        load(CONFIG)
+    assert caught.value.problems == (
+        f'{STEPS}: "auto" cannot be resolved: only the training loop knows how long it runs; '
+        f'write the number, or pass it: auto={{"{STEPS}": ...}}',
+    )
+    with pytest.raises(ConfigError, match=r'write 0, or pass it: auto=\{"zero_optimization.stage"'):
+        load({"zero_optimization": {"stage": "auto"}})
+    assert load({"zero_optimization": {"stage": "auto"}}, auto={"zero_optimization.stage": 2})
+
+
+@pytest.mark.parametrize(
+    ("auto", "says"),
+    [
+        ({"gradient_clipping": 1.0}, 'auto: "gradient_clipping" is not "auto" in the config'),
+        ({"scheduler.params.total_steps": 3}, f"did you mean `{STEPS}`?"),
+        ({"xyzzy": 3}, f'"auto" stands at: {STEPS}, bf16.enabled'),
+        ({3: 3}, 'auto: 3 is not "auto"'),
+        ({STEPS: -3}, f"{STEPS}: expected a whole number of at least 1, got -3"),
+        ({STEPS: "300"}, f'{STEPS}: expected a whole number of at least 1, got "300"'),
+        ({STEPS: "auto"}, "cannot be resolved"),
+        ([STEPS], "auto: expected a mapping"),
+    ],
+)
+def test_bad_stand_ins(auto, says):
+    with pytest.raises(ConfigError) as caught:
+        load(CONFIG, auto=auto)
+    assert says in str(caught.value)
+
+
+def test_nothing_is_auto_there():
+    with pytest.raises(ConfigError, match='nothing in it is "auto"'):
+        load({}, auto={"gradient_clipping": 1.0})
+    with pytest.raises(ConfigError, match="set its fields"):
+        load(ZeroConfig(), auto={"gradient_clipping": 1.0})
+    assert load(ZeroConfig(), auto={}) == ZeroConfig()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, key in KEYS.items() if key.treatment == "off only"]
+)
+def test_what_is_not_done_is_off_when_auto(path):
+    config: object = "auto"
+    for name in reversed(path.split(".")):
+        config = {name: config}
+    if path.startswith("optimizer."):
+        config["optimizer"]["type"] = "Adam"
+    (note,) = [note for note in load(config).notes if note.key == path]
+    assert (note.status, note.holds) == ("resolved", KEYS[path].default)

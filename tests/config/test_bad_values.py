@@ -1,0 +1,130 @@
+"""Loss scales, windows and switches that cannot be, from JSON and from keywords alike."""
+
+import math
+
+import pytest
+
+from zerojax.config import ConfigError, ZeroConfig, load
+
+NAN, INF = math.nan, math.inf
+NEVER = (True, False, "16", "", [2], {}, None, NAN, INF, -INF)
+NUMBERS = {
+    "loss_scale": (*NEVER, -1, -0.5, 1e39, 1e-39, 10**400),
+    "min_loss_scale": (*NEVER, 0, -1, 1e39, 1e-39),
+    "initial_scale_power": (*NEVER, -1, 1.5, 128, 10**9),
+    "loss_scale_window": (*NEVER, 0, -1, 1.5, 2**31),
+    "hysteresis": (*NEVER, 0, -1, 1.5, 2**31),
+}
+FLAGS = ("enabled", "auto_cast", "consecutive_hysteresis", "raise_error_at_min_scale")
+WRONG = [(name, value) for name, values in NUMBERS.items() for value in values]
+WRONG += [(name, value) for name in FLAGS for value in (0, 1, "true", None, [])]
+
+
+def refusals(section: str, name: str, value: object) -> list[str]:
+    """What the JSON and the keyword of one key are told."""
+    told = []
+    with pytest.raises(ConfigError) as caught:
+        load({section: {"enabled": True, name: value}})
+    told += caught.value.problems
+    field = name if name != "enabled" else section
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_keywords(**{section: True, field: value})
+    told += caught.value.problems
+    return told
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_wrong_in_itself(name, value):
+    from_json, from_keyword = refusals("fp16", name, value)
+    assert from_json.startswith(f"fp16.{name}: expected ")
+    assert from_json.partition(".")[2].partition(":")[2] == from_keyword.partition(":")[2]
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("value", [True, -1, "3", NAN])
+def test_wrong_though_fp16_is_off(name, value):
+    with pytest.raises(ConfigError, match=f"fp16.{name}: expected"):
+        load({"fp16": {name: value}})
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        ZeroConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_read_as"),
+    [
+        ("loss_scale", 128, 128.0),
+        ("loss_scale", 0, 0.0),
+        ("loss_scale", 0.5, 0.5),
+        ("min_loss_scale", 65536, 65536.0),
+        ("initial_scale_power", 127, 127),
+        ("initial_scale_power", 0, 0),
+        ("loss_scale_window", 1e3, 1000),
+        ("loss_scale_window", 2**31 - 1, 2**31 - 1),
+        ("hysteresis", 1, 1),
+    ],
+)
+def test_the_edge_is_taken(name, value, is_read_as):
+    for config in (
+        load({"fp16": {"enabled": True, name: value}}),
+        ZeroConfig(fp16=True, **{name: value}),
+    ):
+        assert getattr(config, name) == is_read_as
+        assert type(getattr(config, name)) is type(is_read_as)
+
+
+def test_fp16_with_bf16():
+    says = "bfloat16 and fp16 modes cannot be simultaneously enabled"
+    with pytest.raises(ConfigError, match=f"{says}; set fp16.enabled or bf16.enabled to false"):
+        load({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    with pytest.raises(ConfigError, match=f"{says}; set fp16 or bf16 to false"):
+        ZeroConfig.from_keywords(fp16=True, bf16=True)
+
+
+def test_min_loss_scale_above_the_initial_scale():
+    says = r"min_loss_scale = 8.0 lies above the initial scale, 2\*\*.*initial_scale_power = 4; "
+    with pytest.raises(ConfigError, match=r"^fp16\." + says + "lower it, or raise the power"):
+        load({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}})
+    with pytest.raises(ConfigError, match="^" + says):
+        ZeroConfig.from_keywords(fp16=True, initial_scale_power=2, min_loss_scale=8)
+    with pytest.raises(ConfigError, match="65536"):
+        ZeroConfig(fp16=True, min_loss_scale=65537)
+    # A static scale never moves, so neither number is read.
+    assert ZeroConfig(fp16=True, loss_scale=4, initial_scale_power=2, min_loss_scale=8).fp16
+
+
+def test_fp16_masters():
+    with pytest.raises(ConfigError, match="stay in fp32, sharded over the devices"):
+        load({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}})
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "says"),
+    [
+        ("optimizer", {"type": "AdmW"}, 'optimizer.type: .*did you mean "AdamW"'),
+        ("optimizer", {"type": "Adafactor"}, "optimizer.type: unknown .*known: Adam, AdamW"),
+        ("scheduler", {"type": "WarmUpCosin"}, 'scheduler.type: .*did you mean "WarmupCosineLR"'),
+        (
+            "optimizer",
+            {"type": "Adam", "params": {"max_grad_norm": 1.0}},
+            "optimizer.params.max_grad_norm: .*use `gradient_clipping` at the top level",
+        ),
+        *(
+            (
+                "scheduler",
+                {"type": "WarmupLR", "params": {"warmup_num_steps": steps}},
+                "scheduler.params.warmup_num_steps: expected a whole number of at least 1",
+            )
+            for steps in (0, -1, 1.5, True, "100", NAN)
+        ),
+        (
+            "scheduler",
+            {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}},
+            "scheduler.params.total_num_steps: WarmupDecayLR needs it",
+        ),
+    ],
+)
+def test_optimizers_and_schedules(section, given, says):
+    with pytest.raises(ConfigError, match=says):
+        load({section: given})
+    with pytest.raises(ConfigError, match=says):
+        ZeroConfig.from_keywords(**{section: given})

@@ -1,0 +1,85 @@
+"""The configs of popular guides load as they stand; offload is refused by name, alone."""
+
+import guides
+import pytest
+
+from zerojax.config import ConfigError, MonitorConfig, load
+from zerojax.config.explain import explain
+
+
+@pytest.mark.parametrize("name", guides.LOAD)
+def test_it_loads_and_no_key_is_passed_over(name):
+    config = load(guides.LOAD[name])
+    rows, problems = explain(guides.LOAD[name])
+    assert not problems
+    assert all(row.why for row in rows)
+    assert not [row for row in rows if row.given == "auto" and row.became != "resolved"]
+    for world in (1, 2, 4, 8):
+        assert config.batch(world).accumulation >= 1
+
+
+def test_auto_throughout():
+    for guide, stage in ((guides.HF_ZERO_2, 2), (guides.HF_ZERO_3, 3)):
+        config = load(guide)
+        assert (config.stage, config.fp16, config.bf16) == (stage, False, False)
+        assert config.gradient_clipping == 1.0
+        assert config.batch(8) == (None, None, 1)
+        assert config.optimizer.with_defaults()["lr"] == 1e-3
+        assert config.optimizer.with_defaults()["betas"] == (0.9, 0.999)
+        assert config.scheduler.with_defaults()["warmup_num_steps"] == 1000
+        assert config.stage3_param_persistence_threshold == 100_000
+        assert config.steps_per_print == 2000
+        chosen = load(guide, auto={"fp16.enabled": True, "train_micro_batch_size_per_gpu": 4})
+        assert chosen.fp16
+        assert chosen.batch(8) == (32, 4, 1)
+
+
+def test_fp16_guides():
+    first = load(guides.GETTING_STARTED)
+    assert (first.stage, first.fp16, first.loss_scale) == (1, True, 0)
+    assert load({**guides.GETTING_STARTED, "zero_optimization": False}).stage == 0
+    tutorial = load(guides.TUTORIAL_ZERO_2_FP16)
+    assert (tutorial.initial_scale_power, tutorial.loss_scale_window) == (15, 500)
+    assert tutorial.stage == 2
+    assert load(guides.MEGATRON_FP16).tensorboard == MonitorConfig(
+        output_path="logs/", job_name="bloom"
+    )
+
+
+def test_names_without_the_prefix():
+    notes = {note.key: note for note in load(guides.AXOLOTL_ZERO_3).notes}
+    assert notes["zero_optimization.stage3_max_live_parameters"].status == "left to XLA"
+    assert notes["zero_optimization.stage3_param_persistence_threshold"].holds == 100_000
+    zero = {"stage": 3, "param_persistence_threshold": 5}
+    assert load({"zero_optimization": zero}).stage3_param_persistence_threshold == 5
+    zero["stage3_param_persistence_threshold"] = 6
+    with pytest.raises(ConfigError, match=r"means the same as .*stage3_param_persistence_thre"):
+        load({"zero_optimization": zero})
+
+
+def test_only_the_program_knows_how_long_it_runs():
+    with pytest.raises(ConfigError) as caught:
+        load(guides.ACCELERATE_ZERO_3)
+    assert len(caught.value.problems) == 1
+    assert "scheduler.params.total_num_steps" in str(caught.value)
+    config = load(guides.ACCELERATE_ZERO_3, auto={"scheduler.params.total_num_steps": 300})
+    assert config.scheduler.params["total_num_steps"] == 300
+
+
+@pytest.mark.parametrize("name", guides.OFFLOAD)
+def test_offload_alone_is_refused(name):
+    config, refused = guides.OFFLOAD[name]
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    assert [problem.partition(" = ")[0] for problem in caught.value.problems] == [
+        f"zero_optimization.{section}.device" for section in refused
+    ]
+    assert all("not supported: offload" in problem for problem in caught.value.problems)
+    assert all("is not there yet" in problem for problem in caught.value.problems)
+    without = {
+        **config,
+        "zero_optimization": {
+            key: value for key, value in config["zero_optimization"].items() if key not in refused
+        },
+    }
+    load(without)

@@ -1,0 +1,100 @@
+"""A typed config, keywords and JSON say the same things, field by field."""
+
+import dataclasses
+
+import pytest
+
+from zerojax.config import (
+    MonitorConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    WandbConfig,
+    ZeroConfig,
+    load,
+)
+from zerojax.config.keys import BY_FIELD
+
+# Each field: the JSON that sets it, and its value from keywords and typed.
+FIELDS = {
+    "stage": ({"zero_optimization": {"stage": 3}}, 3),
+    "bf16": ({"bf16": {"enabled": True}}, True),
+    "fp16": ({"fp16": {"enabled": True}}, True),
+    "auto_cast": ({"fp16": {"auto_cast": True}}, True),
+    "loss_scale": ({"fp16": {"loss_scale": 128}}, 128.0),
+    "initial_scale_power": ({"fp16": {"initial_scale_power": 8}}, 8),
+    "loss_scale_window": ({"fp16": {"loss_scale_window": 50}}, 50),
+    "hysteresis": ({"fp16": {"hysteresis": 1}}, 1),
+    "consecutive_hysteresis": ({"fp16": {"consecutive_hysteresis": True}}, True),
+    "min_loss_scale": ({"fp16": {"min_loss_scale": 4}}, 4.0),
+    "raise_error_at_min_scale": ({"fp16": {"raise_error_at_min_scale": False}}, False),
+    "check_grad_overflow": ({"bf16": {"check_grad_overflow": True}}, True),
+    "gradient_clipping": ({"gradient_clipping": 0.5}, 0.5),
+    "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),
+    "train_batch_size": ({"train_batch_size": 64}, 64),
+    "train_micro_batch_size_per_gpu": ({"train_micro_batch_size_per_gpu": 2}, 2),
+    "grad_accum_dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
+    "stage3_param_persistence_threshold": (
+        {"zero_optimization": {"stage3_param_persistence_threshold": 8}},
+        8,
+    ),
+    "optimizer": (
+        {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.95]}}},
+        OptimizerConfig(type="Lion", params={"betas": (0.9, 0.95)}),
+    ),
+    "scheduler": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
+        SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 7}),
+    ),
+    "steps_per_print": ({"steps_per_print": 3}, 3),
+    "wall_clock_breakdown": ({"wall_clock_breakdown": True}, True),
+    "tensorboard": (
+        {"tensorboard": {"enabled": True, "output_path": "logs", "job_name": "run"}},
+        MonitorConfig(output_path="logs", job_name="run"),
+    ),
+    "csv_monitor": ({"csv_monitor": {"enabled": True}}, MonitorConfig()),
+    "wandb": (
+        {"wandb": {"enabled": True, "team": "llm", "project": "p"}},
+        WandbConfig(team="llm", project="p"),
+    ),
+}
+# What a JSON has by default, and keywords do not.
+QUIET = {"gradient_clipping": 0, "steps_per_print": 0}
+
+
+def test_every_field_is_here():
+    assert set(FIELDS) == {f.name for f in dataclasses.fields(ZeroConfig)} - {"notes"}
+    assert set(FIELDS) >= set(BY_FIELD)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_three_ways_to_say_it(name):
+    json, value = FIELDS[name]
+    typed = ZeroConfig(**{name: value})
+    mapping = json[name] if dataclasses.is_dataclass(value) else value
+    assert getattr(typed, name) == value
+    assert getattr(typed, name) != getattr(ZeroConfig(), name)
+    assert load({**QUIET, **json}) == typed
+    assert ZeroConfig.from_keywords(**{name: value}) == typed
+    assert ZeroConfig.from_keywords(**{name: mapping}) == typed
+
+
+def test_all_at_once():
+    names = set(FIELDS) - {"bf16", "check_grad_overflow", "train_batch_size"}
+    json: dict[str, object] = {}
+    for name in names:
+        for section, value in FIELDS[name][0].items():
+            json[section] = json.get(section, {}) | value if isinstance(value, dict) else value
+    typed = ZeroConfig(**{name: FIELDS[name][1] for name in names})
+    assert load(json) == typed
+    assert hash(load(json)) == hash(typed)
+
+
+@pytest.mark.parametrize("section", ["tensorboard", "csv_monitor", "wandb"])
+def test_a_monitor_is_off_unless_enabled(section):
+    for given in ({}, {"enabled": False}, {"enabled": "auto"}):
+        assert getattr(load({section: given}), section) is None
+    idle = load({section: {"enabled": False, "job_name": "x", "output_path": "y"}})
+    assert getattr(idle, section) is None
+    assert {n.status for n in idle.notes if n.key.startswith(f"{section}.j")} == {"no effect"}
+    assert getattr(ZeroConfig.from_keywords(**{section: {"enabled": False}}), section) is None
+    assert getattr(ZeroConfig.from_keywords(**{section: {}}), section) is not None

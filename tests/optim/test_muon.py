@@ -1,0 +1,200 @@
+"""Muon against DeepSpeed's formula in NumPy, which leaves it takes, and how the plan sees it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases.linen import MLP, MLP_INPUT, regression_step
+from flax.training.train_state import TrainState
+from formulas import adam, muon, newton_schulz
+from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+import zerojax
+from examples.gpt import GPT, GPTConfig
+from zerojax.config import OptimizerConfig, SchedulerConfig
+from zerojax.optim.decay import names_of
+from zerojax.optim.muon import last_two_axes, scale_by_orthogonal_momentum
+from zerojax.optim.named import named_optimizer
+from zerojax.optim.schedules import schedule
+
+STEPS = 10
+
+
+def leaves(rng, dtype):
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {
+        "up": {"kernel": normal(4, 6), "bias": normal(6)},
+        "down": {"kernel": normal(6, 4)},
+        "stack": {"kernel": normal(3, 4, 5), "bias": normal(3, 5)},
+        "wte": {"embedding": normal(8, 4)},
+        "lm_head": {"kernel": normal(4, 8)},
+    }
+
+
+def numbers_of(dtype):
+    rng = np.random.default_rng(0)
+    return leaves(rng, dtype), [leaves(rng, dtype) for _ in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return numbers_of(jnp.float32)
+
+
+def run(config, params, grads, scheduler=None):
+    tx, rate = named_optimizer(config, scheduler)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, rate
+
+
+def expected(params, grads, muon_knobs, adam_knobs):
+    adam_knobs = {"b2": 0.95, "eps": 1e-10, **adam_knobs}
+
+    def of(get):
+        p, g = get(params), [get(grad) for grad in grads]
+        # torch's [out, in] is the transpose of flax's.
+        matrix = lambda p, g: muon(p.T, [x.T for x in g], **muon_knobs).T  # noqa: E731
+        if p.ndim == 3:
+            return np.stack([matrix(p[i], [x[i] for x in g]) for i in range(len(p))])
+        return matrix(p, g)
+
+    def rest(get):
+        return adam(get(params), [get(grad) for grad in grads], **adam_knobs)
+
+    return {
+        "up": {"kernel": of(lambda t: t["up"]["kernel"]), "bias": rest(lambda t: t["up"]["bias"])},
+        "down": {"kernel": of(lambda t: t["down"]["kernel"])},
+        "stack": {
+            "kernel": of(lambda t: t["stack"]["kernel"]),
+            "bias": rest(lambda t: t["stack"]["bias"]),
+        },
+        "wte": {"embedding": rest(lambda t: t["wte"]["embedding"])},
+        "lm_head": {"kernel": rest(lambda t: t["lm_head"]["kernel"])},
+    }
+
+
+def assert_near(got, want, atol):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=atol), got, want)
+
+
+@pytest.mark.parametrize(
+    ("params", "muon_knobs", "adam_knobs"),
+    [
+        ({}, {"lr": 0.02}, {"lr": 3e-4}),
+        ({"lr": 0.01}, {"lr": 0.01}, {"lr": 0.01}),
+        ({"lr": 0.01, "adam_lr": 1e-3}, {"lr": 0.01}, {"lr": 1e-3}),
+        ({"muon_lr": 0.05, "momentum": 0.8}, {"lr": 0.05, "mu": 0.8}, {"lr": 3e-4}),
+        ({"lr": 0.01, "weight_decay": 0.1, "ns_method": "standard"},
+         {"lr": 0.01, "wd": 0.1}, {"lr": 0.01, "wd": 0.1}),
+        ({"lr": 0.01, "betas": [0.8, 0.9], "eps": 0.1},
+         {"lr": 0.01}, {"lr": 0.01, "b1": 0.8, "b2": 0.9, "eps": 0.1}),
+    ],
+)  # fmt: skip
+def test_formula(problem, params, muon_knobs, adam_knobs):
+    config = OptimizerConfig(type="Muon", params=params)
+    with jax.enable_x64(True):
+        p, grads = numbers_of(jnp.float64)
+        assert_near(run(config, p, grads)[0], expected(p, grads, muon_knobs, adam_knobs), 1e-9)
+    p, grads = problem
+    assert_near(run(config, p, grads)[0], expected(p, grads, muon_knobs, adam_knobs), 2e-5)
+
+
+def test_each_half_has_its_schedule(problem):
+    p, grads = problem
+    scheduler = SchedulerConfig(
+        type="WarmupLR", params={"warmup_num_steps": 4, "warmup_type": "linear"}
+    )
+    config = OptimizerConfig(type="Muon", params={"muon_lr": 0.05, "adam_lr": 1e-3})
+    got, rate = run(config, p, grads, scheduler)
+    rates = [[float(schedule(scheduler, lr)(n)) for n in range(STEPS)] for lr in (0.05, 1e-3)]
+    assert float(rate(50)) == pytest.approx(0.05)
+    want = expected(p, grads, {"lr": rates[0]}, {"lr": rates[1]})
+    assert_near(got, want, 2e-5)
+
+
+def test_a_gradients_size_does_not_matter(problem):
+    p, grads = problem
+    small = jax.tree.map(lambda g: 2.0**-8 * g, grads)
+    config = OptimizerConfig(type="Muon")
+    got, want = (run(config, p, g)[0]["up"]["kernel"] for g in (small, grads))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_axes_of_ones_own():
+    """Attention's [in, heads, d] as one matrix [in, heads * d]."""
+    g = np.random.default_rng(0).normal(size=(6, 2, 4)).astype(np.float32)
+    tx = scale_by_orthogonal_momentum(0.0, lambda path, x: MuonDimensionNumbers(0, (1, 2)))
+    tree = {"kernel": jnp.asarray(g)}
+    updates, _ = tx.update(tree, tx.init(tree))
+    want = newton_schulz(np.float64(g).reshape(6, 8).T).T * np.sqrt(8 / 6)
+    np.testing.assert_allclose(updates["kernel"], want.reshape(g.shape), atol=1e-4)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_muon_takes_of_a_gpt(scan):
+    config = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8, scan=scan)
+    params = jax.eval_shape(GPT(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    taken = {
+        ".".join(names_of(path)[-2:]): last_two_axes(path, x) is not None
+        for path, x in jax.tree_util.tree_leaves_with_path(params["params"])
+    }
+    matrices = {name for name, muon in taken.items() if muon}
+    assert matrices == {"c_attn.kernel", "c_proj.kernel", "c_fc.kernel"}
+    assert {"wte.embedding", "wpe.embedding", "ln_1.scale", "c_attn.bias"} <= set(taken) - matrices
+
+
+def make(zero):
+    def create(key):
+        params = MLP().init(key, MLP_INPUT)["params"]
+        return TrainState.create(apply_fn=MLP().apply, params=params, tx=zero.optimizer())
+
+    return create
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}
+MUON["params"]["weight_decay_mask"] = "no_bias_and_norm"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_plan_shards_the_moments_as_the_parameters(stage):
+    zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0, optimizer=MUON)
+    plan = zero.plan(zero.abstract_state(make(zero), jax.random.key(0)))
+    moments = [leaf for leaf in plan.leaves["opt_state"] if leaf.shape]
+    assert len(moments) == 3 + 2 * 3  # one of each kernel, two of each bias
+    for leaf in moments:
+        assert ("momentum" in leaf.path) == leaf.path.endswith("['kernel']")
+        (param,) = [
+            p for p in plan.leaves["params"] if leaf.path.endswith(p.path.removeprefix("params"))
+        ]
+        assert (leaf.shape, leaf.spec) == (param.shape, param.spec)
+        assert leaf.sharded == (stage > 0)
+    assert any(leaf.spec == PartitionSpec(None, "data") for leaf in moments) == (stage > 0)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_eight_devices_do_as_one():
+    rng = np.random.default_rng(0)
+    batches = [
+        {"x": rng.normal(size=(16, 16)).astype(np.float32),
+         "y": rng.normal(size=(16, 8)).astype(np.float32)} for _ in range(3)
+    ]  # fmt: skip
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, optimizer=MUON)
+    state = zero.init(make(zero), jax.random.key(0))
+    want = make(zero)(jax.random.key(0))
+    step, plain = zero(regression_step), jax.jit(regression_step)
+    for batch in batches:
+        state, _ = step(state, batch)
+        want, _ = plain(want, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),
+        state.params,
+        want.params,
+    )

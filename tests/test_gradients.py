@@ -1,0 +1,173 @@
+"""value_and_grad and grad are jax's where there is no scale; weighted means."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+
+
+def f(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(x) * y)
+
+
+X, Y = jnp.arange(3.0), jnp.arange(3.0) + 1
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), -1])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_same_as_jax(argnums: Any, has_aux: bool) -> None:
+    def fun(x: jax.Array, y: jax.Array) -> Any:
+        return (f(x, y), {"x": x}) if has_aux else f(x, y)
+
+    for mine, its in ((zerojax.value_and_grad, jax.value_and_grad), (zerojax.grad, jax.grad)):
+        got = jax.jit(mine(fun, argnums, has_aux=has_aux))(X, Y)
+        want = its(fun, argnums, has_aux=has_aux)(X, Y)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_wrong_losses_fail_as_with_jax() -> None:
+    for loss in (lambda x: x, lambda x: 3, lambda x: (x.sum(), 1)):
+        for take in (zerojax.grad, jax.grad):
+            with pytest.raises(TypeError):
+                take(loss)(X)
+
+
+def test_float64_stays() -> None:
+    with jax.enable_x64(True):
+        x = jnp.arange(3, dtype="float64")
+        assert zerojax.grad(lambda x: (x * x).sum())(x).dtype == "float64"
+
+
+def test_inside_other_transformations() -> None:
+    np.testing.assert_allclose(
+        jax.jacfwd(zerojax.grad(f))(X, Y), jax.jacfwd(jax.grad(f))(X, Y), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        jax.vmap(zerojax.grad(f), (0, None))(X[:, None], Y),
+        jax.vmap(jax.grad(f), (0, None))(X[:, None], Y),
+    )
+
+
+def test_nnx_modules() -> None:
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    value, grads = zerojax.value_and_grad(loss, loss_scale=4.0)(model, X)
+    want_value, want = nnx.value_and_grad(loss)(model, X)
+    np.testing.assert_array_equal(value, want_value)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 4 * b), grads, want)
+
+
+def test_the_scaled_loss_is_in_float32() -> None:
+    """In fp16 the product of loss and scale would overflow, not only the gradient."""
+    value, grad = zerojax.value_and_grad(lambda w: w * 3, loss_scale=2.0**14)(jnp.float16(2))
+    assert (float(value), float(grad)) == (6.0, 3 * 2.0**14)
+
+
+def test_weighted_mean() -> None:
+    values = jnp.array([[1.0, jnp.nan], [3.0, 5.0]], jnp.float16)
+    mask = jnp.array([[1, 0], [1, 2]])
+    assert float(zerojax.weighted_mean(values, mask)) == 3.5
+    assert zerojax.weighted_mean(values, mask).dtype == jnp.float32
+    assert float(zerojax.weighted_mean(values, 0 * mask)) == 0.0
+    assert np.isfinite(jax.grad(zerojax.weighted_mean)(values, 0 * mask)).all()
+    assert float(zerojax.weighted_mean(jnp.float32(2.5), 100)) == 2.5
+
+
+def masked(state: TrainState, batch: Any, remat: bool = False) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return zerojax.weighted_mean((batch["x"] @ params["w"] - 1) ** 2, batch["mask"])
+
+    loss = jax.checkpoint(loss) if remat else loss
+    value, grads = zerojax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": value, "rows": batch["mask"].sum()}
+
+
+def uneven(rows: int = 64, of: int = 4) -> Any:
+    """A micro-batch with all its rows masked, one with a single row, two with more."""
+    rng = np.random.default_rng(0)
+    mask = np.zeros((of, rows // of), np.float32)
+    mask[1, 3] = mask[2, :7] = mask[3] = 1
+    return {"x": rng.normal(size=(rows, 16)).astype(np.float32), "mask": mask.reshape(-1)}
+
+
+def start() -> TrainState:
+    params = {"w": jnp.linspace(-1, 1, 16)}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("keywords", [{}, {"fp16": True, "loss_scale": 64.0}])
+@pytest.mark.parametrize("body", [masked, jax.jit(masked), lambda s, b: masked(s, b, True)])
+def test_accumulates_to_the_mean_over_the_whole_batch(stage: int, keywords: Any, body: Any) -> None:
+    batch, plain = uneven(), start()
+    zero = zerojax.zero(
+        stage=stage, gradient_accumulation_steps=4, stage3_param_persistence_threshold=0,
+        **keywords,
+    )  # fmt: skip
+    state, step, reference = start(), zero(body), jax.jit(masked)
+    tolerance = 5e-3 if keywords else 1e-5
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        plain, want = reference(plain, batch)
+        np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=tolerance)
+    np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=tolerance, atol=1e-6)
+    assert int(zerojax.telemetry(state)["skipped_steps"]) == 0
+
+
+def test_an_equal_mean_over_these_micro_batches_is_another_number() -> None:
+    """The check above can fail."""
+
+    def body(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            losses = (batch["x"] @ params["w"] - 1) ** 2
+            return jnp.sum(losses * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    step = zerojax.zero(stage=1, gradient_accumulation_steps=4)(body)
+    _, got = step(start(), uneven())
+    _, want = masked(start(), uneven())
+    assert abs(float(got["loss"]) / float(want["loss"]) - 1) > 0.2
+
+
+def test_a_batch_without_any_weight_changes_nothing() -> None:
+    batch = uneven()
+    batch["mask"] *= 0
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(16)}, tx=optax.sgd(0.1))
+    state, metrics = zerojax.zero(stage=2, gradient_accumulation_steps=4)(masked)(state, batch)
+    np.testing.assert_array_equal(state.params["w"], 1.0)
+    assert float(metrics["loss"]) == 0.0
+
+
+def test_one_weight_a_micro_batch() -> None:
+    def two(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            errors = (batch["x"] @ params["w"]) ** 2
+            return zerojax.weighted_mean(errors, batch["mask"]) + zerojax.weighted_mean(errors, 1)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params)), 0.0
+
+    def looped(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            errors = (batch["x"] @ params["w"]) ** 2
+            add = lambda c, x: (c + zerojax.weighted_mean(*x), None)  # noqa: E731
+            return jax.lax.scan(add, 0.0, (errors, batch["mask"]))[0]
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params)), 0.0
+
+    zerojax.zero(stage=2)(two)(start(), uneven())  # without accumulation there is nothing to weigh
+    for body, where in ((two, "2 times"), (looped, "inside a loop")):
+        with pytest.raises(ValueError, match=where):
+            zerojax.zero(stage=2, gradient_accumulation_steps=4)(body)(start(), uneven())

@@ -1,0 +1,330 @@
+"""fp16 and bf16 steps: what is scaled, skipped, held, refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.watch import LossScaleError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+STAGES = (0, 1, 2, 3)
+Batch = dict[str, np.ndarray]
+
+
+class State(TrainState):
+    """Carries what a step may change beside the parameters."""
+
+    mean: Any
+    key: Any
+
+
+def create(key: jax.Array) -> State:
+    """A two-layer network on [rows, 16] inputs."""
+    a, b = jax.random.split(key)
+    params = {
+        "first": jax.random.normal(a, (16, 32)) / 4,
+        "bias": jnp.zeros(32),
+        "second": jax.random.normal(b, (32, 8)) / 6,
+    }
+    tx = optax.adamw(1e-2)
+    mean, carried = jnp.zeros(16), jax.random.key(1)
+    return State.create(apply_fn=None, params=params, tx=tx, mean=mean, key=carried)
+
+
+def network(params: Any, x: jax.Array) -> jax.Array:
+    x = x.astype(params["first"].dtype)
+    return jnp.tanh(x @ params["first"] + params["bias"]) @ params["second"]
+
+
+def step_with(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
+    def step(state: State, batch: Any) -> Any:
+        key, noise = jax.random.split(state.key)
+        x = batch["x"] + 0.01 * jax.random.normal(noise, batch["x"].shape)
+
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((network(params, x).astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, grads = value_and_grad(loss)(state.params)
+        new = state.apply_gradients(grads=grads)
+        return new.replace(mean=0.9 * state.mean + 0.1 * batch["x"].mean(0), key=key), value
+
+    return step
+
+
+step = step_with(zerojax.value_and_grad)
+
+
+def batches(n: int, rows: int = 32) -> list[Batch]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "x": rng.normal(size=(rows, 16)).astype(np.float32),
+            "y": rng.normal(size=(rows, 8)).astype(np.float32),
+        }
+        for _ in range(n)
+    ]
+
+
+def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
+    return zerojax.zero(stage=stage, stage3_param_persistence_threshold=0, **keywords)
+
+
+def run(zero: zerojax.Zero, batches: list[Batch], body: Any = step) -> tuple[Any, list[float]]:
+    state, losses = zero.init(create, jax.random.key(0)), []
+    decorated = zero(body)
+    for batch in batches:
+        state, loss = decorated(state, batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def spoilt(batch: Batch, bad: float, row: int = 13) -> Batch:
+    x = batch["x"].copy()
+    x[row, 5] = bad
+    return batch | {"x": x}
+
+
+def bits(tree: Any) -> list[bytes]:
+    def data(x: Any) -> bytes:
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if key else x).tobytes()
+
+    return [data(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("keywords", [{"fp16": True}, {"bf16": True}, {}])
+def test_near_the_run_in_float32_by_hand(stage: int, keywords: dict[str, bool]) -> None:
+    some = batches(12)
+    plain, want = create(jax.random.key(0)), []
+    jitted = jax.jit(step_with(jax.value_and_grad))
+    for batch in some:
+        plain, loss = jitted(plain, batch)
+        want.append(float(loss))
+    state, got = run(zero_for(stage, **keywords), some)
+    np.testing.assert_allclose(got, want, rtol=2e-2 if keywords else 1e-5)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+    assert int(zerojax.telemetry(state)["skipped_steps"]) == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "keywords",
+    [{"fp16": True, "loss_scale": 1024.0}, {"bf16": True, "check_grad_overflow": True}],
+)
+def test_overflowed_batches_leave_no_trace(
+    stage: int, keywords: dict[str, Any], accumulation: int
+) -> None:
+    """The same parameters, moments, statistics and keys, bit by bit, as a run without them."""
+    zero = zero_for(stage, **keywords, gradient_accumulation_steps=accumulation)
+    good = batches(6)
+    seen = list(good)
+    for at, bad in ((5, np.nan), (3, -np.inf), (3, np.inf), (0, np.inf)):
+        seen.insert(at, spoilt(good[0], bad))
+    clean, _ = run(zero, good)
+    state, _ = run(zero, seen)
+    assert bits(state.params) == bits(clean.params)
+    assert bits(state.opt_state.inner) == bits(clean.opt_state.inner)
+    assert bits((state.mean, state.key)) == bits((clean.mean, clean.key))
+    told = zerojax.telemetry(state)
+    assert (int(told["skipped_steps"]), int(told["step"]), int(state.step)) == (4, 10, 10)
+
+
+def test_without_the_check_bf16_applies_what_comes() -> None:
+    state, _ = run(zero_for(2, bf16=True), [spoilt(batches(1)[0], np.nan)])
+    assert np.isnan(state.params["first"]).any()
+
+
+def test_the_dynamic_scale_settles() -> None:
+    """From a scale that overflows fp16 down to one that does not, at every stage alike."""
+    told = []
+    for stage in STAGES:
+        state, losses = run(zero_for(stage, fp16=True, initial_scale_power=30), batches(30))
+        told.append({k: float(v) for k, v in zerojax.telemetry(state).items()})
+        assert losses[-1] < losses[0]
+    assert 0 < told[0]["skipped_steps"] < 25
+    assert {(t["skipped_steps"], t["loss_scale"]) for t in told} == {
+        (told[0]["skipped_steps"], told[0]["loss_scale"])
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("transform", [jax.value_and_grad, "grad", "dynamic scale"])
+def test_gradients_without_the_scale_are_refused(stage: int, transform: Any) -> None:
+    if transform == "grad":
+
+        def transform(loss: Any) -> Any:
+            return lambda params: (loss(params), jax.grad(loss)(params))
+
+    elif transform == "dynamic scale":
+
+        def transform(loss: Any) -> Any:
+            return lambda params: DynamicScale().value_and_grad(loss)(params)[2:]
+
+    zero = zero_for(stage, fp16=True)
+    state = zero.init(create, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"3 of 3 gradients .* zerojax.value_and_grad"):
+        zero(step_with(transform))(state, batches(1)[0])
+
+
+def test_the_scale_reaches_gradients_taken_within_jit_scan_and_cond() -> None:
+    """A gradient smaller than fp16 can hold, so that it is zero without the scale."""
+    tiny = np.full((8, 16), 1e-9, np.float32)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((w * 1).astype(jnp.float32) * x)
+
+    def plain(w: jax.Array, x: jax.Array) -> Any:
+        return zerojax.grad(loss)(w, x)
+
+    def scanned(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda c, row: (c + plain(w, row), None), 0 * w, x)[0] / len(x)
+
+    def looped(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, x.shape[0], lambda i, c: c + plain(w, x[i]), 0 * w) / len(x)
+
+    def branched(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, plain, lambda w, x: 0 * w, w, x)
+
+    for take in (plain, jax.jit(plain), scanned, looped, branched, jax.checkpoint(plain)):
+        for stage in (0, 1, 3):
+
+            def body(state: Any, x: jax.Array, take: Any = take) -> Any:
+                return state.apply_gradients(grads={"w": take(state.params["w"], x)}), 0.0
+
+            zero = zero_for(stage, fp16=True)
+            params = {"w": jnp.zeros(16)}
+            state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+            state, _ = zero(body)(state, tiny)
+            np.testing.assert_allclose(state.params["w"], -1e-9 / 16, rtol=1e-2)
+
+
+def test_flax_dynamic_scale_in_the_state_where_fp16_is_off() -> None:
+    class Scaled(TrainState):
+        dynamic_scale: DynamicScale
+
+    def body(state: Scaled, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            low = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+            return jnp.mean((network(low, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+        scale, finite, value, grads = state.dynamic_scale.value_and_grad(loss)(state.params)
+        new = state.apply_gradients(grads=grads)
+
+        def select(a: Any, b: Any) -> Any:
+            return jax.tree.map(lambda x, y: jnp.where(finite, x, y), a, b)
+
+        return new.replace(
+            params=select(new.params, state.params),
+            opt_state=select(new.opt_state, state.opt_state),
+            dynamic_scale=scale,
+        ), value
+
+    made = create(jax.random.key(0))
+    some = batches(6)
+    some.insert(3, spoilt(some[0], np.inf))
+    results = []
+    for decorate in (jax.jit, zero_for(3), zero_for(1)):
+        state = Scaled.create(
+            apply_fn=None, params=made.params, tx=made.tx, dynamic_scale=DynamicScale()
+        )
+        decorated = decorate(body)
+        for batch in some:
+            state, _ = decorated(state, batch)
+        results.append(state)
+    for state in results[1:]:
+        assert float(state.dynamic_scale.scale) == float(results[0].dynamic_scale.scale) == 2.0**15
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params,
+            results[0].params,
+        )  # fmt: skip
+
+
+def test_nnx() -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.norm = nnx.BatchNorm(32, rngs=rngs)
+            self.second = nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.second(nnx.relu(self.norm(self.first(x))))
+
+    def body(model: Net, optimizer: nnx.Optimizer, batch: Any) -> Any:
+        def loss(model: Net) -> jax.Array:
+            return jnp.mean((model(batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, grads = zerojax.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def make() -> Any:
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    good = batches(4)
+    ends = []
+    for some in (good, [*good[:2], spoilt(good[0], np.nan), *good[2:]]):
+        zero = zero_for(3, fp16=True, loss_scale=256.0)
+        model, optimizer = zero.init(make)
+        decorated = zero(body)
+        losses = [float(decorated(model, optimizer, batch)) for batch in some]
+        assert losses[-1] < losses[0]
+        ends.append(bits(nnx.as_pure(nnx.state(model))))
+        assert int(zerojax.telemetry(optimizer)["skipped_steps"]) == len(some) - 4
+    assert ends[0] == ends[1]
+
+
+def test_an_overflow_at_the_smallest_scale_raises() -> None:
+    knobs = dict(fp16=True, initial_scale_power=3, hysteresis=1, min_loss_scale=4.0)
+    bad = spoilt(batches(1)[0], np.nan)
+    zero = zero_for(2, **knobs)
+    state = zero.init(create, jax.random.key(0))
+    decorated = zero(step)
+    for _ in range(3):  # to 4, overflow there, and one more before that is read
+        state, _ = decorated(state, bad)
+    with pytest.raises(LossScaleError, match=r"minimum, 4.*raise_error_at_min_scale"):
+        decorated(state, bad)
+    assert np.isfinite(state.params["first"]).all()  # not donated: it can be saved
+    state, _ = decorated(state, batches(1)[0])
+    state, _ = run(zero_for(2, **knobs, raise_error_at_min_scale=False), [bad] * 10)
+    assert int(zerojax.telemetry(state)["skipped_steps"]) == 10
+
+
+def test_two_updates_cannot_share_a_scale() -> None:
+    def twice(state: State, batch: Any) -> Any:
+        return step(step(state, batch)[0], batch)
+
+    with pytest.raises(ValueError, match="2 times, which cannot be unscaled"):
+        run(zero_for(2, fp16=True), batches(1), twice)
+
+
+def test_a_state_without_loss_scale_is_refused() -> None:
+    zero = zero_for(2, optimizer={"type": "AdamW"})
+    state = create(jax.random.key(0)).replace(tx=zero.optimizer())
+    state = state.replace(opt_state=state.tx.init(state.params))
+    with pytest.raises(ValueError, match=r"fp16 is on.*no loss scale"):
+        zero_for(2, fp16=True)(step)(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("auto_cast", [False, True])
+def test_auto_cast_casts_the_batch(auto_cast: bool) -> None:
+    seen = set()
+
+    def body(state: State, batch: Any) -> Any:
+        seen.update(str(x.dtype) for x in jax.tree.leaves(batch))
+        return step(state, batch)
+
+    run(zero_for(1, fp16=True, auto_cast=auto_cast), [batches(1)[0] | {"n": np.arange(32)}], body)
+    assert seen == {"float16" if auto_cast else "float32", "int32"}

@@ -1,0 +1,17 @@
+"""`python -m zerojax COMMAND`: one command for each file in `zerojax/cli`."""
+
+import typer
+
+from zerojax.cli.explain import explain
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app.command()(explain)
+
+
+@app.callback()
+def main() -> None:
+    """ZeRO for JAX, from the command line."""
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m zerojax")

@@ -1,0 +1,151 @@
+"""`python -m zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zerojax.config.errors import ConfigError, shown
+from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
+from zerojax.config.explain import explain as explained
+
+STYLES: dict[Became, str] = {
+    "honoured": "green",
+    "left to XLA": "blue",
+    "no effect": "yellow",
+    "default": "cyan",
+    "resolved": "cyan",
+    "refused": "bold red",
+    "wrong": "bold red",
+}
+
+_PIPED = 10_000
+"""Columns where the output is no terminal: no cell is cut or wrapped, one key is one line."""
+
+
+def explain(
+    config: Annotated[Path, typer.Argument(help="A DeepSpeed config in JSON.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON in place of a table.")
+    ] = False,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Solve the batch sizes for so many data-parallel devices."),
+    ] = None,
+    auto: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help='What stands in for an "auto", as scheduler.params.total_num_steps=300; '
+            "may be given more than once.",
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every key that zerojax knows.")] = False,
+) -> None:
+    """Says of every key of CONFIG whether it is honoured, left to XLA or refused, and why.
+
+    Beside the keys that are given it lists the defaults that change numbers.
+
+    Exits with 0 where zerojax.zero(CONFIG) would take the config, with 2 where it would not, and
+    with 1 where the file cannot be read.
+    """
+    try:
+        found = explained(config, auto=_stand_ins(auto or []), devices=devices, every=every)
+    except ConfigError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        print(json.dumps(to_json(str(config), found), indent=2))
+    else:
+        show(str(config), found)
+    if found.problems:
+        raise typer.Exit(2)
+
+
+def to_json(source: str, found: Explanation) -> dict[str, Any]:
+    """The same as the table, for programs; `given` is left out of rows whose key is not given.
+
+    Example:
+      >>> from zerojax.config.explain import Row
+      >>> row = Row("gradient_clipping", NOT_GIVEN, 1.0, "default", "DeepSpeed's")
+      >>> to_json("a.json", Explanation((row,), ()))["keys"]
+      [{'key': 'gradient_clipping', 'resolved': 1.0, 'became': 'default', 'why': "DeepSpeed's"}]
+    """
+    rows = [
+        {name: _finite(value) for name, value in row._asdict().items() if value is not NOT_GIVEN}
+        for row in found.rows
+    ]
+    return {"config": source, "keys": rows, "problems": list(found.problems)}
+
+
+def _finite(value: Any) -> Any:
+    """The same, with words for numbers that JSON does not have, such as a 1e999 that was read."""
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(source: str, found: Explanation) -> None:
+    """Prints the table, a count of what became of the keys, and the problems."""
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else _PIPED, highlight=False)
+    console.print(_table(found.rows, grouped=terminal))
+    counts = Counter(row.became for row in found.rows)
+    told = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
+    console.print(f"{escape(source)}: {told}", soft_wrap=True)
+    if found.problems:
+        n = len(found.problems)
+        console.print(f"[bold red]{n} problem{'s' if n > 1 else ''}:[/]")
+    for problem in found.problems:
+        console.print(f"  {escape(problem)}", soft_wrap=True)
+
+
+def _table(rows: Sequence[Row], grouped: bool) -> Table:
+    """The rows; grouped, a section's name stands once above its keys, which keeps lines short."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("key", "given", "resolved"):
+        table.add_column(column, overflow="fold")
+    table.add_column("became", no_wrap=True)
+    table.add_column("why")
+    above = ""
+    for row in rows:
+        section, _, name = row.key.rpartition(".")
+        if grouped and section and section != above:
+            table.add_row(f"[bold]{escape(section)}[/]")
+        above = section
+        key = f"  {name}" if grouped and section else row.key
+        given = "" if row.given is NOT_GIVEN else shown(row.given, 40)
+        resolved = "" if row.resolved is None else shown(row.resolved, 40)
+        became = f"[{STYLES[row.became]}]{row.became}[/]"
+        table.add_row(escape(key), escape(given), escape(resolved), became, escape(row.why))
+    return table
+
+
+def _stand_ins(given: list[str]) -> dict[str, Any] | None:
+    """KEY=VALUE pairs as a mapping; a value that is not JSON is a string.
+
+    Example:
+      >>> _stand_ins(["a.b=300", "c=linear"])
+      {'a.b': 300, 'c': 'linear'}
+    """
+    found: dict[str, Any] = {}
+    for pair in given:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--auto")
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found or None

@@ -1,0 +1,69 @@
+"""What fields say to each other: contradictions, and those that do nothing beside the others."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zerojax.config.errors import shown
+
+DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+    "raise_error_at_min_scale",
+)
+"""Fields that only a dynamic loss scale reads."""
+
+BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
+
+
+def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
+    """What cannot be together.
+
+    Args:
+      values: by field of `ZeroConfig`, each of its kind; fields that are wrong in themselves are
+        left out.
+      name: how the reader knows a field, such as "fp16.enabled".
+
+    Example:
+      >>> list(contradictions({"fp16": True, "bf16": True}))
+      ['fp16: bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16 or bf16 to false']
+    """
+    if values.get("fp16") and values.get("bf16"):
+        fp16, bf16 = name("fp16"), name("bf16")
+        yield f"{fp16}: {BOTH}; set {fp16} or {bf16} to false"
+    scale = values.get("loss_scale", 0)
+    smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
+    if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
+        yield (
+            f"{name('min_loss_scale')} = {shown(smallest)} lies above the initial scale, "
+            f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
+        )
+
+
+def idle(values: Mapping[str, Any]) -> dict[str, str]:
+    """Fields that do nothing beside the others, each with the reason.
+
+    Args:
+      values: by field of `ZeroConfig`.
+
+    Example:
+      >>> idle({"fp16": True, "loss_scale": 128.0})["hysteresis"]
+      'the loss scale is static: loss_scale is not 0'
+    """
+    fp16, bf16 = bool(values.get("fp16")), bool(values.get("bf16"))
+    found: dict[str, str] = {}
+    if not fp16:
+        found |= dict.fromkeys(("loss_scale", *DYNAMIC), "fp16 is off")
+    elif values.get("loss_scale"):
+        found |= dict.fromkeys(DYNAMIC, "the loss scale is static: loss_scale is not 0")
+    if not fp16 and not bf16:
+        found["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
+    if fp16:
+        found["check_grad_overflow"] = "fp16 skips every update that is not finite anyhow"
+    elif not bf16:
+        found["check_grad_overflow"] = "bf16 is off"
+    if values.get("stage") != 3:
+        found["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    return found

@@ -1,0 +1,183 @@
+"""A config as a table: every key, the value in force, and what became of it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.errors import ConfigError
+from zerojax.config.families import FAMILIES, REQUIRED, resolve_type
+from zerojax.config.keys import KEYS, sections
+from zerojax.config.load import read
+from zerojax.config.note import Status
+from zerojax.config.old_names import renamed
+from zerojax.config.reading import Reading
+
+TRIANGLE = {
+    "train_batch_size": "train",
+    "train_micro_batch_size_per_gpu": "micro",
+    "gradient_accumulation_steps": "accumulation",
+}
+"""The keys of the batch, and the field of `BatchSizes` that each is."""
+
+NOT_GIVEN = object()
+"""In `Row.given`: the config does not have the key."""
+
+Became = Status | Literal["refused", "wrong"]
+
+_REFUSED = " is not supported: "
+
+
+class Row(NamedTuple):
+    """One key.
+
+    Attributes:
+      key: its dotted path, as the config writes it.
+      given: its value in the config, or `NOT_GIVEN`.
+      resolved: the value in force; None where there is none, or where the batch decides.
+      became: what `Note.status` says; "refused" for what zerojax does not do, "wrong" for what
+        no one could do.
+      why: the reason, with the remedy where one is needed.
+    """
+
+    key: str
+    given: Any
+    resolved: Any
+    became: Became
+    why: str
+
+
+class Explanation(NamedTuple):
+    """The rows of a config, and its problems as `ConfigError` has them."""
+
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+
+
+def explain(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    auto: Mapping[str, Any] | None = None,
+    devices: int | None = None,
+    every: bool = False,
+) -> Explanation:
+    """Says of every key of a config what became of it, whether or not the config would load.
+
+    Rows come in the config's order; after them the defaults that change numbers.
+
+    Args:
+      config: the path of a JSON file, or a mapping of the same form.
+      auto: what stands in for "auto", as for `load`.
+      devices: the data-parallel devices, for which the batch sizes are solved.
+      every: a row for every key that zerojax knows.
+
+    Raises:
+      ConfigError: the file cannot be read as JSON.
+
+    Example:
+      >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
+      >>> [(row.key, row.resolved, row.became) for row in rows][:3]
+      [('bf16.enabled', True, 'honoured'), ('train_batch_size', 64, 'honoured'), \
+('gradient_clipping', 1.0, 'default')]
+      >>> [(row.key, row.resolved) for row in rows][3:]
+      [('train_micro_batch_size_per_gpu', 8), ('gradient_accumulation_steps', 1)]
+    """
+    reading = read(config, auto)
+    problems = list(reading.problems)
+    sizes = None
+    if devices is not None:
+        try:
+            train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
+            sizes = solve(train, micro, accumulation, devices)
+        except ConfigError as error:
+            problems += [f"train_batch_size: {problem}" for problem in error.problems]
+    table = _Table(reading, problems, sizes, devices)
+    rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
+    told = {renamed(row.key) for row in rows}
+    rows += [row for row in table.defaults() if row.key not in told]
+    if every:
+        told |= {row.key for row in rows}
+        rows += [row for row in table.known() if row.key not in told]
+    return Explanation(tuple(rows), tuple(problems))
+
+
+class _Table:
+    def __init__(
+        self,
+        reading: Reading,
+        problems: list[str],
+        sizes: BatchSizes | None,
+        devices: int | None,
+    ) -> None:
+        self.reading, self.problems, self.sizes, self.devices = reading, problems, sizes, devices
+        self.notes = {note.key: note for note in reading.notes}
+
+    def given(self, path: str, value: Any) -> Row:
+        """The row of a key that the config has."""
+        key = renamed(path)
+        for problem in self.problems:
+            if why := _about(problem, path) or _about(problem, key):
+                return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+        if path == "zero_optimization" and isinstance(value, bool):
+            return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
+        if value == {}:
+            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
+        if (note := self.notes.get(key)) is None:
+            return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")
+        if note.status == "resolved" and (size := self._size(key)) is not None:
+            why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
+            return Row(path, value, size, "resolved", why)
+        return Row(path, value, note.holds, note.status, note.reason)
+
+    def _size(self, key: str) -> int | None:
+        return getattr(self.sizes, TRIANGLE.get(key, ""), None)
+
+    def defaults(self) -> Iterator[Row]:
+        """Defaults that change numbers, and the batch sizes that follow from the others."""
+        for note in self.reading.notes:
+            if note.status == "default":
+                yield Row(note.key, NOT_GIVEN, note.holds, "default", note.reason)
+        for key in TRIANGLE:
+            if (size := self._size(key)) is not None:
+                why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
+                yield Row(key, NOT_GIVEN, size, "resolved", why)
+
+    def known(self) -> Iterator[Row]:
+        """Every key of the table, with what would become of it."""
+        for path, key in KEYS.items():
+            if path in ("optimizer.params", "scheduler.params"):
+                yield from self._params(path.partition(".")[0])
+                continue
+            if key.treatment == "off only":
+                why = f"the only choice: {key.why}"
+            else:
+                why = f"{key.treatment}: {key.why}" if key.why else key.treatment
+            yield Row(path, NOT_GIVEN, key.default, "default", why)
+
+    def _params(self, section: str) -> Iterator[Row]:
+        given = self.reading.given.get(f"{section}.type")
+        name = resolve_type(section, given)[0] if isinstance(given, str) else None
+        for key, param in FAMILIES[section][name].params.items() if name else ():
+            default = None if param.default is REQUIRED else param.default
+            yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
+
+
+def _about(problem: str, key: str) -> str:
+    """What a problem says of a key, or "" where it is about another one."""
+    if problem.startswith(f"{key}: "):
+        return problem[len(key) + 2 :]
+    if problem.startswith(f"{key} = "):
+        return problem.partition(_REFUSED)[2] or problem[len(key) + 3 :]
+    return ""
+
+
+def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Each path and value, down to what the table has a row for."""
+    for name, value in raw.items():
+        path = f"{section}{name}"
+        known = renamed(path)
+        inner = known in sections() or known in ("optimizer.params", "scheduler.params")
+        if isinstance(value, Mapping) and value and inner:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value

@@ -1,0 +1,66 @@
+"""Names and forms that DeepSpeed still takes, given their present ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+_ZERO = "zero_optimization"
+
+ALIASES = {"bfloat16": "bf16"} | {
+    f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}"
+    for name in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+        "partition_stream_chunk_size",
+    )
+}
+"""Other names, by dotted path; DeepSpeed takes these of stage 3 without their prefix."""
+
+
+def renamed(path: str) -> str:
+    """The present name of a key.
+
+    Example:
+      >>> renamed("bfloat16.enabled")
+      'bf16.enabled'
+    """
+    for old, new in ALIASES.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path[len(old) :]
+    return path
+
+
+def rename(raw: dict[str, Any]) -> Iterator[str]:
+    """Gives every key its present name, in place; yields what is wrong.
+
+    `"zero_optimization": true` is read as stage 1, false as stage 0.
+
+    Args:
+      raw: a config in plain dicts.
+
+    Example:
+      >>> raw = {"zero_optimization": True, "bfloat16": {}}
+      >>> list(rename(raw))
+      []
+      >>> raw
+      {'zero_optimization': {'stage': 1}, 'bf16': {}}
+    """
+    if isinstance(switch := raw.get(_ZERO), bool):
+        raw[_ZERO] = {"stage": int(switch)}
+    for old, new in ALIASES.items():
+        section, _, old_name = old.rpartition(".")
+        where = raw.get(section) if section else raw
+        if not isinstance(where, dict) or old_name not in where:
+            continue
+        new_name = new.rpartition(".")[2]
+        if new_name in where:
+            yield f"{old}: means the same as `{new}`; keep one of them"
+            del where[old_name]
+        else:
+            where[new_name] = where.pop(old_name)

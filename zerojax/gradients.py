@@ -1,0 +1,123 @@
+"""Drop-ins for ``jax.value_and_grad`` and ``jax.grad`` that know of the loss scale."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.marks import SEED, WEIGHT
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: jax.typing.ArrayLike | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As ``jax.value_and_grad``, or ``nnx.value_and_grad`` where an argument is an NNX module.
+
+    In a step decorated with fp16 on, the loss is multiplied by the state's loss scale before the
+    backward pass. The value is the loss itself; the gradient carries the scale, and the optimizer
+    takes it out again. Everywhere else it computes what jax's own does.
+
+    Args:
+      fun, argnums, has_aux: see ``jax.value_and_grad``.
+      loss_scale: scalar; the scale to use outside a decorated step, with an optimizer that
+        :func:`zerojax.wrap` gave a ``LossScale``: ``zerojax.telemetry(state)["loss_scale"]``.
+      **options: passed on.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> value, grad = value_and_grad(lambda w: 3.0 * w, loss_scale=8.0)(jnp.float32(2.0))
+      >>> float(value), float(grad)
+      (6.0, 24.0)
+    """
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = fun(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
+            return loss, (loss, aux)  # for jax to refuse
+        one = checkpoint_name(jnp.ones((), jnp.float32), SEED)
+        scale = one if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
+        # In float32: a loss in fp16 would overflow here.
+        return loss * scale, (loss, aux)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        modules = any(isinstance(x, nnx.Module) for x in args)
+        transform: Any = nnx.value_and_grad if modules else jax.value_and_grad
+        (_, (value, aux)), grads = transform(scaled, argnums=argnums, has_aux=True, **options)(
+            *args, **kwargs
+        )
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: jax.typing.ArrayLike | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As ``jax.grad``; see :func:`value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(grad(lambda w: 3.0 * w)(jnp.float32(2.0)))
+      3.0
+    """
+    both = value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    r"""The mean of per-token losses, which tells gradient accumulation its weight.
+
+    .. math:: \ell = \sum_i w_i v_i \; / \sum_i w_i
+
+    in float32 at least, and 0 where all weights are. With accumulation in a decorated step,
+    micro-batches then count by their :math:`W_m = \sum_i w_i`, and the gradient is that of the
+    mean over the whole batch,
+
+    .. math:: g = \sum_m W_m g_m \; / \sum_m W_m
+
+    whatever share of its tokens each micro-batch masks; scalar metrics are averaged alike.
+    (An equal-weight mean over micro-batches, as in DeepSpeed, is another loss.)
+
+    Args:
+      values: [...], of any shape.
+      weights: broadcast to the shape of ``values``; a mask will do.
+
+    Returns:
+      float [].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(weighted_mean(jnp.array([1.0, 5.0, 9.0]), jnp.array([1, 1, 0])))
+      3.0
+    """
+    wide = jnp.promote_types(jnp.result_type(values), jnp.float32)
+    values = jnp.asarray(values, wide)
+    weights = jax.lax.stop_gradient(jnp.broadcast_to(jnp.asarray(weights, wide), values.shape))
+    total = checkpoint_name(jnp.sum(weights), WEIGHT)
+    # A masked value may be anything, inf and NaN too.
+    part = jnp.where(weights == 0, 0, values) * weights
+    return jnp.sum(part) / jnp.where(total == 0, 1, total)

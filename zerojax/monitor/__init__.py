@@ -1,0 +1,27 @@
+"""Logs that DeepSpeed's users know: the line every ``steps_per_print``, the times of
+``wall_clock_breakdown``, and metrics in CSV files, TensorBoard and wandb under DeepSpeed's tags.
+
+A decorated step reports by itself, as the config says::
+
+    {"steps_per_print": 10,
+     "csv_monitor": {"enabled": true, "output_path": "logs", "job_name": "gpt"}}
+
+:class:`Reporter` is what it uses, and serves any other loop too:
+
+Example:
+  >>> import pathlib, tempfile
+  >>> import jax.numpy as jnp
+  >>> from zerojax.config import ZeroConfig
+  >>> logs = tempfile.mkdtemp()
+  >>> config = ZeroConfig.from_keywords(csv_monitor={"output_path": logs, "job_name": "a"})
+  >>> last = {"learning_rate": jnp.float32(0.5), "grad_norm": jnp.float32(2.0),
+  ...         "loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0), "step": jnp.int32(1)}
+  >>> with Reporter(config) as reporter:
+  ...     reporter.record(last, {"loss": jnp.float32(0.25)}, rows=8)
+  >>> print(pathlib.Path(logs, "a", "Train_Samples_train_loss.csv").read_text())
+  step,train_loss
+  8,0.25
+  <BLANKLINE>
+"""
+
+from zerojax.monitor.reporter import Reporter as Reporter

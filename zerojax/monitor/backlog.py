@@ -1,0 +1,146 @@
+"""Steps whose figures the device has not finished, and their way to the writers."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from zerojax.monitor.tags import RATE, Event
+
+_LONGEST = 256  # steps
+
+
+class Writer(Protocol):
+    """Takes metrics, in order. What it raises is reported, and training goes on."""
+
+    where: str  # for messages: a folder, or what stands for it
+
+    def write(self, events: Sequence[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Figures(NamedTuple):
+    """What one step reports.
+
+    Attributes:
+      rows: of its global batch.
+      step: the state's count of steps after this one; an array, maybe not ready.
+      scalars: arrays (maybe not ready) and numbers by tag.
+    """
+
+    rows: int
+    step: Any
+    scalars: Mapping[str, Any]
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [x for x in (self.step, *self.scalars.values()) if hasattr(x, "is_ready")]
+
+    def ready(self) -> bool:
+        return all(_deleted(x) or x.is_ready() for x in self.arrays)
+
+
+class Backlog:
+    """Keeps the figures of steps until the device is done, then writes them, in order.
+
+    Errors of a writer are logged, once for each, and training goes on; the writer is asked again
+    with what comes next. What is left is written when the interpreter exits.
+
+    Args:
+      open_writers: called before the first figures are taken, and anew after :meth:`close`.
+    """
+
+    def __init__(self, open_writers: Callable[[], list[Writer]]) -> None:
+        self._open = open_writers
+        self._writers: list[Writer] | None = None
+        self._waiting: deque[Figures] = deque()
+        self._samples = 0
+        self._said: set[str] = set()
+        self.before: int | None = None
+        """Steps that the state had made before the first one here; None until that is ready."""
+
+    def open(self) -> None:
+        """Opens the writers now; what is wrong with them is raised."""
+        if self._writers is None:
+            self._writers = self._open()
+            # After the writers and jax: what is registered last runs first, and needs both.
+            atexit.register(self.close)
+
+    def push(self, figures: Figures) -> None:
+        """Takes a step's figures. Waits for the device only where it is 256 steps behind: what
+        waits has a bound, and a device with so much ahead of it does not run dry."""
+        self.open()
+        if self._writers:
+            for x in figures.arrays:
+                if hasattr(x, "copy_to_host_async") and not _deleted(x):
+                    x.copy_to_host_async()
+        if self._writers or self.before is None:
+            self._waiting.append(figures)
+        self.drain()
+
+    def drain(self, *, wait: bool = False) -> None:
+        """Writes the figures of the steps that are done; with ``wait``, of all."""
+        events: list[Event] = []
+        try:
+            while self._waiting and (
+                wait or len(self._waiting) > _LONGEST or self._waiting[0].ready()
+            ):
+                events += self._events(self._waiting.popleft())
+        finally:  # a step that failed on the device raises; those before it are written
+            if events:
+                self._write(events)
+
+    def close(self) -> None:
+        """Writes everything and closes the writers."""
+        atexit.unregister(self.close)
+        try:
+            self.drain(wait=True)
+        finally:
+            writers, self._writers = self._writers or [], None
+            for writer in writers:
+                try:
+                    writer.close()
+                except Exception as error:
+                    self._warn(writer.where, error)
+
+    def _events(self, figures: Figures) -> Iterator[Event]:
+        if self.before is None:
+            # A state that comes from a checkpoint goes on where it was on the axis of samples.
+            self.before = 0 if _deleted(figures.step) else max(0, int(figures.step) - 1)
+            self._samples = self.before * figures.rows
+        self._samples += figures.rows
+        if not self._writers:
+            return
+        for tag, x in figures.scalars.items():
+            if _deleted(x):
+                self._warn(tag, RuntimeError("its array was deleted or donated before it was read"))
+                continue
+            value = float(x)
+            if tag != RATE or not math.isnan(value):  # NaN is a rate that cannot be known
+                yield tag, value, self._samples
+
+    def _write(self, events: list[Event]) -> None:
+        for writer in self._writers or ():
+            try:
+                writer.write(events)
+            except Exception as error:
+                self._warn(writer.where, error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logging.getLogger("zerojax").warning(
+                "%s: metrics are missing (%s: %s). Training goes on; this is said once.",
+                what,
+                type(error).__name__,
+                error,
+            )
+
+
+def _deleted(x: Any) -> bool:
+    return hasattr(x, "is_deleted") and x.is_deleted()

@@ -1,0 +1,74 @@
+"""The lines of ``steps_per_print`` and ``wall_clock_breakdown``: their text, and who sees them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.config import ZeroConfig
+from zerojax.monitor.tags import LOSS
+
+
+def progress(
+    report: Mapping[str, Any], figures: Mapping[str, Any], momentum: Any, *, fp16: bool
+) -> str:
+    """DeepSpeed's line about the last step, with what DeepSpeed leaves out behind it.
+
+    Reads the arrays, and so waits for the step.
+
+    Example:
+      >>> report = {"step": 10, "skipped_steps": 1, "learning_rate": 0.001, "grad_norm": 2.0,
+      ...           "loss_scale": 32768.0}
+      >>> progress(report, {LOSS: 0.25}, (0.9, 0.999), fp16=True)
+      'step=10, skipped=1, lr=[0.001], mom=[(0.9, 0.999)], loss=0.25, grad_norm=2, loss_scale=32768'
+    """
+    parts = [
+        f"step={int(report['step'])}",
+        f"skipped={int(report['skipped_steps'])}",
+        f"lr=[{float(report['learning_rate']):.7g}]",
+    ]
+    if momentum is not None:
+        parts.append(f"mom=[{momentum}]")
+    if LOSS in figures:
+        parts.append(f"loss={float(figures[LOSS]):.6g}")
+    parts.append(f"grad_norm={float(report['grad_norm']):.6g}")
+    if fp16:
+        parts.append(f"loss_scale={float(report['loss_scale']):.10g}")
+    return ", ".join(parts)
+
+
+def momentum(config: ZeroConfig) -> Any:
+    """What DeepSpeed prints as ``mom``: the optimizer's betas or momentum, 0.0 without any.
+
+    None where it is not the config's to say: without an optimizer, or where OneCycle moves it.
+    """
+    if config.optimizer is None:
+        return None
+    if config.scheduler is not None and config.scheduler.with_defaults().get("cycle_momentum"):
+        return None
+    params = config.optimizer.with_defaults()
+    return params.get("betas", params.get("momentum", 0.0))
+
+
+def say(line: str) -> None:
+    """Logs a line that the config asked for, at INFO, so that it is seen.
+
+    Python's logging drops INFO unless told otherwise: without handlers there is nobody to show
+    it, and the root logger stands at WARNING, where importing orbax leaves a handler of its own.
+    A config that asks for lines says that they are wanted. So the level of the root logger is
+    passed over, and where no handler is found the line goes to stderr. Nothing is installed or
+    changed to that end, and no line comes twice. What silences it are levels that name zerojax:
+    ``logging.getLogger("zerojax").setLevel(logging.WARNING)``, a handler's own level,
+    ``logging.disable``.
+    """
+    logger = logging.getLogger("zerojax")
+    if logger.level > logging.INFO or logger.manager.disable >= logging.INFO:
+        return
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
+    if logger.hasHandlers():
+        logger.handle(record)
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
+    handler.handle(record)

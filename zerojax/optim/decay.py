@@ -1,0 +1,71 @@
+"""Which parameters a weight decay leaves alone, told by their names."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+Mask: TypeAlias = Any | Callable[[optax.Params], Any]
+"""As optax has it: a tree of booleans like the parameters or a prefix, or a function to one."""
+
+_WEIGHTS = {"kernel", "embedding"}
+_BIAS_OR_SCALE = {"bias", "biases", "scale", "gamma", "beta", "gain"}
+# LayerNorm_0, input_layernorm, normalization, norm1, ln_f, bn2; but not normal.
+_NORM = re.compile(r"norm(?!al(?!i))|(?:^|_)(?:ln|bn|gn)(?:_|\d|$)", re.IGNORECASE)
+
+
+def no_bias_and_norm(params: optax.Params) -> Any:
+    """True for what is decayed: everything but biases and the parameters of norms.
+
+    By name, as the number of dimensions says nothing: `nn.scan` stacks the biases of its layers to
+    matrices. A leaf is left alone if the last word of its name is bias, scale, gain, gamma or beta,
+    or if a module on its path is a norm (`LayerNorm_0`, `norm1`, `ln_f`, `bn2`, ...). Leaves named
+    kernel or embedding are always decayed. flax's boxes and NNX's variables are seen through.
+
+    Args:
+      params: of linen, of NNX, or any tree with names; `optax.MaskedNode` in it is kept.
+
+    Example:
+      >>> no_bias_and_norm({"ln_f": {"weight": 1.0}, "h": {"bias": 1.0, "kernel": 1.0}})
+      {'h': {'bias': False, 'kernel': True}, 'ln_f': {'weight': False}}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not is_bias_or_norm(names_of(path)), params
+    )
+
+
+def is_bias_or_norm(names: tuple[str, ...]) -> bool:
+    """Whether a parameter is a bias or a norm's; see :func:`no_bias_and_norm`.
+
+    Example:
+      >>> is_bias_or_norm(("attn", "out_bias")), is_bias_or_norm(("attn", "kernel"))
+      (True, False)
+    """
+    if not names or names[-1] in _WEIGHTS:
+        return False
+    *modules, own = names
+    return own.lower().split("_")[-1] in _BIAS_OR_SCALE or any(map(_NORM.search, modules))
+
+
+def names_of(path: Iterable[Any]) -> tuple[str, ...]:
+    """The names on a leaf's path; the box around a flax parameter is none.
+
+    Example:
+      >>> (path, _), = jax.tree_util.tree_leaves_with_path({"h": [{"kernel": 1.0}]})
+      >>> names_of(path)
+      ('h', '0', 'kernel')
+    """
+    keys = list(path)
+    # linen's Partitioned and NNX's Variable hold their array as an attribute.
+    while keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
+        keys.pop()
+    return tuple(
+        str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys
+    )
+
+
+def mask_named(name: str) -> Mask | None:
+    """The mask that `optimizer.params.weight_decay_mask` names; None decays all."""
+    return {"all": None, "no_bias_and_norm": no_bias_and_norm}[name]

@@ -1,0 +1,144 @@
+"""Muon: momentum made orthogonal for matrices, Adam for the rest.
+
+Shapes: a flax kernel is [..., in, out], the transpose of torch's.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from zerojax.optim.decay import is_bias_or_norm, names_of
+
+Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
+"""From a leaf's path and the leaf to its rows and columns; None gives the leaf to Adam."""
+
+_LAST_TWO = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+# Whole names of modules or leaves, beside all that have "embed" in them.
+_EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
+
+
+def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+    """Which leaves Muon updates, and as what matrix.
+
+    Adam gets leaves of one dimension, biases and norms by name (so when `nn.scan` has stacked
+    them too), and the embeddings and the output head: a name on the path holds "embed", or is wte,
+    wpe, lm_head, head, output_head, logits or classifier. Every other leaf is a matrix in its last
+    two dimensions, [in, out], and a stack of them over the others: [L, in, out] are L matrices.
+
+    DeepSpeed knows "embed" and "lm_head" alone, and so gives GPT-2's `wte` and `wpe` to Muon. It
+    flattens a convolution to one matrix, which here is one for each tap. The kernels of flax's
+    `DenseGeneral` attention, [in, heads, d], look like stacks: pass a function of your own as
+    `matrices` for them.
+
+    Example:
+      >>> kernel, = jax.tree_util.tree_leaves_with_path({"mlp": {"kernel": jnp.ones((2, 3, 4))}})
+      >>> last_two_axes(*kernel)
+      MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+      >>> table, = jax.tree_util.tree_leaves_with_path({"wte": {"embedding": jnp.ones((3, 4))}})
+      >>> last_two_axes(*table) is None
+      True
+    """
+    names = names_of(path)
+    embedding_or_head = any("embed" in n or n in _EMBEDDING_OR_HEAD for n in map(str.lower, names))
+    if leaf.ndim < 2 or embedding_or_head or is_bias_or_norm(names):
+        return None
+    return _LAST_TWO
+
+
+def muon_or_adam(
+    muon: optax.GradientTransformation,
+    adam: optax.GradientTransformation,
+    matrices: Matrices = last_two_axes,
+) -> optax.GradientTransformationExtraArgs:
+    """One transformation for the matrices and another for the other leaves.
+
+    Args:
+      muon, adam: whole update rules, with their rates.
+      matrices: which leaves are matrices.
+
+    Example:
+      >>> tx = muon_or_adam(optax.sgd(1.0), optax.sgd(0.5))
+      >>> p = {"kernel": jnp.ones((1, 1)), "bias": jnp.ones((1,))}
+      >>> updates, _ = tx.update(p, tx.init(p), p)
+      >>> updates["kernel"].item(), updates["bias"].item()
+      (-1.0, -0.5)
+    """
+
+    def labels(params: optax.Params) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: "adam" if matrices(path, x) is None else "muon", params
+        )
+
+    return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+class ScaleByOrthogonalState(NamedTuple):
+    """State of `scale_by_orthogonal_momentum`.
+
+    Attributes:
+      momentum: like the parameters.
+    """
+
+    momentum: optax.Updates
+
+
+def scale_by_orthogonal_momentum(
+    momentum: float = 0.95, matrices: Matrices = last_two_axes
+) -> optax.GradientTransformation:
+    """DeepSpeed's Muon: m = b m + (1 - b) g; u = NS(b m + (1 - b) g) sqrt(max(1, out / in)).
+
+    NS is five Newton-Schulz steps from X / (|X| + 1e-7): A = X X^T, then
+    X = 3.4445 X + (-4.775 A + 2.0315 A A) X, in the gradients' own dtype (DeepSpeed: bf16 or fp16,
+    with "gram" another order of the same products). torch's rows are flax's `out`.
+
+    NS is optax's; the momentum is not: `optax.contrib.scale_by_muon` corrects the bias of m and of
+    g by different factors, which turns the direction of the first few updates.
+
+    DeepSpeed's ZeRO makes gradients orthogonal before it measures and clips their norm, and before
+    it takes the loss scale out. Here they are unscaled and clipped first, as for every optimizer.
+
+    Args:
+      momentum: b, used as Nesterov has it.
+      matrices: which axes are `in` and `out`; for every leaf that gets here.
+
+    Example:
+      >>> tx = scale_by_orthogonal_momentum()
+      >>> g = {"kernel": jnp.array([[3.0, 0.0], [0.0, 3.0]])}
+      >>> u, _ = tx.update(g, tx.init(g))
+      >>> [[round(float(x), 1) for x in row] for row in u["kernel"]]
+      [[1.1, 0.0], [0.0, 1.1]]
+    """
+    b = momentum
+
+    def axes(tree: optax.Updates) -> Any:
+        return jax.tree_util.tree_map_with_path(matrices, tree)
+
+    # Without momentum it is nothing but the orthogonalisation, which optax does not export.
+    orthogonal = scale_by_muon(beta=0.0, eps=1e-7, nesterov=False, weight_dimension_numbers=axes)
+
+    def scaled(u: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
+        rows, columns = (_size(u, a) for a in (numbers.output_axis, numbers.reduction_axis))
+        return u * math.sqrt(max(1.0, rows / columns))
+
+    def init(params: optax.Params) -> ScaleByOrthogonalState:
+        return ScaleByOrthogonalState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        updates: optax.Updates, state: ScaleByOrthogonalState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByOrthogonalState]:
+        del params
+        mean = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.momentum, updates)
+        ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
+        turned, _ = orthogonal.update(ahead, orthogonal.init(ahead))
+        return jax.tree.map(scaled, turned, axes(turned)), ScaleByOrthogonalState(mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _size(x: jax.Array, axes: Any) -> int:
+    return math.prod(x.shape[a] for a in ((axes,) if isinstance(axes, int) else axes))

@@ -25,7 +25,6 @@ TESTED_BY = {
     "zerojax/state.py": "test_sharding.py",
     "zerojax/found.py": "test_mixed_precision.py",
     "zerojax/marks.py": "test_mixed_precision.py",
-    "zerojax/watch.py": "test_mixed_precision.py",
     "zerojax/parts.py": "test_sharding.py",
     "zerojax/plan.py": "test_sharding.py",
     "zerojax/report.py": "test_sharding.py",

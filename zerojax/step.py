@@ -205,6 +205,10 @@ class Step:
         watch.note(signals, out, program.layout.rows(batch))
         return parts, out
 
+    def close(self) -> None:
+        """Writes the logs that are left, as the end of the program does. Steps may follow."""
+        self._watch.close()
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
 

@@ -91,3 +91,7 @@ class Watch:
             self._flags.append(exhausted)
         if self._reporter.active:
             self._reporter.record(signals, out, rows, self._times or None)
+
+    def close(self) -> None:
+        """Writes what is left of the logs."""
+        self._reporter.close()

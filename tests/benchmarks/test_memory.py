@@ -94,3 +94,17 @@ def test_any_number_of_devices_compiles_in_the_same_time(devices):
 
 def test_peak_goes_on_falling_with_the_devices():
     assert record(Case(stage=3, devices=64)).peak_bytes < 0.75 * at(3).peak_bytes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_loss_scaling_costs_next_to_nothing(stage):
+    """One more scalar all-reduce at most, and nearly the same peak; fp16 is gathered as fp16."""
+    plain, scaled = at(stage), record(Case(stage=stage, precision="fp16"))
+    assert set(plain.gather_dtypes) == {"bf16"}
+    assert set(scaled.gather_dtypes) == {"f16"}
+    assert sum(scaled.gather_dtypes.values()) == sum(plain.gather_dtypes.values())
+    more = scaled.collective_counts["all-reduce"] - plain.collective_counts["all-reduce"]
+    assert more <= 1
+    assert scaled.largest_all_reduce <= plain.largest_all_reduce + 4
+    assert scaled.peak_bytes < 1.01 * plain.peak_bytes
+    assert scaled.argument_bytes < plain.argument_bytes + 1024

@@ -1,0 +1,21 @@
+"""The trajectories recorded from DeepSpeed itself, step for step."""
+
+import pytest
+
+from benchmarks.peers import DEVICES, PEERS, RECORDS, STAGES, distance
+
+pytestmark = pytest.mark.skipif(not PEERS.exists(), reason=f"no records at {PEERS}")
+
+LOSS = dict(zip(RECORDS, (2e-4, 1e-3, 1e-2), strict=True))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_record_is_reproduced(record: str, stage: int, devices: int) -> None:
+    off = distance(record, stage, devices)
+    assert off.loss < LOSS[record]
+    assert off.learning_rate < 1e-9
+    assert off.loss_scales == off.skipped == 0
+    if record.startswith("fp32"):
+        assert off.grad_norm < 1e-3

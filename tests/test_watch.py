@@ -74,7 +74,8 @@ def test_lines_and_times(caplog: pytest.LogCaptureFixture) -> None:
         for batch in batches(5):
             state, _ = decorated(state, batch)
     lines = [r.getMessage() for r in caplog.records]
-    assert [line.split(",")[0] for line in lines if line.startswith("step=")] == ["step=2", "step=4"]
+    printed = [line.split(",")[0] for line in lines if line.startswith("step=")]
+    assert printed == ["step=2", "step=4"]
     times = [line for line in lines if line.startswith("time (ms)")]
     assert len(times) == 3
     assert "compilation included" in times[0]

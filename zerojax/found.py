@@ -71,6 +71,6 @@ def _check_weights(jaxpr: Any) -> None:
         where = "inside a loop or branch" if looped else f"{straight} times"
         raise ValueError(
             f"the step calls zerojax.weighted_mean {where}: the weight of a micro-batch is one "
-            "number. Compute the loss with one weighted_mean outside loops, and other means with "
-            "jnp.mean."
+            "number. Compute the loss with one weighted_mean outside loops, and other means as "
+            "jnp.sum(values * weights) / jnp.sum(weights)."
         )

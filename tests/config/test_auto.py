@@ -82,3 +82,18 @@ def test_what_is_not_done_is_off_when_auto(path):
         config["optimizer"]["type"] = "Adam"
     (note,) = [note for note in load(config).notes if note.key == path]
     assert (note.status, note.holds) == ("resolved", KEYS[path].default)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
+def test_the_peak_of_a_warm_up_is_the_optimizers_rate_where_it_is_auto(name: str) -> None:
+    params: dict[str, object] = {"warmup_max_lr": "auto", "warmup_num_steps": 5}
+    if name == "WarmupDecayLR":
+        params["total_num_steps"] = 50
+    config = load({
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "scheduler": {"type": name, "params": params},
+    })  # fmt: skip
+    assert config.scheduler is not None
+    assert config.scheduler.with_defaults()["warmup_max_lr"] is None
+    (note,) = [n for n in config.notes if n.key == "scheduler.params.warmup_max_lr"]
+    assert (note.status, note.reason) == ("resolved", "the optimizer's learning rate")

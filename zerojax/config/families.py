@@ -36,7 +36,7 @@ class Checked(NamedTuple):
 
     Attributes:
       values: the parameters given, as their kinds; a list has become a tuple.
-      autos: the names given as "auto", which their defaults resolve.
+      autos: the names given as "auto", which their defaults (or null) resolve.
       problems: one sentence for each that is wrong.
     """
 
@@ -67,6 +67,8 @@ def check_params(
                 found.problems.append(f'{path}: "auto" cannot be resolved: {table[key].why}')
             else:
                 found.autos.append(key)
+                if table[key].auto:
+                    found.values[key] = None
         elif not table[key].kind.accepts(value):
             found.problems.append(f"{path}: expected {table[key].kind.says}, got {shown(value)}")
         else:

@@ -20,6 +20,7 @@ class Param:
       only: the values that are supported, where not all of the kind are.
       why: why the others are not, with the remedy; for `REQUIRED`, why "auto" cannot be resolved.
       loud: its default is reported when a JSON omits it.
+      auto: what null stands for, where "auto" means null; elsewhere "auto" is the default.
     """
 
     kind: Kind
@@ -27,6 +28,7 @@ class Param:
     only: tuple[Any, ...] = ()
     why: str = ""
     loud: bool = False
+    auto: str = ""
 
 
 @dataclass(frozen=True)

@@ -144,14 +144,16 @@ class Reading:
         ]
         table = FAMILIES[section][name].params
         for key, value in values.items():
+            if key in autos:
+                continue
             if f"{section}.params.{key}" in self._stands_in:
                 self._note(section, key, "auto", "resolved", _STOOD_IN, value)
             else:
                 self._note(section, key, value, "honoured", f"of {name}", value)
         for key in autos:
-            default = _default_words(section, key, table[key].default)
-            reason = f"DeepSpeed's default, {default}"
-            self._note(section, key, "auto", "resolved", reason, table[key].default)
+            default = table[key].default
+            reason = table[key].auto or f"DeepSpeed's default, {shown(default)}"
+            self._note(section, key, "auto", "resolved", reason, values.get(key, default))
         for key, param in table.items():
             if param.loud and key not in params:
                 reason = f"DeepSpeed's for {name}"
@@ -166,12 +168,6 @@ class Reading:
 
 def _or_pass(path: str) -> str:
     return f'or pass it: auto={{"{path}": ...}}'
-
-
-def _default_words(section: str, key: str, default: Any) -> str:
-    if (section, key) == ("scheduler", "warmup_max_lr") and default is None:
-        return "the optimizer's learning rate"
-    return shown(default)
 
 
 def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:

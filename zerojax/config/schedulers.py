@@ -1,5 +1,7 @@
 """The named schedules of the JSON, with their parameters and DeepSpeed's defaults."""
 
+from dataclasses import replace
+
 from zerojax.config.family import REQUIRED, Family, Param
 from zerojax.config.kinds import (
     AMOUNT,
@@ -19,14 +21,14 @@ _LAST = Param(INTEGER, -1, (-1,), "the step counter in the state says where a ru
 _TOTAL = Param(
     POSITIVE, REQUIRED, why="only the training loop knows how long it runs; write the number"
 )
+_MAX_LR = Param(optional(AMOUNT), None, auto="the optimizer's learning rate")
 _CYCLE_LR = Param(AMOUNT, REQUIRED, why="DeepSpeed has no default for it; write the number")
 
 SCHEDULERS: dict[str, Family] = {
     "WarmupLR": Family(
         {
             "warmup_min_lr": Param(AMOUNT, 0.0),
-            # null: the optimizer's own rate.
-            "warmup_max_lr": Param(optional(AMOUNT), None),
+            "warmup_max_lr": _MAX_LR,
             "warmup_num_steps": _WARMUP_STEPS,
             "warmup_type": _WARMUP_TYPE,
             "last_batch_iteration": _LAST,
@@ -36,7 +38,7 @@ SCHEDULERS: dict[str, Family] = {
         {
             "total_num_steps": _TOTAL,
             "warmup_min_lr": Param(AMOUNT, 0.0),
-            "warmup_max_lr": Param(AMOUNT, 1e-3, loud=True),
+            "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=True),
             "warmup_num_steps": _WARMUP_STEPS,
             "warmup_type": _WARMUP_TYPE,
             "last_batch_iteration": _LAST,

@@ -25,8 +25,8 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     With t = count - 1, w = max(2, warmup_num_steps) and T = total_num_steps:
 
     - WarmupLR: min + (max - min) g; g = ln(t + 1) / ln(w) ("log") or t / w ("linear") while
-      t < w, then 1. `warmup_max_lr` is `base_lr` where it is null, the default.
-    - WarmupDecayLR: the same, then g = max(0, (T - t) / max(1, T - w)). Here `warmup_max_lr` is 1e-3
+      t < w, then 1. `warmup_max_lr` null, the default, is `base_lr`.
+    - WarmupDecayLR: the same, then g = max(0, (T - t) / max(1, T - w)); `warmup_max_lr` is 1e-3
       by default.
     - WarmupCosineLR: base_lr times r0 + (1 - r0) g while t < w, then
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.

@@ -50,8 +50,8 @@ class Run:
         return _furthest(held_out), _furthest(list(means))
 
 
-def run(precision: str, steps: int, model: str, folder: Path) -> Run:
-    """Trains the main job in one precision."""
+def run(precision: str, steps: int, model: str, folder: Path, evaluations: int = 20) -> Run:
+    """Trains the main job in one precision, and evaluates so many times on the way."""
     config: dict[str, Any] = json.loads(DEFAULT_CONFIG.read_text())
     config |= {} if precision == "fp32" else {precision: {"enabled": True}}
     path = folder / f"{precision}.json"
@@ -69,7 +69,7 @@ def run(precision: str, steps: int, model: str, folder: Path) -> Run:
         out=folder / precision,
         seed=0,
         devices=None,
-        eval_every=max(1, steps // 20),
+        eval_every=max(1, steps // evaluations),
         restart=False,
     )
     outcome = train(job, console())

@@ -99,7 +99,8 @@ def test_peak_goes_on_falling_with_the_devices():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_loss_scaling_costs_next_to_nothing(stage):
     """One more scalar all-reduce at most, and nearly the same peak; fp16 is gathered as fp16."""
-    plain, scaled = at(stage), record(Case(stage=stage, precision="fp16"))
+    case = replace(SCANNED, stage=stage)
+    plain, scaled = record(case), record(replace(case, precision="fp16"))
     assert set(plain.gather_dtypes) == {"bf16"}
     assert set(scaled.gather_dtypes) == {"f16"}
     assert sum(scaled.gather_dtypes.values()) == sum(plain.gather_dtypes.values())

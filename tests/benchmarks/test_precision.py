@@ -8,7 +8,7 @@ from benchmarks.precision import ALLOWED, Run, draw, run, table
 
 
 def test_fp16_follows_fp32(tmp_path: Path) -> None:
-    runs = [run(precision, 30, "tiny", tmp_path) for precision in ("fp32", "fp16")]
+    runs = [run(precision, 24, "tiny", tmp_path, 2) for precision in ("fp32", "fp16")]
     assert runs[0].held_out[-1][1] < runs[0].held_out[0][1] - 0.5  # it learns
     assert 0 < max(runs[1].parts_from(runs[0])) < ALLOWED
     draw(tmp_path / "curves.png", runs)

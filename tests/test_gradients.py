@@ -68,6 +68,18 @@ def test_nnx_modules() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 4 * b), grads, want)
 
 
+def test_nnx_modules_in_a_dict_and_by_keyword() -> None:
+    a, b = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+
+    def loss(models: dict[str, nnx.Linear], x: jax.Array) -> jax.Array:
+        return (models["a"](x) * models["b"](x)).sum()
+
+    for mine, its in ((zerojax.grad, nnx.grad), (zerojax.value_and_grad, nnx.value_and_grad)):
+        for args, kwargs in ((({"a": a, "b": b}, X), {}), (({"a": a, "b": b},), {"x": X})):
+            got, want = mine(loss)(*args, **kwargs), its(loss)(*args, **kwargs)
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_the_scaled_loss_is_in_float32() -> None:
     """In fp16 the product of loss and scale would overflow, not only the gradient."""
     value, grad = zerojax.value_and_grad(lambda w: w * 3, loss_scale=2.0**14)(jnp.float16(2))
@@ -171,3 +183,37 @@ def test_one_weight_a_micro_batch() -> None:
     for body, where in ((two, "2 times"), (looped, "inside a loop")):
         with pytest.raises(ValueError, match=where):
             zerojax.zero(stage=2, gradient_accumulation_steps=4)(body)(start(), uneven())
+
+
+def test_a_weight_must_be_that_of_the_loss() -> None:
+    def metric_only(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        right = zerojax.weighted_mean(batch["x"][:, 0] > 0, batch["mask"])
+        return state.apply_gradients(grads=grads), {"loss": value, "right": right}
+
+    def vmapped(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            errors = ((batch["x"] @ params["w"]) ** 2).reshape(4, -1)
+            return jax.vmap(zerojax.weighted_mean)(errors, batch["mask"].reshape(4, -1)).mean()
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params)), 0.0
+
+    zero = zerojax.zero(stage=2, gradient_accumulation_steps=2)
+    for body, what in ((metric_only, "not in the loss"), (vmapped, "under vmap gives 4 weights")):
+        with pytest.raises(ValueError, match=what):
+            zero(body)(start(), uneven())
+
+
+def test_large_weights_do_not_overflow_a_sum_in_fp16() -> None:
+    batch, plain = uneven(), start()
+    batch["mask"] *= 10_000
+    zero = zerojax.zero(
+        stage=2, fp16=True, loss_scale=64.0, grad_accum_dtype="fp16", gradient_accumulation_steps=4
+    )
+    state, _ = zero(masked)(start(), batch)
+    plain, _ = masked(plain, batch)
+    np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-2, atol=1e-3)
+    assert int(zerojax.telemetry(state)["skipped_steps"]) == 0

@@ -328,3 +328,181 @@ def test_auto_cast_casts_the_batch(auto_cast: bool) -> None:
 
     run(zero_for(1, fp16=True, auto_cast=auto_cast), [batches(1)[0] | {"n": np.arange(32)}], body)
     assert seen == {"float16" if auto_cast else "float32", "int32"}
+
+
+@pytest.mark.parametrize(
+    ("process", "allowed"),
+    [
+        (lambda g, p: 0.5 * g, True),
+        (lambda g, p: g.astype(jnp.float32) * jnp.sign(p), True),
+        (lambda g, p: jnp.where(jnp.isnan(g), 0, g), True),
+        (lambda g, p: g + g, True),
+        (lambda g, p: g + 0.1 * p, False),
+        (lambda g, p: g - 1e-3, False),
+        (lambda g, p: jnp.clip(g, -1, 1), False),
+        (lambda g, p: g * jnp.minimum(1, 1 / jnp.linalg.norm(g)), False),
+        (lambda g, p: jnp.where(jnp.linalg.norm(g) > 1, g / 2, g), False),
+        (lambda g, p: g / (jnp.linalg.norm(g) + 1e-6), False),
+    ],
+)
+def test_what_is_done_to_scaled_gradients_must_be_proportional(process: Any, allowed: bool) -> None:
+    def body(state: State, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((network(params, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, grads = zerojax.value_and_grad(loss)(state.params)
+        grads = jax.tree.map(process, grads, state.params)
+        return state.apply_gradients(grads=grads), value
+
+    if allowed:
+        state, _ = run(zero_for(2, fp16=True), batches(1), body)
+        plain, _ = run(zero_for(2), batches(1), body)
+        both = map(jax.tree.leaves, (state.opt_state.inner, plain.opt_state.inner))
+        for a, b in zip(*both, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * float(jnp.max(jnp.abs(b))))
+    else:
+        with pytest.raises(ValueError, match=r"clipped, or added to .* optax chain"):
+            run(zero_for(2, fp16=True), batches(1), body)
+
+
+def test_a_gradient_within_the_loss_is_taken_with_jax() -> None:
+    def penalised(inner: Any) -> Any:
+        def body(state: State, batch: Any) -> Any:
+            def loss(params: Any) -> jax.Array:
+                def energy(x: jax.Array) -> jax.Array:
+                    return jnp.sum(network(params, x).astype(jnp.float32) ** 2)
+
+                return jnp.mean(inner(energy)(batch["x"]) ** 2)
+
+            value, grads = zerojax.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        return body
+
+    _, scaled = run(zero_for(1, fp16=True, loss_scale=8.0), batches(1), penalised(jax.grad))
+    _, plain = run(zero_for(1), batches(1), penalised(jax.grad))
+    np.testing.assert_allclose(scaled, plain, rtol=2e-2)
+    with pytest.raises(ValueError, match="take the inner one with jax"):
+        run(zero_for(1, fp16=True), batches(1), penalised(zerojax.grad))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_update_in_a_branch_and_in_a_loop(stage: int) -> None:
+    def chosen(value_and_grad: Any) -> Any:
+        def body(state: State, batch: Any) -> Any:
+            update = step_with(value_and_grad)
+            return jax.lax.cond(
+                state.step % 2 == 0,
+                lambda s: update(s, batch),
+                lambda s: (s, jnp.float32(0)),
+                state,
+            )
+
+        return body
+
+    def looped(state: State, batch: Any) -> Any:
+        return jax.lax.scan(lambda s, _: step(s, batch), state, length=2)
+
+    state, _ = run(zero_for(stage, fp16=True), batches(2), chosen(zerojax.value_and_grad))
+    plain, _ = run(zero_for(stage), batches(2), chosen(zerojax.value_and_grad))
+    got, want = (optax.tree.get(s.opt_state, "mu")["first"] for s in (state, plain))
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-3 * float(jnp.max(jnp.abs(want))))
+    with pytest.raises(ValueError, match=r"3 of 3 gradients"):
+        run(zero_for(stage, fp16=True), batches(1), chosen(jax.value_and_grad))
+    with pytest.raises(ValueError, match="in a loop, which cannot be unscaled"):
+        run(zero_for(stage, fp16=True), batches(1), looped)
+    with pytest.raises(ValueError, match="in a loop, which cannot be accumulated"):
+        run(zero_for(stage, gradient_accumulation_steps=2), batches(1), looped)
+
+
+@pytest.mark.parametrize("keywords", [{"fp16": True}, {"bf16": True, "check_grad_overflow": True}])
+def test_moments_in_a_dtype_of_their_own(keywords: dict[str, bool]) -> None:
+    def low(key: jax.Array) -> State:
+        made = create(key)
+        tx = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
+        return made.replace(tx=tx, opt_state=tx.init(made.params))
+
+    zero = zero_for(2, **keywords)
+    state = zero.init(low, jax.random.key(0))
+    before = jax.tree.map(lambda x: x.dtype, state.opt_state)
+    decorated = zero(step)
+    for batch in batches(3):
+        state, _ = decorated(state, batch)
+    assert jax.tree.map(lambda x: x.dtype, state.opt_state) == before
+    assert optax.tree.get(state.opt_state, "mu")["first"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("placed", ["init", "plain"])
+def test_a_model_in_bf16_with_the_configs_own_optimizer(placed: str, devices: int) -> None:
+    """Masters and moments are float32 all the same, and the caller's arrays live on."""
+    zero = zero_for(3, fp16=True, optimizer={"type": "AdamW"}, mesh=zerojax.mesh(devices))
+
+    def low(key: jax.Array) -> State:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), create(key).params)
+        return State.create(
+            apply_fn=None, params=params, tx=zero.optimizer(), mean=jnp.zeros(16),
+            key=jax.random.key(1),
+        )  # fmt: skip
+
+    made = low(jax.random.key(0))
+    state = zero.init(low, jax.random.key(0)) if placed == "init" else made
+    state, _ = zero(step)(state, batches(1)[0])
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+    assert optax.tree.get(state.opt_state, "mu")["first"].dtype == jnp.float32
+    assert np.isfinite(made.params["first"].astype(jnp.float32)).all()
+
+
+def test_extra_state_may_keep_the_compute_parameters() -> None:
+    class Keeping(TrainState):
+        last: Any
+        seen: Any = 0
+
+    def body(state: Keeping, batch: Any) -> Any:
+        new, value = step_of(state, batch)
+        return new.replace(last=state.params, seen=state.seen + 1), value
+
+    def step_of(state: Keeping, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((network(params, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, grads = zerojax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    made = create(jax.random.key(0))
+    zero = zero_for(2, fp16=True, optimizer={"type": "Adam"})
+    state = Keeping.create(
+        apply_fn=None, params=made.params, tx=zero.optimizer(), last=made.params, seen=0
+    )
+    decorated = zero(body)
+    for batch in batches(2):
+        state, _ = decorated(state, batch)
+    assert int(state.seen) == 2
+
+
+def test_wrapped_once_and_for_this_precision() -> None:
+    zero = zero_for(1, fp16=True, optimizer={"type": "SGD"})
+    made = create(jax.random.key(0))
+    tx = optax.chain(optax.clip(1.0), zero.optimizer())
+    inside = made.replace(tx=tx, opt_state=tx.init(made.params))
+    with pytest.raises(ValueError, match="wrap the outermost transformation only"):
+        zero(step)(inside, batches(1)[0])
+    scaled = made.replace(tx=zero.optimizer(), opt_state=zero.optimizer().init(made.params))
+    with pytest.raises(ValueError, match=r"fp16 is off, but .* with it"):
+        zero_for(1)(step)(scaled, batches(1)[0])
+
+
+def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
+    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+
+    def body(state: State, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((network(params, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, grads = zerojax.value_and_grad(loss)(state.params)
+        return apply(state, grads), value
+
+    for keywords in ({}, {"fp16": True}):
+        _, losses = run(zero_for(2, gradient_accumulation_steps=2, **keywords), batches(3), body)
+        _, plain = run(zero_for(0), batches(3), body)
+        np.testing.assert_allclose(losses, plain, rtol=1e-2)

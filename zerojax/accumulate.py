@@ -57,18 +57,23 @@ def accumulate(
     k = cut[0].shape[0] if cut else 1
 
     def micro(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
-        rest, grads = carry[0], kept(carry[1])
+        rest, grads, seen = carry[0], kept(carry[1]), carry[2]
         here = parts._replace(opt_state=view._replace(grads=zeros, updates=still), rest=rest)
         made, out, weight = evaluate(here, scalars(rows))
         mine = made.opt_state.grads
-        if weight is not None:
-            mine = jax.tree.map(lambda g: g * weight.astype(g.dtype), mine)
-        return (made.rest, kept(jax.tree.map(jnp.add, grads, mine))), (out, made.step, weight)
+        if weight is None:
+            grads = jax.tree.map(lambda a, g: a + g / k, grads, mine)
+        else:
+            # A mean all along: a sum of weighted gradients may be more than fp16 holds.
+            seen = seen + weight
+            share = weight / _or_one(seen)
+            grads = jax.tree.map(lambda a, g: a + (g - a) * share.astype(a.dtype), grads, mine)
+        return (made.rest, kept(grads), seen), (out, made.step, weight)
 
-    (rest, grads), (outs, steps, weights) = lax.scan(micro, (parts.rest, zeros), cut)
-    total = k if weights is None else _or_one(jnp.sum(weights))
+    start = parts.rest, zeros, jnp.zeros((), jnp.float32)
+    (rest, grads, _), (outs, steps, weights) = lax.scan(micro, start, cut)
     # Kept as they are on both sides of the loop, else XLA cuts what the loop carries as well.
-    grads = sharded(jax.tree.map(lambda g: (g / total).astype(g.dtype), kept(grads)))
+    grads = sharded(kept(grads))
     updates, opt = tx.update(grads, view.opt, params)
     after = view._replace(opt=opt)
     if view.masters is not None:

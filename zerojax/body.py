@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.marks import GRADIENT
+from zerojax.marks import GRADIENT, count
 from zerojax.parts import Opened, Parts
 from zerojax.state import take_apart
 
@@ -42,23 +42,15 @@ class View(NamedTuple):
 Cut = Callable[[Any], Any]
 
 
-class Calls:
-    """How often the optimizer was reached in one trace of the step."""
-
-    n = 0
-
-
-def updating(tx: optax.GradientTransformation, cut: Cut, calls: Calls) -> Any:
+def updating(tx: optax.GradientTransformation, cut: Cut) -> Any:
     """An optimizer that updates at once.
 
     Args:
       tx: the wrapped transformation.
       cut: constrains a gradient tree to its shards.
-      calls: counts.
     """
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
-        calls.n += 1
         if view.masters is None:
             updates, opt = tx.update(cut(as_gradients(grads)), view.opt, params, **extra)
             return updates, view._replace(opt=opt)
@@ -76,11 +68,10 @@ def apply(view: View, updates: Any) -> tuple[Any, View]:
     return difference, view._replace(masters=masters, compute=compute)
 
 
-def collecting(cut: Cut, calls: Calls) -> Any:
+def collecting(cut: Cut) -> Any:
     """An optimizer that only keeps the gradient; see :class:`View` for what it returns."""
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
-        calls.n += 1
         if extra:
             raise TypeError(
                 f"apply_gradients passes {sorted(extra)} to the optimizer, which cannot be "
@@ -107,7 +98,6 @@ class Body:
 
     def __init__(self, function: Callable[..., Any], opened: Opened, once: str) -> None:
         self.function, self.close, self.once = function, opened.close, once
-        self.calls = Calls()
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
@@ -118,7 +108,6 @@ class Body:
           TypeError: the step returns something else, or changes the structure of the state.
           ValueError: it updates never, or twice where it may only once.
         """
-        self.calls.n = 0
         state = self.close(parts, tx)
         if isinstance(state, tuple):  # NNX: updated in place
             out = self.function(*state, batch, *args, **kwargs)
@@ -126,7 +115,6 @@ class Body:
         else:
             new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
             made = take_apart((new,)).parts
-        self._check_calls()
         before: Any = jax.tree.structure(parts)
         after: Any = jax.tree.structure(made)
         if before != after:
@@ -152,17 +140,23 @@ class Body:
             f"(state, metrics), with a {type(state).__name__} first."
         )
 
-    def _check_calls(self) -> None:
-        if not self.calls.n:
+    def check(self, jaxpr: Any, leaves: int) -> None:
+        """Looks for the updates in the traced step, on a state of so many parameters.
+
+        Raises:
+          ValueError: it updates never, or more often than it may.
+        """
+        straight, branched, looped = count(jaxpr, GRADIENT)
+        n = (straight + branched) // leaves
+        if not n + looped:
             raise ValueError(
                 f"{self._name} never updates (state.apply_gradients, or optimizer.update in NNX): "
                 "nothing would be trained. Call it with the gradients; put a step that does not "
                 "train under jax.jit instead."
             )
-        if self.once and self.calls.n > 1:
-            raise ValueError(
-                f"{self._name} updates {self.calls.n} times, which cannot be {self.once}."
-            )
+        if self.once and (n > 1 or looped):
+            times = "in a loop" if looped else f"{n} times"
+            raise ValueError(f"{self._name} updates {times}, which cannot be {self.once}.")
 
 
 def _kind(x: Any) -> str:

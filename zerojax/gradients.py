@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.marks import SEED, WEIGHT
+from zerojax.marks import LOSS, SEED, WEIGHT
 
 
 def value_and_grad(
@@ -26,7 +26,8 @@ def value_and_grad(
 
     In a step decorated with fp16 on, the loss is multiplied by the state's loss scale before the
     backward pass. The value is the loss itself; the gradient carries the scale, and the optimizer
-    takes it out again. Everywhere else it computes what jax's own does.
+    takes it out again. So clipping, decay and noise belong into the optax chain, and the norm is
+    read from :func:`zerojax.telemetry`. Everywhere else it computes what jax's own does.
 
     Args:
       fun, argnums, has_aux: see ``jax.value_and_grad``.
@@ -41,6 +42,7 @@ def value_and_grad(
       (6.0, 24.0)
     """
 
+    @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         out = fun(*args, **kwargs)
         loss, aux = out if has_aux else (out, None)
@@ -49,11 +51,12 @@ def value_and_grad(
         one = checkpoint_name(jnp.ones((), jnp.float32), SEED)
         scale = one if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
         # In float32: a loss in fp16 would overflow here.
-        return loss * scale, (loss, aux)
+        return checkpoint_name(loss, LOSS) * scale, (loss, aux)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        modules = any(isinstance(x, nnx.Module) for x in args)
+        inputs = jax.tree.leaves((args, kwargs), is_leaf=_is_module)
+        modules = any(map(_is_module, inputs))
         transform: Any = nnx.value_and_grad if modules else jax.value_and_grad
         (_, (value, aux)), grads = transform(scaled, argnums=argnums, has_aux=True, **options)(
             *args, **kwargs
@@ -61,6 +64,10 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Module)
 
 
 def grad(

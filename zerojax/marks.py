@@ -6,9 +6,13 @@ nothing, means nothing outside a decorated step, and survives every transformati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+import functools
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
@@ -18,6 +22,8 @@ GRADIENT = "zerojax gradient"
 """What reaches the optimizer."""
 SEED = "zerojax loss scale"
 """The number that the loss is multiplied with before the backward pass: 1, to be replaced."""
+LOSS = "zerojax loss"
+"""What is multiplied with it."""
 WEIGHT = "zerojax weight"
 """The weight of a micro-batch's mean."""
 
@@ -48,53 +54,95 @@ def holds(eqn: Any, name: str) -> bool:
     return is_mark(eqn, name) or any(holds(e, name) for jaxpr in inner(eqn) for e in jaxpr.eqns)
 
 
-def count(jaxpr: Any, name: str) -> tuple[int, int]:
-    """How many such marks run once, and how many stand in loops or branches.
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs of a call, or the branches of a choice; none for other equations."""
+    found = [eqn.params[CALLS[eqn.primitive]]] if eqn.primitive in CALLS else []
+    found = list(eqn.params["branches"]) if eqn.primitive is prims.cond_p else found
+    return [compat.open_jaxpr(jaxpr)[0] for jaxpr in found]
+
+
+def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
+    """How many such marks run once, how many stand in branches, and how many in loops.
 
     The recomputation of a rematerialised block is left out: it repeats marks.
     """
-    straight = looped = 0
+    straight = branched = looped = 0
     for eqn in jaxpr.eqns:
         if is_mark(eqn, name):
             straight += 1
-        elif eqn.primitive in CALLS:
+        elif inside := bodies(eqn):
             if not eqn.params.get("differentiated"):
-                more = count(compat.open_jaxpr(eqn.params[CALLS[eqn.primitive]])[0], name)
-                straight, looped = straight + more[0], looped + more[1]
+                found = [count(body, name) for body in inside]
+                once, chosen, often = (max(n) for n in zip(*found, strict=True))
+                choice = eqn.primitive is prims.cond_p
+                straight, branched = straight + once * (not choice), branched + once * choice
+                branched, looped = branched + chosen, looped + often
         else:
             looped += holds(eqn, name)
-    return straight, looped
+    return straight, branched, looped
 
 
-def unscaled_gradients(jaxpr: Any) -> tuple[int, int]:
-    """How many leaves reach the optimizer without the loss scale in them, and how many in all.
+class Way(enum.IntFlag):
+    """What a value is made from."""
 
-    A leaf that depends on no input of the step (zeros, for a parameter without use) needs none.
+    INPUT = enum.auto()
+    """Something that the step is given, not constants alone."""
+    MARK = enum.auto()
+    """The mark."""
+    MIXED = enum.auto()
+    """The mark and something without it, so that it is not proportional to the mark."""
+
+
+_SUMS = frozenset(["add", "add_any", "sub"])
+_COMPARISONS = frozenset(["clamp", "max", "min", "lt", "le", "gt", "ge"])
+
+
+def ways(jaxpr: Any, name: str) -> dict[str, list[Way]]:
+    """What each gradient that reaches the optimizer, and each loss, has of marks of this name.
+
+    Zeros, for a parameter without use, are left out. Loops are not entered.
     """
-    missing = total = 0
+    found: dict[str, list[Way]] = {GRADIENT: [], LOSS: []}
+    none = Way(0)
 
-    def run(jaxpr: Any, live: list[bool], seeded: list[bool]) -> tuple[list[bool], list[bool]]:
-        nonlocal missing, total
-        depends = {v for v, yes in zip(jaxpr.invars, live, strict=True) if yes}
-        scaled = {v for v, yes in zip(jaxpr.invars, seeded, strict=True) if yes}
+    def run(jaxpr: Any, given: list[Way]) -> list[Way]:
+        env = dict(zip(jaxpr.invars, given, strict=True))
 
-        def among(atoms: Any, found: set[Any]) -> list[bool]:
-            return [not isinstance(a, core.Literal) and a in found for a in atoms]
+        def read(atom: Any) -> Way:
+            return none if isinstance(atom, core.Literal) else env.get(atom, none)
 
         for eqn in jaxpr.eqns:
-            ins, seeds = among(eqn.invars, depends), among(eqn.invars, scaled)
-            if eqn.primitive in CALLS:
-                body = compat.open_jaxpr(eqn.params[CALLS[eqn.primitive]])[0]
-                outs, outs_scaled = run(body, ins, seeds)
+            ins = [read(v) for v in eqn.invars]
+            if inside := bodies(eqn):
+                skip = len(ins) - len(inside[0].invars)  # the index of a choice
+                branches = [run(body, ins[skip:]) for body in inside]
+                outs = [_together(ways) for ways in zip(*branches, strict=True)]
             else:
-                if is_mark(eqn, GRADIENT):
-                    total += 1
-                    missing += ins[0] and not seeds[0]
-                outs = [any(ins)] * len(eqn.outvars)
-                outs_scaled = [any(seeds) or holds(eqn, SEED)] * len(eqn.outvars)
-            depends.update(v for v, yes in zip(eqn.outvars, outs, strict=True) if yes)
-            scaled.update(v for v, yes in zip(eqn.outvars, outs_scaled, strict=True) if yes)
-        return among(jaxpr.outvars, depends), among(jaxpr.outvars, scaled)
+                if eqn.primitive.name == "name" and eqn.params["name"] in found and ins[0]:
+                    found[eqn.params["name"]].append(ins[0])
+                out = _together(ins) | (Way.MARK if holds(eqn, name) else none)
+                outs = [out | (Way.MIXED if _mixes(eqn, ins) else none)] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
 
-    run(jaxpr, [True] * len(jaxpr.invars), [False] * len(jaxpr.invars))
-    return missing, total
+    run(jaxpr, [Way.INPUT] * len(jaxpr.invars))
+    return found
+
+
+def _together(ways: Iterable[Way]) -> Way:
+    return functools.reduce(operator.or_, ways, Way(0))
+
+
+def _mixes(eqn: Any, ins: list[Way]) -> bool:
+    """Whether it adds, or compares, what has the mark and what has not."""
+    marked = [Way.MARK in way for way in ins]
+    if not any(marked) or all(marked):
+        return False
+    if eqn.primitive.name in _COMPARISONS:
+        return True
+    # Zeros do no harm, and a constant that is no literal is zeros as a rule.
+    return eqn.primitive.name in _SUMS and any(
+        Way.INPUT in way or (isinstance(v, core.Literal) and np.any(v.val))
+        for v, way, yes in zip(eqn.invars, ins, marked, strict=True)
+        if not yes
+    )

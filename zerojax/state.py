@@ -19,7 +19,7 @@ from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
 from zerojax.mesh import same_devices
 from zerojax.nnx import open_pair
-from zerojax.optim.wrap import ZeroTransformation, adopt, features, wrap
+from zerojax.optim.wrap import ZeroOptState, ZeroTransformation, adopt, features, wrap
 from zerojax.parts import Opened, Parts
 from zerojax.plan import Plan
 
@@ -54,28 +54,36 @@ class States:
         """Takes a ``(TrainState,)`` or a ``(model, optimizer)`` apart, and wraps its optimizer."""
         opened = take_apart(objects)
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
-        if isinstance(opened.tx, ZeroTransformation):
+        wrapped = isinstance(opened.tx, ZeroTransformation)
+        if wrapped:
             self._check_scaled(opened.parts.opt_state)
-            return opened
+        else:
+            _check_not_within(opened.parts.opt_state)
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, parts)
             if self.config.bf16 or self.config.fp16:
-                parts = _full_precision_masters(parts)
+                parts = _full_precision_masters(parts, opened.tx)
+            if wrapped:
+                return parts
             loss_scale = features(self.config)["loss_scale"]
             return parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
+        if wrapped:
+            return dataclasses.replace(opened, parts=parts)
         return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
 
     def _check_scaled(self, opt_state: Any) -> None:
-        if self.config.fp16 and getattr(opt_state, "loss_scale", None) is None:
+        scaled = getattr(opt_state, "loss_scale", None) is not None
+        if scaled != self.config.fp16:
             raise ValueError(
-                "fp16 is on, but the state's optimizer was wrapped without it and has no loss "
-                "scale: make the state with zero.init, zero.optimizer() or zero.wrap() of this "
-                "zero."
+                f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer was "
+                f"wrapped {'with' if scaled else 'without'} it and has "
+                f"{'a' if scaled else 'no'} loss scale: make the state with zero.init, "
+                "zero.optimizer() or zero.wrap() of this zero."
             )
 
     def plan(self, opened: Opened) -> Plan:
@@ -144,7 +152,9 @@ class States:
         parts, wanted = opened.parts, plan.shardings()
         pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(wanted), strict=True)
         if not opened.plain and all(
-            isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs
+            isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
+            and x.sharding.is_equivalent_to(s, x.ndim)
+            for x, s in pairs
         ):
             return parts
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
@@ -189,13 +199,27 @@ def _same(a: Any, b: Mesh) -> bool:
     return isinstance(a, Mesh) and same_devices(a, b)
 
 
-def _full_precision_masters(parts: Parts) -> Parts:
-    """Masters and moments in float32, whatever the model was made in."""
+def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
+    """Masters in float32, whatever the model was made in, and the moments that belong to them."""
+    if not any(map(_is_low, jax.tree.leaves(parts.params))):
+        return parts
+    params = jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, parts.params)
+    made = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    leaves, tree = jax.tree.flatten(parts.opt_state)
+    opt_state = [x.astype(m.dtype) for x, m in zip(leaves, made, strict=True)]
+    return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
 
-    def up(x: Any) -> Any:
-        low = hasattr(x, "dtype") and x.dtype in (jnp.bfloat16, jnp.float16)
-        return x.astype(jnp.float32) if low else x
 
-    return parts._replace(
-        params=jax.tree.map(up, parts.params), opt_state=jax.tree.map(up, parts.opt_state)
-    )
+def _is_low(x: Any) -> bool:
+    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
+def _check_not_within(opt_state: Any) -> None:
+    def wrapped(x: Any) -> bool:
+        return isinstance(x, ZeroOptState)
+
+    if any(map(wrapped, jax.tree.leaves(opt_state, is_leaf=wrapped))):
+        raise ValueError(
+            "the state's optimizer has one of zero.optimizer() or zero.wrap() within it, which "
+            "would clip and unscale twice: wrap the outermost transformation only."
+        )

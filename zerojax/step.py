@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax import compat
 from zerojax import nnx as nnx_state
 from zerojax.accumulate import Evaluate, accumulate
 from zerojax.batch import BatchLayout
@@ -91,10 +92,10 @@ class Program:
             )
 
         if self.accumulation == 1:
-            tx = updating(self.tx, self.to_shards, self.body.calls)
+            tx = updating(self.tx, self.to_shards)
             made, out, _ = running(tx)(start, batch)
         else:
-            tx = collecting(self.to_kept, self.body.calls)
+            tx = collecting(self.to_kept)
             made, out = accumulate(
                 running(tx),
                 start,
@@ -133,6 +134,7 @@ class Program:
           The state, the step's results, and the weight that the loss reports, if any.
         """
         closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
+        self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
         leaves = zip(
             jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True
         )
@@ -187,23 +189,19 @@ class Step:
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
-        parts, out = self._run(program, parts, batch, args, kwargs)
-        if len(objects) == 2:
-            nnx_state.update(objects[0], objects[1], parts, program.tx)
-            return out
-        state = program.close(parts, program.tx)
-        self._last = weakref.ref(state), program
-        return state, out
-
-    def _run(
-        self, program: Program, parts: Parts, batch: Any, args: Any, kwargs: Any
-    ) -> tuple[Parts, Any]:
         watch = self._watch
         watch.check()
         placed = watch.phase("batch", program.layout.place(batch))
         parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
+        if len(objects) == 2:
+            nnx_state.update(objects[0], objects[1], parts, program.tx)
+            returned = out
+        else:
+            state = program.close(parts, program.tx)
+            self._last = weakref.ref(state), program
+            returned = state, out
         watch.note(signals, out, program.layout.rows(batch))
-        return parts, out
+        return returned
 
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does. Steps may follow."""

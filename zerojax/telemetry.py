@@ -15,7 +15,7 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
     Args:
       state: a ``TrainState`` that zerojax placed, or an ``nnx.Optimizer``, or the pair
-        ``(model, optimizer)``.
+        ``(model, optimizer)``, or the optimizer state itself.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
@@ -26,14 +26,12 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     Raises:
       TypeError: the state did not come from zerojax.
     """
-    if isinstance(state, ZeroOptState):
-        return report(state)
     holder = state[1] if isinstance(state, tuple) and len(state) == 2 else state
     opt_state = getattr(holder, "opt_state", holder)
     if not isinstance(opt_state, ZeroOptState):
         raise TypeError(
             f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "
-            "or pass the state that a decorated step returned."
+            "or pass the state that a decorated step returned (within the step it is not there)."
         )
 
     return report(opt_state)

@@ -65,8 +65,7 @@ class Watch:
                     f"{self._config.min_loss_scale:g}: it is NaN or inf by itself, and halving the "
                     "scale cannot help. Look for NaN in the batch or the loss, lower the learning "
                     "rate, train in bf16, or lower min_loss_scale; raise_error_at_min_scale = "
-                    "false skips such steps instead. The state's parameters are those before the "
-                    "overflow."
+                    "false skips such steps instead. The step changed nothing."
                 )
         self._since, self._times = time.perf_counter(), {}
 
@@ -86,9 +85,8 @@ class Watch:
           out: what the step returned beside the state.
           rows: of its batch.
         """
-        exhausted = signals.pop("exhausted", None)
-        if exhausted is not None:
-            self._flags.append(exhausted)
+        if "exhausted" in signals:
+            self._flags.append(signals["exhausted"])
         if self._reporter.active:
             self._reporter.record(signals, out, rows, self._times or None)
 

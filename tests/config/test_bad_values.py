@@ -56,7 +56,7 @@ def test_wrong_though_fp16_is_off(name, value):
         ("loss_scale", 0, 0.0),
         ("loss_scale", 0.5, 0.5),
         ("min_loss_scale", 65536, 65536.0),
-        ("initial_scale_power", 127, 127),
+        ("initial_scale_power", 126, 126),
         ("initial_scale_power", 0, 0),
         ("loss_scale_window", 1e3, 1000),
         ("loss_scale_window", 2**31 - 1, 2**31 - 1),

@@ -41,7 +41,7 @@ class Model:
                 self.h = knobs.hysteresis
             s = self.it - self.last - 1
             if s > 0 and s % knobs.loss_scale_window == 0:
-                self.scale = min(self.scale * 2, 2.0**127)
+                self.scale = min(self.scale * 2, 2.0**126)
                 if not knobs.consecutive_hysteresis:
                     self.h = knobs.hysteresis
         self.it += 1
@@ -87,12 +87,12 @@ def test_the_first_doubling_takes_one_step_more_than_the_window() -> None:
 
 
 def test_the_scale_stays_finite() -> None:
-    scale = LossScale(loss_scale_window=1, initial_scale_power=127)
+    scale = LossScale(loss_scale_window=1, initial_scale_power=126)
     state = scale.init()
     for _ in range(4):
         state = scale.next(state, True)
     assert math.isfinite(float(state.scale))
-    assert float(scale.next(scale.next(state, False), False).scale) == 2.0**126
+    assert float(scale.next(scale.next(state, False), False).scale) == 2.0**125
 
 
 def test_a_static_scale_never_moves_and_skips() -> None:
@@ -174,6 +174,19 @@ def test_around_any_optimizer_without_the_decorator() -> None:
     np.testing.assert_allclose(new, 1 - 0.1, rtol=2e-2)
 
 
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)])
+def test_moments_of_fp16_parameters_are_float32(tx: optax.GradientTransformation) -> None:
+    wrapped = zerojax.wrap(tx, loss_scale=LossScale())
+    params = {"w": jnp.ones(4, jnp.float16)}
+    state = wrapped.init(params)
+    assert jnp.float16 not in {x.dtype for x in jax.tree.leaves(state.inner)}
+    for scaled in (1.0, jnp.inf):
+        updates, state = wrapped.update({"w": jnp.full(4, scaled, jnp.float16)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert params["w"].dtype == jnp.float16
+    assert int(state.skipped) == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -185,7 +198,7 @@ def test_around_any_optimizer_without_the_decorator() -> None:
         {"hysteresis": 0},
         {"min_loss_scale": 0.0},
         {"initial_scale_power": 4, "min_loss_scale": 17.0},
-        {"initial_scale_power": 128},
+        {"initial_scale_power": 127},
     ],
 )
 def test_wrong_knobs_are_refused(wrong: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ class ZeroConfig:
       fp16: the same in float16, with a loss scale; not with `bf16`.
       auto_cast: float leaves of the batch are cast to that dtype too.
       loss_scale: a static loss scale; 0 is a dynamic one.
-      initial_scale_power: a dynamic scale starts at 2**this; at most 127, as float32 holds no more.
+      initial_scale_power: a dynamic scale starts at 2**this; at most 126, for float32.
       loss_scale_window: good updates after which it doubles.
       hysteresis: overflows before it halves.
       consecutive_hysteresis: a good update refills the hysteresis.

@@ -91,7 +91,7 @@ COUNT = Kind(
     f"a whole number from 1 to {_INT32_MAX}",
     Annotated[int, Field(strict=True, ge=1, le=_INT32_MAX), BeforeValidator(_whole_float)],
 )
-POWER = Kind("a whole number from 0 to 127", Annotated[int, Field(strict=True, ge=0, le=127)])
+POWER = Kind("a whole number from 0 to 126", Annotated[int, Field(strict=True, ge=0, le=126)])
 # Sizes are often written 5e8, which JSON reads as a float.
 SIZE = Kind(
     "a whole number of at least 0 (5e8 will do)",

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from zerojax.config import ZeroConfig
 
 _FACTOR = 2.0
-# A larger scale would be infinite in float32, and could never come down again.
-_LARGEST = 2.0**127
+# The inverse of a larger one is subnormal in float32, which processors take for 0.
+_LARGEST = 2.0**126
 
 
 class LossScaleState(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from zerojax.config import ZeroConfig
 from zerojax.optim.loss_scale import LossScale, LossScaleState
@@ -86,7 +85,7 @@ def wrap(
     may_skip = skip_nonfinite or loss_scale is not None
 
     def init(params: optax.Params) -> ZeroOptState:
-        return adopt(inner_tx.init(params), loss_scale=loss_scale)
+        return adopt(inner_tx.init(jax.tree.map(_full_precision, params)), loss_scale=loss_scale)
 
     def update(
         grads: optax.Updates, state: ZeroOptState, params: optax.Params | None = None, **extra: Any
@@ -154,7 +153,7 @@ def adopt(
 
 def choose(condition: jax.Array, one: Any, other: Any) -> Any:
     """One of two trees of the same form, leaf by leaf; ``condition`` is bool []."""
-    return jax.tree.map(lambda a, b: lax.select(condition, a, b), one, other)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def _full_precision(g: jax.Array) -> jax.Array:

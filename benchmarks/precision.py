@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
     parser.add_argument("--picture", type=Path, metavar="OUT", help="also draw the curves here")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps: at least 1")
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(p, options.steps, options.model, Path(folder)) for p in PRECISIONS]
     console().print(table(runs))

@@ -4,7 +4,9 @@ A folder as Hugging Face has it (`config.json`, `model.safetensors` or several f
 index), shard by shard: each device's piece of each parameter is read from the file by itself. The
 host holds one piece at a time, and no device more than its shards.
 
->>> import tempfile, optax, zerojax
+>>> import jax, jax.numpy as jnp, optax, tempfile, zerojax
+>>> from examples.gpt import GPT, GPTConfig
+>>> from examples.hf_gpt2 import load, read_config, save
 >>> from flax.training.train_state import TrainState
 >>> folder = tempfile.TemporaryDirectory()           # for you: a download of huggingface.co/gpt2
 >>> small = GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=32)

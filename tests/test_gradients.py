@@ -96,6 +96,12 @@ def test_weighted_mean() -> None:
     assert float(zerojax.weighted_mean(jnp.float32(2.5), 100)) == 2.5
 
 
+@pytest.mark.parametrize("shape", [(2,), (3, 3), (1, 2, 3)])
+def test_weights_that_do_not_fit_the_values(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"weights .* do not broadcast to values"):
+        zerojax.weighted_mean(jnp.ones((2, 3)), jnp.ones(shape))
+
+
 def masked(state: TrainState, batch: Any, remat: bool = False) -> Any:
     def loss(params: Any) -> jax.Array:
         return zerojax.weighted_mean((batch["x"] @ params["w"] - 1) ** 2, batch["mask"])

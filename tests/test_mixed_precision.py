@@ -302,6 +302,15 @@ def test_an_overflow_at_the_smallest_scale_raises() -> None:
     assert int(zerojax.telemetry(state)["skipped_steps"]) == 10
 
 
+def test_a_state_that_was_given_away() -> None:
+    zero = zero_for(1)
+    state = zero.init(create, jax.random.key(0))
+    decorated = zero(step_with(jax.value_and_grad))
+    decorated(state, batches(1)[0])
+    with pytest.raises(ValueError, match="passed to an earlier step"):
+        decorated(state, batches(1)[0])
+
+
 def test_two_updates_cannot_share_a_scale() -> None:
     def twice(state: State, batch: Any) -> Any:
         return step(step(state, batch)[0], batch)

@@ -104,3 +104,16 @@ def test_an_unwritable_folder_is_said_before_the_first_step(tmp_path: Path) -> N
     with pytest.raises(OSError, match="file"):
         zero(step)(state, batches(1)[0])
     assert state.params["w"].sum() == 8
+
+
+def test_an_optimizer_and_a_schedule_without_effect_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    for config, what in (
+        ({"scheduler": warm_up}, r"scheduler (WarmupLR) has no effect"),
+        ({"optimizer": {"type": "Lion"}, "scheduler": warm_up}, "optimizer (Lion) and scheduler"),
+    ):
+        caplog.clear()
+        zerojax.zero(config)(step)(start(), batches(1)[0])
+        assert what in caplog.text

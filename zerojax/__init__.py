@@ -17,3 +17,4 @@ from zerojax.optim.wrap import wrap as wrap
 from zerojax.plan import Plan as Plan
 from zerojax.telemetry import telemetry as telemetry
 from zerojax.topology import topology as topology
+from zerojax.watch import LossScaleError as LossScaleError

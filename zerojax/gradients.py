@@ -106,8 +106,10 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
     .. math:: g = \sum_m W_m g_m \; / \sum_m W_m
 
-    whatever share of its tokens each micro-batch masks; scalar metrics are averaged alike.
-    (An equal-weight mean over micro-batches, as in DeepSpeed, is another loss.)
+    whatever share of its tokens each micro-batch masks. (An equal-weight mean over micro-batches,
+    as in DeepSpeed, is another loss.) What else the loss adds up, such as a mean over rows, and
+    scalar metrics are weighted alike, counts too: return those per row, or as arrays of one
+    element.
 
     Args:
       values: [...], of any shape.
@@ -116,6 +118,9 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
     Returns:
       float [].
 
+    Raises:
+      ValueError: the weights do not broadcast.
+
     Example:
       >>> import jax.numpy as jnp
       >>> float(weighted_mean(jnp.array([1.0, 5.0, 9.0]), jnp.array([1, 1, 0])))
@@ -123,7 +128,14 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
     """
     wide = jnp.promote_types(jnp.result_type(values), jnp.float32)
     values = jnp.asarray(values, wide)
-    weights = jax.lax.stop_gradient(jnp.broadcast_to(jnp.asarray(weights, wide), values.shape))
+    weights = jax.lax.stop_gradient(jnp.asarray(weights, wide))
+    dims = zip(weights.shape[::-1], values.shape[::-1], strict=False)
+    if weights.ndim > values.ndim or any(w not in (1, v) for w, v in dims):
+        raise ValueError(
+            f"weighted_mean: weights {weights.shape} do not broadcast to values {values.shape}; a "
+            "weight a row is weights[:, None]"
+        )
+    weights = jnp.broadcast_to(weights, values.shape)
     total = checkpoint_name(jnp.sum(weights), WEIGHT)
     # A masked value may be anything, inf and NaN too.
     part = jnp.where(weights == 0, 0, values) * weights

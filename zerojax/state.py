@@ -41,14 +41,30 @@ class States:
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """``tx`` with the config's features; the same result for the same ``tx``."""
         if tx not in self._wrapped:
-            if self.config.optimizer is not None and not self._wrapped:
-                logging.getLogger("zerojax").warning(
-                    "the config's optimizer (%s) has no effect: the state brings its own. Build "
-                    "the state with zero.optimizer() to use the config's.",
-                    self.config.optimizer.type,
-                )
+            if not self._wrapped:
+                self._say_unused()
             self._wrapped[tx] = wrap(tx, **features(self.config))
         return self._wrapped[tx]
+
+    def _say_unused(self) -> None:
+        optimizer, scheduler = self.config.optimizer, self.config.scheduler
+        unused = " and ".join(
+            f"{name} ({given.type})"
+            for name, given in (("optimizer", optimizer), ("scheduler", scheduler))
+            if given is not None
+        )
+        if unused:
+            remedy = (
+                "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
+                if optimizer is None
+                else "zero.optimizer()"
+            )
+            logging.getLogger("zerojax").warning(
+                "the config's %s has no effect: the state brings its own optimizer. Build the "
+                "state with %s to use the config's.",
+                unused,
+                remedy,
+            )
 
     def open(self, objects: tuple[Any, ...]) -> Opened:
         """Takes a ``(TrainState,)`` or a ``(model, optimizer)`` apart, and wraps its optimizer."""

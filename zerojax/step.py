@@ -107,7 +107,7 @@ class Program:
             )
         after: View = made.opt_state
         made = made._replace(params=masters_after(after, made.params), opt_state=after.opt)
-        if self.config.fp16 or self.config.check_grad_overflow:
+        if self.config.skips_overflow:
             done = made.opt_state.skipped == parts.opt_state.skipped
             made = made._replace(
                 params=choose(done, made.params, parts.params),
@@ -182,13 +182,14 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
         if self._last is not None and self._last[0]() is objects[0]:
-            program = self._last[1]  # it came from here: nothing to check
+            program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
         else:
             opened = self._states.open(objects)
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
+        _check_alive(parts.step)
         watch = self._watch
         watch.check()
         placed = watch.phase("batch", program.layout.place(batch))
@@ -240,6 +241,14 @@ class Step:
                 self._function, self._states, opened, self._donate, self._watch.signals
             )
         return self._programs[key]
+
+
+def _check_alive(step: jax.Array) -> None:
+    if step.is_deleted():
+        raise ValueError(
+            "this state was passed to an earlier step, which took over its memory: go on with the "
+            "state that the step returned, or keep both with zerojax.zero(..., donate=False)."
+        )
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -61,11 +61,11 @@ class Watch:
             if self._flags.popleft():
                 self._flags.clear()
                 raise LossScaleError(
-                    "a gradient overflowed with the loss scale at its minimum, "
-                    f"{self._config.min_loss_scale:g}: it is NaN or inf by itself, and halving the "
-                    "scale cannot help. Look for NaN in the batch or the loss, lower the learning "
-                    "rate, train in bf16, or lower min_loss_scale; raise_error_at_min_scale = "
-                    "false skips such steps instead. The step changed nothing."
+                    "two calls ago a gradient overflowed with the loss scale at its minimum, "
+                    f"{self._config.min_loss_scale:g}. That step was skipped, this call has not "
+                    "run, and the state is intact. Look for NaN in the batch or the loss, lower "
+                    "the learning rate or min_loss_scale, or train in bf16; "
+                    "raise_error_at_min_scale = false skips such steps without an error."
                 )
         self._since, self._times = time.perf_counter(), {}
 

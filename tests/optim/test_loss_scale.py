@@ -206,6 +206,13 @@ def test_wrong_knobs_are_refused(wrong: dict[str, object]) -> None:
         LossScale(**wrong)
 
 
+def test_wrap_refuses_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        zerojax.wrap(optax.sgd(0.1), gradient_clipping=-1.0)
+    with pytest.raises(TypeError, match=r"expected a zerojax.LossScale, got 128.0"):
+        zerojax.wrap(optax.sgd(0.1), loss_scale=128.0)  # type: ignore[arg-type]
+
+
 def test_the_config_has_every_knob() -> None:
     names = {f.name for f in dataclasses.fields(LossScale)}
     assert names <= {f.name for f in dataclasses.fields(zerojax.ZeroConfig)}

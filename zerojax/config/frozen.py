@@ -133,6 +133,11 @@ class ZeroConfig:
             raise ConfigError(problems)
         return config
 
+    @property
+    def skips_overflow(self) -> bool:
+        """Updates with a gradient that is not finite are skipped."""
+        return self.fp16 or (self.bf16 and self.check_grad_overflow)
+
     def batch(self, world: int) -> BatchSizes:
         """The batch sizes on `world` data-parallel devices; see `zerojax.config.batch.solve`."""
         return solve(

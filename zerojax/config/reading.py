@@ -36,7 +36,7 @@ class Reading:
     Example:
       >>> reading = Reading({"fp16": {"enabled": "auto", "loss_scale": -1}})
       >>> reading.notes[0].reason
-      'off: not asked for'
+      'off, unless the program asks for it: auto={"fp16.enabled": True}'
       >>> reading.problems
       ['fp16.loss_scale: expected 0 (dynamic) or a number above 0 that float32 holds, got -1']
     """

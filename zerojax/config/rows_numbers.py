@@ -63,7 +63,7 @@ def bf16() -> Iterator[Key]:
         FLAG,
         False,
         field="bf16",
-        auto="off: not asked for",
+        auto='off, unless the program asks for it: auto={"bf16.enabled": True}',
         why="true: the step's body sees parameters in bfloat16",
     )
     yield from honoured(
@@ -91,7 +91,7 @@ def fp16() -> Iterator[Key]:
         FLAG,
         False,
         field="fp16",
-        auto="off: not asked for",
+        auto='off, unless the program asks for it: auto={"fp16.enabled": True}',
         why="true: the step's body sees parameters in float16, and the loss is scaled",
     )
     rows: dict[str, tuple[Kind, Any, str]] = {

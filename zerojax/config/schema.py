@@ -64,6 +64,8 @@ def _told(error: str, loc: list[str], raw: dict[str, Any]) -> tuple[str, str]:
 def unknown_key(path: str) -> str:
     """Says of a key that nobody knows what may be meant, or where it belongs."""
     section, _, name = path.rpartition(".")
+    if name == "max_grad_norm":
+        return f"{path}: unknown key; use `gradient_clipping` at the top level"
     siblings = sections()[section]
     elsewhere = [p for p in [*KEYS, *sections()] if p.rpartition(".")[2] == name]
     elsewhere += [

@@ -32,7 +32,8 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.
     - OneCycle: from min to max over `cycle_first_step_size` updates, back over
       `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size). Its
-      momentum is :func:`momentum_schedule`'s. The stair counts have no effect, as in DeepSpeed.
+      momentum is that of :func:`zerojax.optim.schedules.momentum_schedule`. The stair counts have
+      no effect, as in DeepSpeed.
     - LRRangeTest: min (1 + rate i), i = (t + 1) / step_size, rounded down with staircase.
 
     The start value, at count 0, is the minimum, and 0 for WarmupCosineLR.

@@ -60,25 +60,44 @@ def wrap(
     Args:
       tx: any optax transformation.
       gradient_clipping: largest global norm let through; 0 turns clipping off.
-      loss_scale: how the scale moves. The gradients then come from a loss that was multiplied
-        with ``state.loss_scale.scale``; :func:`zerojax.value_and_grad` does that.
+      loss_scale: how the scale moves. The gradients must then come from a loss that was
+        multiplied with ``state.loss_scale.scale``: :func:`zerojax.value_and_grad` does that in a
+        decorated step, and elsewhere where it is given as ``loss_scale=``.
       skip_nonfinite: skip such steps without a loss scale too.
       learning_rate: what ``tx`` uses, for telemetry. Without it the rate is read from
         ``optax.inject_hyperparams`` state if there is one.
 
-    Example:
-      Outside a decorated step, in any optax training loop:
+    Raises:
+      ConfigError, TypeError: a value that cannot be.
 
-      >>> import jax.numpy as jnp, optax, zerojax
+    Example:
+      In any optax training loop. The parameters keep their dtype here: masters in float32, which
+      the loss casts, are up to the loop, and so is what to do at the smallest scale.
+
+      >>> import jax, jax.numpy as jnp, optax, zerojax
       >>> tx = zerojax.wrap(optax.sgd(0.1), loss_scale=zerojax.LossScale(initial_scale_power=8))
-      >>> params = jnp.array([3.0, 4.0], jnp.float16)
+      >>> def loss(params):
+      ...     low = params.astype(jnp.float16)
+      ...     return (low * low).sum().astype(jnp.float32)
+      >>> @jax.jit
+      ... def step(params, state):
+      ...     scale = zerojax.telemetry(state)["loss_scale"]
+      ...     value, grads = zerojax.value_and_grad(loss, loss_scale=scale)(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state, value
+      >>> params = jnp.array([3.0, 4.0])
       >>> state = tx.init(params)
-      >>> scale = zerojax.telemetry(state)["loss_scale"]
-      >>> grads = zerojax.grad(lambda w: (w * w).sum(), loss_scale=scale)(params)
-      >>> updates, state = tx.update(grads, state, params)
-      >>> [round(float(u), 4) for u in updates], float(state.grad_norm)
-      ([-0.6, -0.8], 10.0)
+      >>> for _ in range(2):
+      ...     params, state, value = step(params, state)
+      >>> float(value), round(float(state.grad_norm), 2)
+      (16.0, 8.0)
     """
+    ZeroConfig(gradient_clipping=gradient_clipping)
+    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
+        raise TypeError(
+            f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; for a static scale "
+            "LossScale(loss_scale=128.0)"
+        )
     if isinstance(tx, ZeroTransformation):
         return tx
     inner_tx = optax.with_extra_args_support(tx)
@@ -132,7 +151,7 @@ def features(config: ZeroConfig) -> dict[str, Any]:
     return {
         "gradient_clipping": config.gradient_clipping,
         "loss_scale": LossScale.of(config) if config.fp16 else None,
-        "skip_nonfinite": config.check_grad_overflow,
+        "skip_nonfinite": config.skips_overflow,
     }
 
 

@@ -97,7 +97,7 @@ class Plan:
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
         others = {a: k for a, k in self.mesh.shape.items() if a != self.axis}
         title += f", other axes {others}" if others else ""
-        low = "fp16" if config.fp16 else "bf16" if config.bf16 else ""
+        low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
         at_rest = {"params": self.leaves["params"], "grads": self.gradients()}
         notes = [

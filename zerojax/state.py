@@ -19,7 +19,14 @@ from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
 from zerojax.mesh import same_devices
 from zerojax.nnx import open_pair
-from zerojax.optim.wrap import ZeroOptState, ZeroTransformation, adopt, features, wrap
+from zerojax.optim.wrap import (
+    ZeroOptState,
+    ZeroTransformation,
+    adopt,
+    features,
+    full_precision,
+    wrap,
+)
 from zerojax.parts import Opened, Parts
 from zerojax.plan import Plan
 
@@ -78,7 +85,7 @@ class States:
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, parts)
-            if self.config.bf16 or self.config.fp16:
+            if self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
             if wrapped:
                 return parts
@@ -217,17 +224,14 @@ def _same(a: Any, b: Mesh) -> bool:
 
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
     """Masters in float32, whatever the model was made in, and the moments that belong to them."""
-    if not any(map(_is_low, jax.tree.leaves(parts.params))):
+    params = jax.tree.map(full_precision, parts.params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(parts.params), strict=True)
+    if all(new is old for new, old in pairs):
         return parts
-    params = jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, parts.params)
     made = jax.tree.leaves(jax.eval_shape(tx.init, params))
     leaves, tree = jax.tree.flatten(parts.opt_state)
     opt_state = [x.astype(m.dtype) for x, m in zip(leaves, made, strict=True)]
     return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
-
-
-def _is_low(x: Any) -> bool:
-    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
 def _check_not_within(opt_state: Any) -> None:

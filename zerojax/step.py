@@ -51,7 +51,7 @@ class Program:
         config, mesh, axis = states.config, states.mesh, states.axis
         sizes = config.batch(mesh.shape[axis])
         self.config, self.accumulation = config, sizes.accumulation
-        self.compute_dtype = _DTYPES["fp16" if config.fp16 else "bf16" if config.bf16 else None]
+        self.compute_dtype = _DTYPES[config.compute_dtype]
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.plan = states.plan(opened)
         self.layout = BatchLayout(mesh, axis, sizes)

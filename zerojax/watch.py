@@ -87,8 +87,7 @@ class Watch:
         """
         if "exhausted" in signals:
             self._flags.append(signals["exhausted"])
-        if self._reporter.active:
-            self._reporter.record(signals, out, rows, self._times or None)
+        self._reporter.record(signals, out, rows, self._times or None)
 
     def close(self) -> None:
         """Writes what is left of the logs."""

@@ -134,6 +134,11 @@ class ZeroConfig:
         return config
 
     @property
+    def compute_dtype(self) -> str | None:
+        """What the step's body computes in, "fp16" or "bf16"; None where it is left alone."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else None
+
+    @property
     def skips_overflow(self) -> bool:
         """Updates with a gradient that is not finite are skipped."""
         return self.fp16 or (self.bf16 and self.check_grad_overflow)

@@ -104,12 +104,12 @@ def wrap(
     may_skip = skip_nonfinite or loss_scale is not None
 
     def init(params: optax.Params) -> ZeroOptState:
-        return adopt(inner_tx.init(jax.tree.map(_full_precision, params)), loss_scale=loss_scale)
+        return adopt(inner_tx.init(jax.tree.map(full_precision, params)), loss_scale=loss_scale)
 
     def update(
         grads: optax.Updates, state: ZeroOptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ZeroOptState]:
-        grads = jax.tree.map(_full_precision, grads)
+        grads = jax.tree.map(full_precision, grads)
         scale = state.loss_scale
         if scale is not None:
             inverse = 1 / scale.scale
@@ -175,8 +175,9 @@ def choose(condition: jax.Array, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
-def _full_precision(g: jax.Array) -> jax.Array:
-    return g.astype(jnp.float32) if g.dtype in (jnp.bfloat16, jnp.float16) else g
+def full_precision(x: jax.Array) -> jax.Array:
+    """A 16-bit float array in float32; another one as it is."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def _injected_rate(state: optax.OptState) -> Any:

@@ -30,13 +30,13 @@ class Zero:
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
         config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
-        self._states = States(config, self.mesh, axis, specs)
+        self.states = States(config, self.mesh, axis, specs)
         self._donate = donate
 
     def __call__(self, train_step: Callable[..., Any]) -> Step:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX."""
-        return Step(train_step, self._states, self._donate)
+        return Step(train_step, self.states, self._donate)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
         """Makes a state that is sharded from the start.
@@ -49,12 +49,12 @@ class Zero:
         Returns:
           The same, on the mesh as planned, with its optimizer wrapped as the config asks.
         """
-        return self._states.init(create_state, *args)
+        return self.states.init(create_state, *args)
 
     def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings: for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
-        return self._states.abstract(create_state, *args)
+        return self.states.abstract(create_state, *args)
 
     def plan(self, *state: Any) -> Plan:
         """How a state lies over the devices, and why.
@@ -67,7 +67,7 @@ class Zero:
           a table with bytes per device and reasons.
         """
         objects = state[0] if len(state) == 1 and isinstance(state[0], tuple) else state
-        return self._states.plan(self._states.open(tuple(objects)))
+        return self.states.plan(self.states.open(tuple(objects)))
 
     def optimizer(self, *, weight_decay_mask: Any = None) -> ZeroTransformation:
         """The config's optimizer with schedule, clipping and loss scale, for optax.
@@ -92,7 +92,7 @@ class Zero:
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """The config's clipping and telemetry around the user's own optax transformation."""
-        return self._states.wrap(tx)
+        return self.states.wrap(tx)
 
 
 def zero(

@@ -1,0 +1,71 @@
+"""A state saved at any stage, on any devices, in any precision is restored at any other."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import zerojax
+from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, values, zero_of
+from zerojax.checkpoint import Checkpointer
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+# Stage, devices, with a model axis; the precisions take turns.
+LAYOUTS = [
+    (0, 1, False),
+    (0, 8, False),
+    (1, 2, False),
+    (1, 8, False),
+    (2, 4, False),
+    (2, 8, False),
+    (3, 1, False),
+    (3, 8, False),
+    (0, 4, True),
+    (3, 8, True),
+]
+PLACES = [(*layout, PRECISIONS[i % 3]) for i, layout in enumerate(LAYOUTS)]
+CREATE: dict[str, Callable[..., Any]] = {"linen": create_linen, "nnx": create_nnx}
+
+
+def make(place: tuple[int, int, bool, str], form: str) -> zerojax.Zero:
+    stage, devices, model_axis, precision = place
+    return zero_of(stage, devices, precision, model_axis and form == "linen")
+
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module", params=CREATE)
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """One checkpoint from each place: step i from PLACES[i]."""
+    form = request.param
+    root = tmp_path_factory.mktemp(form)
+    for step, place in enumerate(PLACES):
+        zero = make(place, form)
+        with Checkpointer(root, zero) as checkpointer:
+            checkpointer.save(step, filled(zero.init(CREATE[form], KEY)))
+    yield form, root
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_restores_from_everywhere(
+    written: tuple[str, Path], place: tuple[int, int, bool, str]
+) -> None:
+    form, root = written
+    zero = make(place, form)
+    abstract = zero.abstract_state(CREATE[form], KEY)
+    expected = filled(zero.init(CREATE[form], KEY))
+    fresh = {k: v for k, v in values(zero.init(CREATE[form], KEY)).items() if "loss_scale" in k}
+    with Checkpointer(root, zero, read_only=True) as checkpointer:
+        for step, origin in enumerate(PLACES):
+            got = checkpointer.restore(abstract, step)
+            assert_same(got, expected)
+            scale = {k: v for k, v in values(got).items() if "loss_scale" in k}
+            kept = values(expected) if origin[3] == "fp16" else fresh
+            assert all((scale[name] == kept[name]).all() for name in scale), origin
+            for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
+                assert x.sharding.is_equivalent_to(like.sharding, x.ndim)

@@ -1,0 +1,245 @@
+import json
+import logging
+import multiprocessing
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from orbax.checkpoint import v1
+
+import zerojax
+from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, values, zero_of
+from zerojax.checkpoint import Checkpointer, CheckpointError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def zero() -> zerojax.Zero:
+    return zero_of(3, 4)
+
+
+@pytest.fixture(scope="module")
+def state(zero: zerojax.Zero) -> Any:
+    return filled(zero.init(create_linen, KEY))
+
+
+@pytest.fixture(scope="module")
+def abstract(zero: zerojax.Zero) -> Any:
+    return zero.abstract_state(create_linen, KEY)
+
+
+def test_steps_appear_when_they_are_whole(tmp_path: Path, zero: Any, state: Any) -> None:
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        assert checkpointer.latest_step() is None
+        assert checkpointer.all_steps() == []
+        checkpointer.save(3, state)
+        checkpointer.save(7, state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [3, 7]
+        assert checkpointer.latest_step() == 7
+
+
+def test_the_state_may_be_donated_at_once(tmp_path: Path, zero: Any, state: Any) -> None:
+    donated = filled(state)
+    double = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, donated)
+        double(donated)
+        checkpointer.wait()
+        assert_same(checkpointer.restore(state), state)
+        gone = filled(state)
+        double(gone)
+        with pytest.raises(CheckpointError, match=r"was donated to a step: save the state that"):
+            checkpointer.save(2, gone)
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path, zero: Any, state: Any) -> None:
+    options: Any = {"keep": 2, "keep_best": 1, "metric": "loss"}
+    with Checkpointer(tmp_path, zero, **options) as checkpointer:
+        for step, loss in enumerate([3.0, 1.0, 2.5, 2.0, 1.5]):
+            checkpointer.save(step, state, metrics={"loss": loss})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 3, 4]
+        assert checkpointer.best_step() == 1
+    with Checkpointer(tmp_path, zero, **options) as checkpointer:  # metrics come from disk
+        checkpointer.save(5, state, metrics={"loss": 0.5})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [4, 5]
+        with pytest.raises(CheckpointError, match="step 6 has no metric 'loss'"):
+            checkpointer.save(6, state)
+    assert not (tmp_path / "deleted").exists()
+
+
+def test_extra_comes_back_with_its_keys(tmp_path: Path, zero: Any, state: Any) -> None:
+    key = jax.random.split(jax.random.key(5, impl="rbg"), 2)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state, extra={"row": 17, "keys": [key], "at": np.float32(0.5)})
+        extra = checkpointer.extra()
+        assert extra["row"] == 17
+        assert extra["at"] == 0.5
+        assert extra["keys"][0].dtype == key.dtype
+        assert (jax.random.key_data(extra["keys"][0]) == jax.random.key_data(key)).all()
+        with pytest.raises(CheckpointError, match=r"extra\['a'\]\[0\]: ndarray is neither JSON"):
+            checkpointer.save(2, state, extra={"a": [np.ones(3)]})
+        with pytest.raises(CheckpointError, match=r"the key 3 is no string"):
+            checkpointer.save(2, state, extra={3: 1})
+
+
+def test_config_mesh_and_specs_are_recorded(tmp_path: Path, zero: Any, state: Any) -> None:
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+    record = json.loads((tmp_path / "1" / "zerojax.json").read_text())["record"]
+    assert record["stage"] == record["config"]["stage"] == 3
+    assert record["mesh"] == {"data": 4}
+    assert record["leaves"]["params.layer.kernel"]["spec"] == [None, "data"]
+    assert record["leaves"]["params.layer.kernel"]["shape"] == [8, 16]
+    assert set(record["versions"]) == {"zerojax", "jax", "flax", "optax", "orbax-checkpoint"}
+
+
+def test_orbax_alone_restores_what_zerojax_saved(
+    tmp_path: Path, zero: Any, state: Any, abstract: Any
+) -> None:
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+    assert_same(v1.load(tmp_path / "1", abstract), state)
+    assert_same(v1.training.Checkpointer(tmp_path).load(1, abstract), state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        assert_same(manager.restore(1, args=args)["state"], state)
+    assert_same(ocp.StandardCheckpointer().restore(tmp_path / "1" / "state", abstract), state)
+
+
+def test_orbax_alone_restores_nnx(tmp_path: Path, zero: Any) -> None:
+    pair = filled(zero.init(create_nnx, KEY))
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, pair)
+    abstract = nnx.state(zero.abstract_state(create_nnx, KEY))
+    got = v1.load(tmp_path / "1", abstract)
+    assert jax.tree.structure(got) == jax.tree.structure(nnx.state(pair))
+    np.testing.assert_array_equal(got[0]["linear"]["kernel"][...], pair[0].linear.kernel[...])
+
+
+def _manager_default(path: Path, state: Any) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(5, args=ocp.args.StandardSave(state))
+
+
+def _manager_named(path: Path, state: Any) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(5, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+
+
+def _v1_training(path: Path, state: Any) -> None:
+    with v1.training.Checkpointer(path) as checkpointer:
+        checkpointer.save(5, state)
+
+
+def _v1_save(path: Path, state: Any) -> None:
+    v1.save(path, state)
+
+
+def _standard(path: Path, state: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+@pytest.mark.parametrize(
+    "write", [_manager_default, _manager_named, _v1_training, _v1_save, _standard]
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_reads_a_train_state_that_plain_orbax_wrote(
+    tmp_path: Path, write: Any, precision: str
+) -> None:
+    plain = filled(jax.jit(create_linen)(KEY)).replace(step=jnp.asarray(41))
+    write(tmp_path / "plain", plain)
+    zero = zero_of(3, 8, precision)
+    with Checkpointer(tmp_path / "plain", zero, read_only=True) as checkpointer:
+        got = checkpointer.restore(zero.abstract_state(create_linen, KEY))
+    for name in ("params", "batch_stats", "step"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(got, name), getattr(plain, name))
+    jax.tree.map(np.testing.assert_array_equal, got.opt_state.inner, plain.opt_state)
+    assert int(zerojax.telemetry(got)["step"]) == 41
+    assert float(zerojax.telemetry(got)["loss_scale"]) == (2.0**16 if precision == "fp16" else 1)
+
+
+def test_parameters_alone(tmp_path: Path, zero: Any, state: Any) -> None:
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        other = zero_of(2, 8)
+        abstract = other.abstract_state(create_linen, KEY).params
+        got = checkpointer.restore(abstract)
+        jax.tree.map(np.testing.assert_array_equal, got, state.params)
+        jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail(), got, abstract)
+        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), state.params)
+        for x, y in zip(
+            jax.tree.leaves(checkpointer.restore(low)), jax.tree.leaves(state.params), strict=True
+        ):
+            np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+
+
+def test_parameters_of_nnx_alone(tmp_path: Path, zero: Any) -> None:
+    model, optimizer = filled(zero.init(create_nnx, KEY))
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, (model, optimizer))
+        params = nnx.state(zero.abstract_state(create_nnx, KEY)[0], nnx.Param)
+        got = checkpointer.restore(params)
+    jax.tree.map(np.testing.assert_array_equal, got, nnx.state(model, nnx.Param))
+
+
+def test_restores_into_a_state_that_is_there(tmp_path: Path, zero: Any, state: Any) -> None:
+    """A plain TrainState, or a sharded one, tells the form as well as an abstract one."""
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        assert_same(checkpointer.restore(state), state)
+        got = checkpointer.restore(jax.eval_shape(create_linen, KEY))
+        assert_same(got, state)
+        assert got.params["embed"].sharding == state.params["embed"].sharding
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    zero = zerojax.zero(
+        stage=3,
+        fp16=True,
+        gradient_accumulation_steps=2,
+        stage3_param_persistence_threshold=0,
+        hysteresis=1,
+    )
+
+    def create(key: jax.Array) -> TrainState:
+        params = {"w": jax.random.normal(key, (16, 8))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    @zero
+    def step(state: TrainState, x: jax.Array) -> tuple[TrainState, Any]:
+        def loss_fn(params: Any) -> jax.Array:
+            return ((x @ params["w"]).astype(jnp.float32) ** 2).mean()
+
+        loss, grads = zerojax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    batches = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float16)
+    batches[2] *= 300  # overflows: the loss scale moves
+    state = zero.init(create, KEY)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        for i, x in enumerate(batches):
+            state, _ = step(state, x)
+            if i == 3:
+                checkpointer.save(4, state, extra={"next": 4})
+        resumed = checkpointer.restore(zero.abstract_state(create, KEY))
+        assert int(zerojax.telemetry(resumed)["skipped_steps"]) >= 1
+        for x in batches[checkpointer.extra()["next"] :]:
+            resumed, _ = step(resumed, x)
+    assert_same(resumed, state, but="nothing")

@@ -1,0 +1,8 @@
+"""Checkpoints: orbax's format, restored on any number of devices at any stage.
+
+See :class:`Checkpointer`.
+"""
+
+from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
+from zerojax.checkpoint.errors import CheckpointError as CheckpointError
+from zerojax.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError

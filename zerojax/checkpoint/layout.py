@@ -1,0 +1,74 @@
+"""A training state as the tree that orbax writes, and where each array stands in it.
+
+A flax ``TrainState`` is written as it is. Of NNX ``nnx.state((model, optimizer))`` is, so that
+names begin with ``0`` for the model and ``1`` for the optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.parts import Parts
+
+Path = tuple[str, ...]
+Form = Literal["linen", "nnx"]
+
+PARAMS: dict[Form, Path] = {"linen": ("params",), "nnx": ("0",)}
+OPTIMIZER: dict[Form, Path] = {"linen": ("opt_state",), "nnx": ("1", "opt_state")}
+STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
+
+
+def form_of(state: Any) -> Form | None:
+    """A TrainState, or a pair of NNX; None for anything else, such as parameters alone."""
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], nnx.Module):
+        return "nnx"
+    return "linen" if hasattr(state, "params") and hasattr(state, "opt_state") else None
+
+
+def tree_of(state: Any) -> Any:
+    """What orbax writes; arrays without elements, which it refuses, are left out."""
+    tree = nnx.state(state) if form_of(state) == "nnx" else state
+    return jax.tree.map(lambda x: x if jnp.size(x) else None, tree)
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The arrays of such a tree by orbax's name of them."""
+    return {
+        ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def paths_of(parts: Parts, form: Form) -> list[Path]:
+    """Where each array of a state that was taken apart stands on disk, in the order of leaves."""
+    rest = {"model": PARAMS[form]} if form == "nnx" else {name: (name,) for name in parts.rest}
+    return [
+        *below(PARAMS[form], parts.params),
+        *below(OPTIMIZER[form], parts.opt_state),
+        *below(STEP[form], parts.step),
+        *(path for name, value in sorted(parts.rest.items()) for path in below(rest[name], value)),
+    ]
+
+
+def below(prefix: Path, tree: Any) -> list[Path]:
+    """The paths of a tree's arrays that stand under ``prefix``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]
+
+
+def unboxed(path: Path) -> Path:
+    """Without the ``value`` of the box in which flax keeps an array with its metadata.
+
+    Example:
+      >>> unboxed(("params", "kernel", "value"))
+      ('params', 'kernel')
+    """
+    return path[:-1] if path[-1:] == ("value",) else path
+
+
+def strings(keys: Any) -> Path:
+    """JAX's keys of a leaf as orbax writes them."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -1,0 +1,107 @@
+"""Which saved array is which wanted one, where the two trees need not be the same.
+
+Three differences are bridged: a loss scale that only one side has (fp16 against fp32 or bf16), an
+optimizer state that zerojax has not wrapped yet, and parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.layout import Path
+from zerojax.checkpoint.saved import Leaf
+from zerojax.optim.wrap import ZeroOptState
+
+INNER, LOSS_SCALE = "inner", "loss_scale"
+FRESH = [name for name in ZeroOptState._fields if name != INNER]
+SHOWN = 8
+
+
+def match(
+    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], optimizer: Path, *, where: str
+) -> dict[Path, Path | None]:
+    """Finds each wanted array among the saved ones.
+
+    Args:
+      wanted: shapes and dtypes by path.
+      saved: what is there.
+      optimizer: the path of the optimizer's state.
+      where: the checkpoint, for messages.
+
+    Returns:
+      The saved path of each wanted one; None where it has to be made anew: parts of
+      ``ZeroOptState`` that a plain optimizer state lacks, a loss scale, arrays of no elements.
+
+    Raises:
+      CheckpointError: other arrays are missing, too many, or differ in shape or kind.
+    """
+    n = len(optimizer)
+    wrapped = any(path[: n + 1] == (*optimizer, "steps") for path in saved)
+    sources: dict[Path, Path | None] = {}
+    problems = []
+    for path, leaf in wanted.items():
+        source, own = path, path[:n] == optimizer
+        if own and not wrapped and path[n] == INNER:
+            source = (*optimizer, *path[n + 1 :])
+        if source in saved:
+            sources[path] = source
+            problems += _mismatch(path, leaf, saved[source])
+        elif 0 in leaf.shape or (own and path[n] in ([LOSS_SCALE] if wrapped else FRESH)):
+            sources[path] = None
+        else:
+            problems.append(f"only in the state: {_told(path, leaf)}")
+    used = set(sources.values())
+    problems += [
+        f"only in the checkpoint: {_told(path, leaf)}"
+        for path, leaf in saved.items()
+        if path not in used and path[: n + 1] != (*optimizer, LOSS_SCALE)
+    ]
+    if problems:
+        raise CheckpointError(_differences(where, problems))
+    return sources
+
+
+def match_params(
+    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], *, where: str
+) -> dict[Path, Path | None]:
+    """The same for parameters alone: whatever else the checkpoint holds is left there."""
+    problems = []
+    for path, leaf in wanted.items():
+        if path in saved:
+            problems += _mismatch(path, leaf, saved[path])
+        else:
+            problems.append(f"only in the state: {_told(path, leaf)}")
+    if problems:
+        raise CheckpointError(_differences(where, problems))
+    return {path: path for path in wanted}
+
+
+def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
+    if jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        return []  # its data is what is on disk
+    if tuple(wanted.shape) != saved.shape:
+        return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]
+    if wanted.dtype != saved.dtype and not _floats((wanted.dtype, saved.dtype)):
+        return [f"{'.'.join(path)}: {saved.dtype} there, {wanted.dtype} here"]
+    return []
+
+
+def _floats(dtypes: Iterable[Any]) -> bool:
+    return all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in dtypes)
+
+
+def _told(path: Path, leaf: Any) -> str:
+    return f"{'.'.join(path)} {list(leaf.shape)} {leaf.dtype}"
+
+
+def _differences(where: str, problems: list[str]) -> str:
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "\n  ".join([f"{where} holds another model or optimizer:", *problems[:SHOWN], *more]) + (
+        "\nMake the state with the model and the optimizer that were saved; for parameters alone, "
+        "restore(abstract_state.params)."
+    )

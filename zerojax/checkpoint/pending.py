@@ -1,0 +1,112 @@
+"""A save under way: what is known when it begins, and the record when its files are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding
+
+from zerojax.api import Zero
+from zerojax.checkpoint import layout
+from zerojax.checkpoint import record as records
+from zerojax.checkpoint.checksum import checksum, share
+from zerojax.checkpoint.record import LeafRecord, Record, Spec
+from zerojax.config import ZeroConfig
+
+_PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
+
+
+class Pending:
+    """Begins the checksums on the devices; they are fetched by :meth:`finish`, in the background.
+
+    Attributes:
+      step: updates done.
+      tree: what orbax is to write.
+    """
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        step: int,
+        state: Any,
+        zero: Zero,
+        extra: Any,
+        metrics: Mapping[str, float] | None,
+    ) -> None:
+        self.step, self._directory = step, directory
+        self.tree = jax.tree.map(_array, layout.tree_of(state))
+        leaves = layout.named(self.tree)
+        self._sums = {
+            name: checksum(x) if isinstance(x, jax.Array) else share(x, (0,) * x.ndim)
+            for name, x in leaves.items()
+        }
+        self._leaves = {
+            name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
+            for name, x in leaves.items()
+        }
+        form = layout.form_of(state)
+        assert form is not None
+        self._record = Record(
+            step=step,
+            saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+            form=form,
+            stage=zero.config.stage,
+            compute_dtype=zero.config.compute_dtype,
+            mesh=dict(zero.mesh.shape),
+            axis=zero.states.axis,
+            devices=zero.mesh.devices.flat[0].device_kind,
+            processes=jax.process_count(),
+            config=_config(zero.config),
+            leaves={},
+            files={},
+            metrics=None if metrics is None else {k: float(v) for k, v in metrics.items()},
+            extra=extra,
+        )
+
+    def finish(self) -> None:
+        """Writes the record into the step's folder, before orbax gives that its name."""
+        sums = jax.device_get(self._sums)
+        leaves = {
+            name: leaf.model_copy(update={"checksum": int(sums[name])})
+            for name, leaf in self._leaves.items()
+        }
+        under_way = [*self._directory.glob(f"{self.step}.orbax-checkpoint-tmp*")]
+        folder = under_way[0] if under_way else self._directory / str(self.step)
+        update = {"leaves": leaves, "files": records.files(folder)}
+        records.write(folder, self._record.model_copy(update=update))
+
+
+def _array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
+
+
+def _spec(x: Any) -> Spec | None:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]
+
+
+def _config(config: ZeroConfig) -> dict[str, Any]:
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    del fields["notes"]
+    return {name: _json(value) for name, value in fields.items()}
+
+
+def _json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)

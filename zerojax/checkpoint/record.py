@@ -1,0 +1,180 @@
+"""The record beside a saved state: what it is, how it lay, and what its bytes add up to.
+
+    STEP/state/...          orbax's
+    STEP/zerojax.json       {"format": 1, "sha256": of the rest, "record": {...}}
+
+Written before orbax commits the step, so that both are there or neither is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pydantic
+from etils import epath
+
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+
+FORMAT = 1
+FILE = "zerojax.json"
+MARK = {"record": FILE}
+"""Said in orbax's metadata of a state that has a record, so that a lost one is missed."""
+
+WHOLE_FILE_BYTES = 16 * 2**20
+"""Files up to this size are digested whole; larger ones hold arrays, which have checksums."""
+
+Spec = list[str | list[str] | None]
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class LeafRecord(_Strict):
+    """An array: ``spec`` is its PartitionSpec at rest (None: unknown), ``checksum`` see
+    :func:`zerojax.checkpoint.checksum.checksum`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec | None
+    checksum: int
+
+
+class FileRecord(_Strict):
+    """A file of the step's folder; ``crc32`` of its bytes, None for a large one."""
+
+    bytes: int
+    crc32: int | None
+
+
+class Record(_Strict):
+    """What is known of a saved step.
+
+    Attributes:
+      step: updates done, as the caller counts.
+      saved: when, ISO 8601 in UTC.
+      versions: of zerojax, jax, flax, optax, orbax.
+      form: a flax ``TrainState``, or a pair of ``nnx.Module`` and ``nnx.Optimizer``.
+      stage, compute_dtype, mesh, axis, devices, processes: how it lay when it was saved.
+      config: the fields of the :class:`ZeroConfig`.
+      leaves: by orbax's name of the array.
+      files: by path within the step's folder; all of them but this record and what orbax adds
+        while it commits.
+      metrics, extra: the caller's own.
+    """
+
+    step: int
+    saved: str
+    versions: dict[str, str]
+    form: Literal["linen", "nnx"]
+    stage: int
+    compute_dtype: str | None
+    mesh: dict[str, int]
+    axis: str
+    devices: str
+    processes: int
+    config: dict[str, Any]
+    leaves: dict[str, LeafRecord]
+    files: dict[str, FileRecord]
+    metrics: dict[str, float] | None
+    extra: Any
+
+
+def write(folder: epath.Path, record: Record) -> None:
+    """Writes the record of the step in ``folder``."""
+    body = record.model_dump(mode="json")
+    text = {"format": FORMAT, "sha256": _sha256(FORMAT, body), "record": body}
+    (folder / FILE).write_text(json.dumps(text))
+
+
+def read(folder: epath.Path) -> Record | None:
+    """The record of the step in ``folder``; None where there is none, as with plain orbax.
+
+    Raises:
+      DamagedCheckpointError: it is not as it was written.
+      CheckpointError: it was written by a newer zerojax.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return None
+    try:
+        text = json.loads(file.read_text())
+        version, digest, body = text["format"], text["sha256"], text["record"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DamagedCheckpointError(f"{file} cannot be read: {error!r}") from None
+    if digest != _sha256(version, body):
+        raise DamagedCheckpointError(f"{file} is not as it was written: its sha256 differs")
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax "
+            f"(the state itself is orbax's: {folder / 'state'})"
+        )
+    try:
+        return Record.model_validate(body)
+    except pydantic.ValidationError as error:
+        raise DamagedCheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRecord]:
+    """Every file below ``folder``, but for what orbax still changes while it commits.
+
+    Args:
+      folder: of the step.
+      whole: files of more bytes get no ``crc32``.
+    """
+    return {
+        name: FileRecord(bytes=size, crc32=_crc32(folder / name) if size <= whole else None)
+        for name, size in sorted(sizes(folder))
+        if "/" in name
+    }
+
+
+def changed(folder: epath.Path, record: Record) -> list[str]:
+    """What differs from the recorded step and its files, one line each."""
+    problems = []
+    if folder.name.isdecimal() and int(folder.name) != record.step:
+        problems.append(
+            f"{folder / FILE} is of step {record.step}: name the folder {record.step} again"
+        )
+    try:
+        there = dict(sizes(folder))
+    except OSError as error:
+        return [*problems, f"{folder} cannot be read: {error}"]
+    for name, file in record.files.items():
+        if name not in there:
+            problems.append(f"{folder / name} is missing")
+        elif there[name] != file.bytes:
+            problems.append(f"{folder / name} has {there[name]:,} bytes instead of {file.bytes:,}")
+        elif file.crc32 is not None:
+            problems += _differs(folder / name, file.crc32)
+    return problems
+
+
+def _differs(file: epath.Path, crc32: int) -> list[str]:
+    try:
+        same = _crc32(file) == crc32
+    except OSError as error:
+        return [f"{file} cannot be read: {error}"]
+    return [] if same else [f"{file} is not as it was written: its CRC differs"]
+
+
+def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
+    """Every file below ``folder`` by its path within it, and its bytes."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            yield from ((f"{entry.name}/{name}", size) for name, size in sizes(entry))
+        else:
+            yield entry.name, entry.stat().length
+
+
+def _crc32(file: epath.Path) -> int:
+    return zlib.crc32(file.read_bytes())
+
+
+def _sha256(version: Any, body: Any) -> str:
+    text = json.dumps([version, body], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""A saved step brought back: every array straight to the devices that shall hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.api import Zero
+from zerojax.checkpoint import layout
+from zerojax.checkpoint.checksum import checksum
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.layout import Path
+from zerojax.checkpoint.matching import match, match_params
+from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.optim.loss_scale import LossScale
+from zerojax.optim.wrap import ZeroTransformation, adopt
+from zerojax.parts import Opened
+from zerojax.state import abstract, take_apart
+
+
+class _Wanted(NamedTuple):
+    """Shapes, dtypes and shardings by path on disk, and how to make the caller's object."""
+
+    leaves: dict[Path, jax.ShapeDtypeStruct]
+    close: Callable[[list[Any]], Any]
+
+
+def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
+    """The saved state, or parameters, in the form and with the shardings of ``abstract_state``.
+
+    Every array is read in pieces by the devices that hold them, in the dtype that was saved;
+    checked against its recorded checksum, and then cast if another float dtype is wanted.
+
+    Raises:
+      CheckpointError: the arrays differ from those that are wanted.
+      DamagedCheckpointError: they cannot be read, or are not what was saved.
+    """
+    there = {layout.unboxed(leaf.path): leaf for leaf in saved.leaves()}
+    form = layout.form_of(abstract_state)
+    if form is None:
+        wanted = _params_alone(abstract_state, there, zero)
+        sources = match_params(wanted.leaves, there, where=str(saved.folder))
+    else:
+        wanted = _whole_state(abstract_state, form, zero)
+        optimizer = layout.OPTIMIZER[form]
+        sources = match(wanted.leaves, there, optimizer, where=str(saved.folder))
+    leaves = {path: there[source] for path, source in sources.items() if source is not None}
+    structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in leaves.items()}
+    arrays = _read(saved, structs)
+    _verify(saved, {leaf.name: arrays[leaf.path] for leaf in leaves.values()})
+    found = {path: _fit(path, arrays[leaf.path], wanted) for path, leaf in leaves.items()}
+    if len(found) < len(wanted.leaves):
+        assert form is not None
+        found |= _fresh(wanted, found, form, zero)
+    return wanted.close([found[path] for path in wanted.leaves])
+
+
+def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
+    objects = state if form == "nnx" else (state,)
+    opened: Opened = take_apart(objects)
+    if not isinstance(opened.tx, ZeroTransformation):
+        opened = zero.states.open(objects)
+    leaves, tree = jax.tree.flatten(opened.parts)
+    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
+        leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
+    paths = layout.paths_of(opened.parts, form)
+    return _Wanted(
+        {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
+        lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
+    )
+
+
+def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
+    nnx = all(path[0] in "01" for path in there)
+    prefix = layout.PARAMS["nnx" if nnx else "linen"]
+    if not any(path[: len(prefix)] == prefix for path in there):
+        prefix = ()  # someone saved parameters and nothing else
+    leaves, tree = jax.tree.flatten(params)
+    whole = NamedSharding(zero.mesh, PartitionSpec())
+    paths = layout.below(prefix, params)
+    return _Wanted(
+        {
+            path: _struct(x, getattr(x, "sharding", None) or whole)
+            for path, x in zip(paths, leaves, strict=True)
+        },
+        lambda arrays: jax.tree.unflatten(tree, arrays),
+    )
+
+
+def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Read in the dtype that its checksum is of; keys are keys already."""
+    key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    return wanted if key else wanted.update(dtype=leaf.dtype)
+
+
+def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+    """Through orbax, which reads for each device what it shall hold."""
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        tree = handler.metadata(saved.item).tree
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [layout.strings(keys) for keys, _ in leaves]
+        structs = [wanted.get(path) for path in paths]
+        args = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(
+                structure, [ocp.PLACEHOLDER if s is None else s for s in structs]
+            ),
+            restore_args=jax.tree.unflatten(structure, [_restore_args(s) for s in structs]),
+        )
+        restored = jax.tree.leaves(handler.restore(saved.item, args=args))
+    except (ValueError, KeyError, OSError) as error:
+        raise DamagedCheckpointError(f"{saved.item} cannot be read: {error}") from error
+    finally:
+        handler.close()
+    return {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
+
+
+def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
+    if wanted is None:
+        return ocp.RestoreArgs()
+    return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
+
+
+def _verify(saved: Saved, arrays: dict[str, jax.Array]) -> None:
+    if saved.record is None:
+        return
+    sums = jax.device_get({name: checksum(x) for name, x in arrays.items()})
+    wrong = [name for name, x in sums.items() if int(x) != saved.record.leaves[name].checksum]
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"
+        )
+
+
+def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
+    struct = wanted.leaves[path]
+    if x.shape != struct.shape or (
+        x.dtype != struct.dtype and jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key)
+    ):
+        raise CheckpointError(
+            f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
+            f"{list(struct.shape)} is wanted: make the state with keys of the same kind."
+        )
+    return x if x.dtype == struct.dtype else x.astype(struct.dtype)
+
+
+def _fresh(
+    wanted: _Wanted, found: dict[Path, jax.Array], form: layout.Form, zero: Zero
+) -> dict[Path, jax.Array]:
+    """What a plain state, or one of another precision, does not have."""
+    optimizer = layout.OPTIMIZER[form]
+    step = found[layout.STEP[form]]
+    made = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
+    values = dict(zip(layout.below(optimizer, made), jax.tree.leaves(made), strict=True))
+    return {
+        path: jax.device_put(
+            values[path] if path in values else jnp.zeros(struct.shape, struct.dtype),
+            struct.sharding,
+        )
+        for path, struct in wanted.leaves.items()
+        if path not in found
+    }

@@ -70,7 +70,9 @@ def run(precision: str, steps: int, model: str, folder: Path, evaluations: int =
         seed=0,
         devices=None,
         eval_every=max(1, steps // evaluations),
+        save_every=steps,
         restart=False,
+        from_step=None,
     )
     outcome = train(job, console())
     return Run(

@@ -33,7 +33,7 @@ then make up `[L, ...]` leaves. `examples.gpt_nnx` takes the same tree:
 import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,14 +42,15 @@ import numpy as np
 from jax.sharding import Sharding
 
 from examples.gpt import GPT, GPTConfig
-from examples.hf_config import CONFIG_FILE, check_config
+from examples.hf_config import CONFIG_FILE, SIZES, check_config
 from examples.hf_config import config_from_hf as config_from_hf
 from examples.hf_config import config_to_hf as config_to_hf
 from examples.hf_config import read_config as read_config
 from examples.hf_names import check_fit, is_stacked, names_of
 from examples.pieces import Bounds, from_pieces, to_host
-from examples.weights_read import Path, Tensor, open_tensors
-from examples.weights_write import Pending, write_folder
+from examples.weights_read import Tensor, open_tensors
+from zerojax.checkpoint.naming import Renamed
+from zerojax.checkpoint.safetensors_files import Path, TensorSpec, writing
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -92,8 +93,8 @@ def save(
     """Write parameters of `GPT(config)` as a folder that `load` and transformers read.
 
     `config.json` with `model.safetensors`, or with `model-00001-of-0000N.safetensors` and an index
-    where all is more than `max_shard_size` bytes. The host holds one file's tensors at a time. The
-    files take their names at the end: an error on the way leaves what was there.
+    where all is more than `max_shard_size` bytes. The host holds one tensor at a time. The files
+    take their names at the end: an error on the way leaves what was there.
 
     Args:
       params: `model.init(...)["params"]` or `state.params`, wherever they lie.
@@ -102,20 +103,57 @@ def save(
       ValueError: they are not the parameters of `GPT(config)`, or lie on other processes' devices.
     """
     _wanted(config, params, None)
-    pending = []
-    for path, leaf in _by_path(params).items():
+    tensors, leaves = [], _by_path(params)
+    for path, leaf in leaves.items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"params: {path} {list(leaf.shape)} lies on devices of other processes too: gather "
                 "it (jax.experimental.multihost_utils.process_allgather), save in one process"
             )
-        names = names_of(path, config)
-        for layer, name in enumerate(names):
-            fetch = functools.partial(to_host, leaf, layer if is_stacked(path) else None)
-            pending.append(Pending(name, leaf.nbytes // len(names), fetch))
-    pending.sort(key=lambda tensor: [int(x) if x.isdigit() else x for x in tensor.name.split(".")])
-    about = json.dumps(config_to_hf(config), indent=2) + "\n"
-    write_folder(folder, pending, max_bytes=max_shard_size, texts={CONFIG_FILE: about})
+        shape = leaf.shape[1:] if is_stacked(path) else leaf.shape
+        tensors += [TensorSpec(name, shape, leaf.dtype) for name in names_of(path, config)]
+    texts = {CONFIG_FILE: _config_text(config)}
+    with writing(folder, tensors, max_bytes=max_shard_size, texts=texts) as put:
+        for path, leaf in leaves.items():
+            for layer, name in enumerate(names_of(path, config)):
+                put(name, to_host(leaf, layer if is_stacked(path) else None))
+
+
+def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
+    """Of `python -m zerojax export CHECKPOINT OUT --names examples.hf_gpt2:export_names`.
+
+    The folder is as `save` writes it, from a checkpoint that was saved with
+    `extra={"model": {...}}`: the fields of the `GPTConfig`, of which no shape shows `n_head`.
+
+    Args:
+      leaves: shapes by name, as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
+
+    Raises:
+      ValueError: `extra` has no such fields, or they are not those of the parameters.
+    """
+    about = extra.get("model") if isinstance(extra, Mapping) else None
+    sizes = [ours for ours, _, _ in SIZES]
+    if not isinstance(about, Mapping) or not about.keys() >= set(sizes):
+        raise ValueError(
+            f"its extra['model'] is {about!r}, but {', '.join(sizes)} of the GPTConfig are needed: "
+            "save(step, state, extra={'model': {...}})"
+        )
+    paths = {name: name.replace(".", "/") for name in leaves}
+    scan = any(map(is_stacked, paths.values()))
+    fields = {name: about[name] for name in sizes}
+    config = GPTConfig(**fields, dropout=about.get("dropout", 0.0), scan=scan)
+    like = {path: jax.ShapeDtypeStruct(leaves[name], jnp.float32) for name, path in paths.items()}
+    _wanted(config, like, None)
+    tensors = {
+        name: [(tensor, layer if is_stacked(path) else None)
+               for layer, tensor in enumerate(names_of(path, config))]
+        for name, path in paths.items()
+    }  # fmt: skip
+    return Renamed(tensors, {CONFIG_FILE: _config_text(config)})
+
+
+def _config_text(config: GPTConfig) -> str:
+    return json.dumps(config_to_hf(config), indent=2) + "\n"
 
 
 def _read(sources: Sequence[Tensor], stacked: bool, dtype: Any, bounds: Bounds) -> np.ndarray:

@@ -39,7 +39,9 @@ class Job:
     seed: int
     devices: int | None
     eval_every: int
+    save_every: int
     restart: bool
+    from_step: int | None
 
     @property
     def model_config(self) -> GPTConfig:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 import zerojax
@@ -63,6 +64,19 @@ def already_done(folder: RunFolder, done: int, steps: int) -> str:
     return (
         f"{folder.checkpoints} has {done} steps, and {steps} were asked for: nothing to do. "
         f"--steps {2 * done} goes on from there, --restart begins again."
+    )
+
+
+def not_saved(trouble: str) -> str:
+    """For a checkpoint that could not be written."""
+    return f"[bold red]not saved, going on:[/] {escape(trouble)}"
+
+
+def preempted(folder: RunFolder, steps: int) -> str:
+    """For a run that was told to stop."""
+    return (
+        f"stopped by SIGTERM after {folder.step}/{steps} steps, which are saved in "
+        f"{folder.checkpoints}: the same command goes on from there"
     )
 
 

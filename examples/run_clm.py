@@ -11,11 +11,14 @@ stage 3 in 97 to 117 s, compilation included (measured with other work on the sa
 to 8,100 tokens/s, with 2.0 MB of arrays on each device. Held-out loss falls from 5.5 nats a byte (a
 guess is ln 256) to 2.23 on Python 3.11's library, 2.35 on 3.12's; above 2.6 something is wrong.
 
-It prints what each device holds, evaluates on text that it never trains on, writes an orbax
-checkpoint at each evaluation, continues from the newest one when run again with the same `--out`,
-and draws the loss curve beside it.
+It prints what each device holds, evaluates on text that it never trains on, writes a checkpoint in
+the background at each evaluation, and draws the loss curve beside it. Run again with the same
+`--out` it goes on from the newest checkpoint: bit for bit as if it had not stopped, or to rounding
+on other devices and at another stage. At SIGTERM it saves and exits with status 75; a second one
+ends it at once.
 """
 
+import dataclasses
 import pathlib
 from typing import Annotated, Any, NamedTuple
 
@@ -35,16 +38,19 @@ from examples.gpt import GPT, SIZES, loss_fn
 from examples.job import DEFAULT_CONFIG, Job, size_of
 from examples.progress import Progress
 from examples.run_folder import History, RunFolder
+from zerojax.checkpoint import PREEMPTED, CheckpointError, Preemption
 from zerojax.config import load
 
 EVAL_BATCHES = 4
 
 
 class Outcome(NamedTuple):
-    """Losses of every step, and the speed of this run's own steps (0 without any)."""
+    """Losses of every step, the speed of this run's own steps (0 without any), and whether it was
+    told to stop before the last one."""
 
     history: History
     tokens_per_second: float
+    preempted: bool = False
 
 
 def train(job: Job, console: Console) -> Outcome:
@@ -88,12 +94,15 @@ def train(job: Job, console: Console) -> Outcome:
         return sum(float(eval_step(state.params, batch)) for batch in some) / len(some)
 
     identity = job.identity(config, rows, text)
-    with RunFolder(job.out, identity, restart=job.restart) as folder:
+    about = dataclasses.asdict(job.model_config) | {"dtype": None}
+    options: Any = {"restart": job.restart, "from_step": job.from_step}
+    with RunFolder(job.out, zero, identity, about, **options) as folder, Preemption() as preemption:
         history, start = folder.history(), folder.step or 0
         if start >= job.steps:
             console.print(report.already_done(folder, start, job.steps))
             return Outcome(history, 0.0)
         if start:
+            dropout_key = folder.key()
             state = folder.restore(zero.abstract_state(create_state, init_key))
             console.print(f"Continuing from step {start} in {folder.checkpoints}")
         else:
@@ -110,14 +119,26 @@ def train(job: Job, console: Console) -> Outcome:
                 key = jax.random.fold_in(dropout_key, step)
                 state, metrics = train_step(state, batches.batch_at(step), key)
                 history.train.append(metrics["loss"])
-                progress.advance(step + 1, metrics["loss"], state)
-                if (step + 1) % job.eval_every == 0 or step + 1 == job.steps:
-                    history.held_out.append((step + 1, held_out_loss(state)))
-                    folder.save(step + 1, state, history)
+                done = step + 1
+                progress.advance(done, metrics["loss"], state)
+                if done % job.eval_every == 0 or done == job.steps:
+                    history.held_out.append((done, held_out_loss(state)))
                     progress.held_out(*history.held_out[-1])
-    curve.draw(folder.curve, history, report.title(job, config, mesh))
-    console.print(report.summary(history, progress, folder))
-    return Outcome(history, progress.tokens_per_second)
+                stop = preemption.notice or done == job.steps
+                if stop or done % job.save_every == 0:
+                    trouble = folder.save(done, state, history, dropout_key)
+                    if trouble:
+                        console.print(report.not_saved(trouble))
+                if stop:
+                    break
+        folder.wait()
+        outcome = Outcome(history, progress.tokens_per_second, preempted=done < job.steps)
+        curve.draw(folder.curve, history, report.title(job, config, mesh))
+        if outcome.preempted:
+            console.print(report.preempted(folder, job.steps))
+        else:
+            console.print(report.summary(history, progress, folder))
+        return outcome
 
 
 app = typer.Typer(add_completion=False)
@@ -154,9 +175,18 @@ def main(
         int | None,
         typer.Option(min=1, help="steps between evaluations and checkpoints; else a tenth"),
     ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="steps between checkpoints; else as --eval-every")
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="discard --out's checkpoints")] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(min=1, help="continue from this checkpoint, and discard those after it"),
+    ] = None,
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    every = eval_every or max(1, steps // 10)
+    status = 0
     try:
         job = Job(
             text=[*(text or []), *(more_text or [])],
@@ -171,14 +201,17 @@ def main(
             out=out,
             seed=seed,
             devices=devices,
-            eval_every=eval_every or max(1, steps // 10),
+            eval_every=every,
+            save_every=save_every or every,
             restart=restart,
+            from_step=from_step,
         )
-        train(job, console)
-    except (ValueError, PermissionError) as error:
+        status = PREEMPTED if train(job, console).preempted else 0
+    except (ValueError, PermissionError, CheckpointError) as error:
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from None
+        status = 2
+    raise typer.Exit(status)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The folder of a run: its checkpoints, and what must agree for a run to go on from them.
 
-    OUT/checkpoints/STEP/    orbax: the state, and beside it the loss history and the run's identity
+    OUT/checkpoints/STEP/    the state, and in its record the loss history and the run's identity
     OUT/loss.png             the curve
 
 Example::
 
-    with RunFolder(out, identity) as folder:
-        history = folder.history()                     # empty in a fresh folder
+    with RunFolder(out, zero, identity) as folder:
+        history, key = folder.history(), folder.key()  # empty and None in a fresh folder
         state = folder.restore(abstract_state)         # sharded as abstract_state says
-        folder.save(step, state, history)              # returns once it is written
+        folder.save(step, state, history, key)         # written in the background
 """
 
 import dataclasses
@@ -16,7 +16,10 @@ import pathlib
 from types import TracebackType
 from typing import Any, Self
 
-import orbax.checkpoint as ocp
+import jax
+
+import zerojax
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError
 
 CHECKPOINTS_KEPT = 2
 
@@ -30,24 +33,39 @@ class History:
 
 
 class RunFolder:
-    """Checkpoints of one run. `identity` is JSON: the settings that a continued run must share."""
+    """Checkpoints of one run.
 
-    def __init__(self, out: pathlib.Path, identity: dict[str, Any], *, restart: bool) -> None:
+    Args:
+      identity: JSON: the settings that a continued run must share.
+      model: JSON: what an export has to know of the model.
+      restart: remove the checkpoints that are there.
+      from_step: go on from this one instead of the newest, and remove those after it.
+    """
+
+    def __init__(
+        self,
+        out: pathlib.Path,
+        zero: zerojax.Zero,
+        identity: dict[str, Any],
+        model: dict[str, Any],
+        *,
+        restart: bool = False,
+        from_step: int | None = None,
+    ) -> None:
         self.out = out.absolute()
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"--out {out} is a file; name a folder")
-        self.identity = identity
+        self.identity, self.model = identity, model
         self.checkpoints = self.out / "checkpoints"
         self.curve = self.out / "loss.png"
-        # In the background orbax would hold the old state while the next step makes a new one.
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=CHECKPOINTS_KEPT, enable_async_checkpointing=False
-        )
-        self._manager = ocp.CheckpointManager(self.checkpoints, options=options)
-
+        self._checkpointer = Checkpointer(self.checkpoints, zero, keep=CHECKPOINTS_KEPT)
+        steps = self._checkpointer.all_steps()
         if restart:
-            for step in self._manager.all_steps():
-                self._manager.delete(step)
+            for step in steps:
+                self._checkpointer.delete(step)
+        elif from_step is not None and from_step not in steps:
+            raise ValueError(f"--from-step {from_step}: {self.checkpoints} has {steps}")
+        self._from_step = from_step
 
     def __enter__(self) -> Self:
         return self
@@ -58,23 +76,22 @@ class RunFolder:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._manager.close()
+        self._checkpointer.close()
 
     @property
     def step(self) -> int | None:
-        """Steps done by the newest checkpoint, None where there is none."""
-        return self._manager.latest_step()
+        """Steps done by the checkpoint to go on from, None where there is none."""
+        return self._from_step if self._from_step else self._checkpointer.latest_step()
 
     def history(self) -> History:
-        """The loss history up to the newest checkpoint, after checking that it is this run's."""
+        """The loss history up to that checkpoint, after checking that it is this run's."""
         if self.step is None:
             return History()
-        if not (self.checkpoints / str(self.step) / "run").is_dir():
+        run = self._extra().get("run")
+        if run is None:
             raise ValueError(
                 f"{self.checkpoints} holds checkpoints of something else: choose --out"
             )
-        kept = self._manager.restore(self.step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-        run = kept["run"]
         differences = [
             f"  {name}: {run['identity'].get(name)} there, {value} now"
             for name, value in self.identity.items()
@@ -89,19 +106,55 @@ class RunFolder:
             )
         return History(run["train"], [(step, loss) for step, loss in run["held_out"]])
 
-    def restore(self, abstract_state: Any) -> Any:
-        """The newest checkpoint's state, with the shardings of `abstract_state`."""
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(self.step, args=wanted)["state"]
+    def key(self) -> jax.Array | None:
+        """The key that was saved."""
+        return None if self.step is None else self._extra()["key"]
 
-    def save(self, step: int, state: Any, history: History) -> None:
-        """Write a checkpoint; `step` steps are done."""
+    def restore(self, abstract_state: Any) -> Any:
+        """The state of that checkpoint, with the shardings of `abstract_state`."""
+        try:
+            state = self._checkpointer.restore(abstract_state, self.step)
+        except DamagedCheckpointError as error:
+            raise ValueError(_offer(error)) from error
+        for step in self._checkpointer.all_steps():
+            if self._from_step is not None and step > self._from_step:
+                self._checkpointer.delete(step)
+        self._from_step = None
+        return state
+
+    def save(self, step: int, state: Any, history: History, key: jax.Array) -> str:
+        """Begin to write a checkpoint; `step` steps are done, so `step` batches were read.
+
+        Returns what went wrong, with the checkpoint before this one or with the beginning of
+        this: training goes on all the same.
+        """
         run = {
             "identity": self.identity,
             "train": [float(loss) for loss in history.train],
             "held_out": history.held_out,
         }
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)),
-        )
+        extra = {"run": run, "key": key, "batches": step, "model": self.model}
+        trouble = []
+        for act in (self.wait, lambda: self._checkpointer.save(step, state, extra=extra)):
+            try:
+                act()
+            except CheckpointError as error:
+                trouble.append(str(error))
+        return "\n".join(trouble)
+
+    def wait(self) -> None:
+        """Until it is written. Raises CheckpointError where it cannot be."""
+        self._checkpointer.wait()
+
+    def _extra(self) -> dict[str, Any]:
+        try:
+            return self._checkpointer.extra(self.step) or {}
+        except DamagedCheckpointError as error:
+            raise ValueError(_offer(error)) from error
+
+
+def _offer(error: DamagedCheckpointError) -> str:
+    """What the user of the main job can do about damage."""
+    if error.whole is None:
+        return f"{error}\nNothing is left to go on from: --restart begins again."
+    return f"{error}\n--from-step {error.whole} goes on from there."

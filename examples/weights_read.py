@@ -12,17 +12,13 @@ tensor is where: https://huggingface.co/docs/transformers/big_models.
 
 import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-Path = str | os.PathLike[str]
+from zerojax.checkpoint.safetensors_files import INDEX, SINGLE, Path, import_safetensors
 
 
 class Tensor(NamedTuple):
@@ -133,14 +129,3 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"a JSON {type(values).__name__} where an object is needed")
     return values
-
-
-def import_safetensors() -> Any:
-    """The package, or an error that names the extra."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "safetensors files need the safetensors package: pip install 'zerojax[examples]'"
-        ) from error
-    return safetensors

@@ -36,9 +36,15 @@ TESTED_BY = {
     "zerojax/collectives/order.py": "collectives/test_insert.py",
     "zerojax/collectives/shard.py": "collectives/test_insert.py",
     "zerojax/optim/scaling.py": "optim/test_named.py",
+    "zerojax/cli/export.py": "cli/test_export_command.py",
+    "zerojax/cli/bar.py": "cli/test_inspect.py",
 }
 # Folders whose tests are not a file a module.
-TESTED_TOGETHER = {"zerojax/config": "config", "zerojax/foresight": "foresight"}
+TESTED_TOGETHER = {
+    "zerojax/checkpoint": "checkpoint",
+    "zerojax/config": "config",
+    "zerojax/foresight": "foresight",
+}
 
 
 def modules(package: str) -> list[Path]:

@@ -1,14 +1,14 @@
 """A state saved at any stage, on any devices, in any precision is restored at any other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, values, zero_of
 
 import zerojax
-from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, values, zero_of
 from zerojax.checkpoint import Checkpointer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(scope="module", params=CREATE)
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path]]:
+) -> tuple[str, Path]:
     """One checkpoint from each place: step i from PLACES[i]."""
     form = request.param
     root = tmp_path_factory.mktemp(form)
@@ -48,7 +48,7 @@ def written(
         zero = make(place, form)
         with Checkpointer(root, zero) as checkpointer:
             checkpointer.save(step, filled(zero.init(CREATE[form], KEY)))
-    yield form, root
+    return form, root
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

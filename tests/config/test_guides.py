@@ -57,6 +57,12 @@ def test_names_without_the_prefix():
         load({"zero_optimization": zero})
 
 
+@pytest.mark.parametrize("name", ["gather_16bit", "stage3_gather_16bit", "stage3_gather_fp16"])
+def test_every_name_of_16_bit_weights(name):
+    config = load({"zero_optimization": {f"{name}_weights_on_model_save": True}})
+    assert config.stage3_gather_16bit_weights_on_model_save
+
+
 def test_only_the_program_knows_how_long_it_runs():
     with pytest.raises(ConfigError) as caught:
         load(guides.ACCELERATE_ZERO_3)

@@ -37,6 +37,10 @@ FIELDS = {
         {"zero_optimization": {"stage3_param_persistence_threshold": 8}},
         8,
     ),
+    "stage3_gather_16bit_weights_on_model_save": (
+        {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
+        True,
+    ),
     "optimizer": (
         {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.95]}}},
         OptimizerConfig(type="Lion", params={"betas": (0.9, 0.95)}),

@@ -3,24 +3,57 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
+
+from zerojax.checkpoint import PREEMPTED
+from zerojax.checkpoint.saved import find
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SMALL = ["--model", "tiny", "--batch-size", "8"]
 
 
-def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start(*arguments: str | pathlib.Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "examples.run_clm", *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "120"},
-        capture_output=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
+
+
+def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments)
+    stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def stopped(step: int, *signals: int, job: list[str | pathlib.Path]) -> tuple[int, str]:
+    """Sends signals to a run once it has printed a step; its status and the rest of its output."""
+    process = start(*job)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.match(rf"step +{step}/\d+  loss", line):
+            break
+    else:
+        pytest.fail(f"no step {step}")
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.02)
+    rest, _ = process.communicate(timeout=300)
+    return process.returncode, rest
+
+
+def parameters(out: pathlib.Path, step: int) -> dict[str, bytes]:
+    saved = find(out / "checkpoints", step)
+    return {leaf.name: saved.read(leaf.name).tobytes() for leaf in saved.leaves()}
 
 
 @pytest.fixture
@@ -75,6 +108,61 @@ def test_trains_resumes_and_knows_when_it_is_done(
 
 def summary_losses(output: str) -> list[str]:
     return re.findall(r"held-out loss (\d.\d+ -> \d.\d+)", output)
+
+
+def test_killed_and_told_to_stop_it_ends_bit_for_bit_as_if_left_alone(
+    tmp_path: pathlib.Path, text: pathlib.Path
+) -> None:
+    common = [*SMALL, "--text", text, "--dropout", "0.2", "--steps", 12, "--eval-every", 6]
+    unbroken = run(*common, "--save-every", 1, "--out", tmp_path / "unbroken")
+    assert unbroken.returncode == 0, unbroken.stderr
+
+    out = tmp_path / "run"
+    job = [*common, "--save-every", 1, "--out", out]
+    status, _ = stopped(3, signal.SIGKILL, job=job)
+    assert status == -signal.SIGKILL
+    status, rest = stopped(6, signal.SIGTERM, job=job)
+    assert status == PREEMPTED == 75
+    saved, steps = map(int, re.findall(r"stopped by SIGTERM after (\d+)/(\d+) steps", rest)[0])
+    assert 6 <= saved < steps == 12
+    assert (out / "checkpoints" / str(saved)).is_dir()
+    status, _ = stopped(saved + 1, signal.SIGTERM, signal.SIGTERM, job=job)
+    assert status == -signal.SIGTERM
+    last = run(*job)
+    assert last.returncode == 0, last.stderr
+    assert summary_losses(last.stdout) == summary_losses(unbroken.stdout)
+    assert parameters(out, 12) == parameters(tmp_path / "unbroken", 12)
+
+    # Half the devices, another stage, from the step before the last: to rounding.
+    elsewhere = ["--devices", 4, "--config", REPOSITORY / "configs" / "zero1.json"]
+    moved = run(*job, *elsewhere, "--from-step", 11)
+    assert moved.returncode == 0, moved.stderr
+    a, b = parameters(out, 12), parameters(tmp_path / "unbroken", 12)
+    for name in a:
+        if name.startswith("params"):
+            np.testing.assert_allclose(
+                np.frombuffer(a[name], np.float32), np.frombuffer(b[name], np.float32), atol=1e-5
+            )
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
+    tmp_path: pathlib.Path, text: pathlib.Path
+) -> None:
+    out = tmp_path / "run"
+    job = [*SMALL, "--text", text, "--out", out, "--eval-every", 2]
+    assert run(*job, "--steps", 4).returncode == 0
+    largest = max((out / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
+    whole = bytearray(largest.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    largest.write_bytes(whole)
+
+    damaged = run(*job, "--steps", 5)
+    assert damaged.returncode == 2
+    assert str(largest) in damaged.stderr
+    assert "--from-step 2 goes on from there" in damaged.stderr
+    good = run(*job, "--steps", 5, "--from-step", 2)
+    assert good.returncode == 0, good.stderr
+    assert steps_in(good.stdout) == [3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,6 +16,7 @@ from etils import epath
 
 from zerojax.api import Zero
 from zerojax.checkpoint import layout, saved
+from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.extra import decoded, encoded
 from zerojax.checkpoint.lock import Lock
@@ -157,7 +158,7 @@ class Checkpointer:
         self._sweeper.start()
         self._pending = pending
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), pending.tree)
-        args = ocp.args.PyTreeSave(pending.tree, save_args=chunks)
+        args = ocp.args.PyTreeSave(pending.tree, save_args=chunks, custom_metadata=records.MARK)
         try:
             manager.save(
                 step,
@@ -204,29 +205,38 @@ class Checkpointer:
             the newest step before it that looks whole.
         """
         self.wait()
-        try:
+        with self._offering(step):
             return restore(saved.find(self.directory, step), abstract_state, self.zero)
+
+    @contextlib.contextmanager
+    def _offering(self, step: int | None) -> Iterator[None]:
+        """Where a step is damaged, looks for another one."""
+        try:
+            yield
         except DamagedCheckpointError as error:
             there = self.all_steps()
-            offer = self._offer([s for s in there if s != (there[-1] if step is None else step)])
-            raise DamagedCheckpointError(f"{error}\n{offer}") from error
-
-    def _offer(self, others: list[int]) -> str:
-        for step in reversed(others):
-            try:
-                Saved(self.directory / str(step))
-            except CheckpointError:
-                continue
-            return (
-                f"Step {step} looks whole: restore(abstract_state, step={step}). To go on saving "
-                f"from there, delete the later ones first: delete(step)."
+            asked = there[-1] if step is None else step
+            whole = next((s for s in reversed(there) if s != asked and self._looks_whole(s)), None)
+            offer = (
+                "No other step is whole."
+                if whole is None
+                else f"Step {whole} looks whole: restore(abstract_state, step={whole}). To go on "
+                "saving from there delete later ones first."
             )
-        return "No other step is whole."
+            raise DamagedCheckpointError(f"{error}\n{offer}", whole) from error
+
+    def _looks_whole(self, step: int) -> bool:
+        try:
+            Saved(self.directory / str(step))
+        except CheckpointError:
+            return False
+        return True
 
     def extra(self, step: int | None = None) -> Any:
         """What :meth:`save` was given as ``extra``; None for a step of plain orbax."""
         self.wait()
-        record = saved.find(self.directory, step).record
+        with self._offering(step):
+            record = saved.find(self.directory, step).record
         return None if record is None else decoded(record.extra)
 
     def all_steps(self) -> list[int]:
@@ -239,11 +249,13 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The one with the best ``metric``, None where none has it."""
-        records = [Saved(self.directory / str(step)).record for step in self.all_steps()]
-        found = [(r.metrics[self._metric], r.step) for r in records
-                 if r and r.metrics and self._metric in r.metrics]  # fmt: skip
+        found = {}
+        for step in self.all_steps():
+            record = records.read(self.directory / str(step))
+            if record and record.metrics and self._metric in record.metrics:
+                found[step] = record.metrics[self._metric]
         best = min if self._mode == "min" else max
-        return best(found)[1] if found else None
+        return best(found, key=found.__getitem__, default=None)
 
     def delete(self, step: int) -> None:
         """Removes a step, as after going back to an earlier one."""

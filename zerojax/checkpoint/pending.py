@@ -10,14 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout
+from zerojax.checkpoint import layout, sums
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.checksum import checksum, share
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
 
@@ -44,10 +42,7 @@ class Pending:
         self.step, self._directory = step, directory
         self.tree = jax.tree.map(_array, layout.tree_of(state))
         leaves = layout.named(self.tree)
-        self._sums = {
-            name: checksum(x) if isinstance(x, jax.Array) else share(x, (0,) * x.ndim)
-            for name, x in leaves.items()
-        }
+        self._sums = sums.begin(leaves)
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
@@ -57,7 +52,7 @@ class Pending:
         self._record = Record(
             step=step,
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+            versions={name: _version(name) for name in _PACKAGES},
             form=form,
             stage=zero.config.stage,
             compute_dtype=zero.config.compute_dtype,
@@ -74,9 +69,8 @@ class Pending:
 
     def finish(self) -> None:
         """Writes the record into the step's folder, before orbax gives that its name."""
-        sums = jax.device_get(self._sums)
         leaves = {
-            name: leaf.model_copy(update={"checksum": int(sums[name])})
+            name: leaf.model_copy(update={"checksum": sums.total(self._sums[name])})
             for name, leaf in self._leaves.items()
         }
         under_way = [*self._directory.glob(f"{self.step}.orbax-checkpoint-tmp*")]
@@ -85,8 +79,16 @@ class Pending:
         records.write(folder, self._record.model_copy(update=update))
 
 
-def _array(x: Any) -> Any:
-    return x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
+def _array(x: Any) -> jax.Array:
+    """What the step would make of a number or a NumPy array."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _spec(x: Any) -> Spec | None:

@@ -86,7 +86,7 @@ class Record(_Strict):
 
 def write(folder: epath.Path, record: Record) -> None:
     """Writes the record of the step in ``folder``."""
-    body = record.model_dump(mode="json")
+    body = record.model_dump()
     text = {"format": FORMAT, "sha256": _sha256(FORMAT, body), "record": body}
     (folder / FILE).write_text(json.dumps(text))
 
@@ -105,7 +105,8 @@ def read(folder: epath.Path) -> Record | None:
         text = json.loads(file.read_text())
         version, digest, body = text["format"], text["sha256"], text["record"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DamagedCheckpointError(f"{file} cannot be read: {error!r}") from None
+        why = f"{type(error).__name__}: {error}"
+        raise DamagedCheckpointError(f"{file} cannot be read: {why}") from None
     if digest != _sha256(version, body):
         raise DamagedCheckpointError(f"{file} is not as it was written: its sha256 differs")
     if version > FORMAT:

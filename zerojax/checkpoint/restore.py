@@ -12,8 +12,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout
-from zerojax.checkpoint.checksum import checksum
+from zerojax.checkpoint import layout, sums
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
@@ -118,7 +117,9 @@ def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, 
             restore_args=jax.tree.unflatten(structure, [_restore_args(s) for s in structs]),
         )
         restored = jax.tree.leaves(handler.restore(saved.item, args=args))
-    except (ValueError, KeyError, OSError) as error:
+    except RuntimeError:  # of the devices, such as too little memory
+        raise
+    except Exception as error:  # orbax has no class of its own for what it cannot read
         raise DamagedCheckpointError(f"{saved.item} cannot be read: {error}") from error
     finally:
         handler.close()
@@ -134,8 +135,9 @@ def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
 def _verify(saved: Saved, arrays: dict[str, jax.Array]) -> None:
     if saved.record is None:
         return
-    sums = jax.device_get({name: checksum(x) for name, x in arrays.items()})
-    wrong = [name for name, x in sums.items() if int(x) != saved.record.leaves[name].checksum]
+    begun = sums.begin(arrays)
+    expected = saved.record.leaves
+    wrong = [name for name, x in begun.items() if sums.total(x) != expected[name].checksum]
     if wrong:
         raise DamagedCheckpointError(
             f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"

@@ -40,7 +40,8 @@ class Saved(Arrays):
 def unlike(arrays: Arrays, record: Record | None) -> list[str]:
     """What the record and orbax's own list of the arrays do not agree on, one line each."""
     if record is None:
-        return [f"{arrays.folder / records.FILE} is missing"] if arrays.recorded else []
+        file = arrays.folder / records.FILE
+        return [f"{file} is missing"] if arrays.recorded and not file.exists() else []
     lost = [f"{name} is missing" for name in record.leaves if name not in arrays.names]
     new = [f"{name} was not saved" for name in arrays.names if name not in record.leaves]
     return [f"{arrays.item}: {problem}" for problem in lost + new]
@@ -72,6 +73,8 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     root = epath.Path(checkpoint)
     if not root.exists():
         raise CheckpointError(f"{root} does not exist")
+    if root.name == STATE and (root.parent / records.FILE).exists():
+        root = root.parent
     if step is None and root.is_dir() and (item_of(root) or (root / records.FILE).exists()):
         return [root]
     there = folders(root)

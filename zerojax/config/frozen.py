@@ -38,6 +38,8 @@ class ZeroConfig:
       train_micro_batch_size_per_gpu: rows of one device in one micro-batch.
       grad_accum_dtype: dtype of the sum over micro-batches; None is the gradient's own.
       stage3_param_persistence_threshold: smaller parameters, in elements, stay whole.
+      stage3_gather_16bit_weights_on_model_save: `python -m zerojax export` writes 16-bit weights
+        of this run's checkpoints where it is not told otherwise, at every stage.
       optimizer, scheduler: for `zero.optimizer()`.
       steps_per_print: updates from one printed line to the next; None (or 0) prints nothing.
       wall_clock_breakdown: report how long the steps take on the device.
@@ -71,6 +73,7 @@ class ZeroConfig:
     train_micro_batch_size_per_gpu: int | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     steps_per_print: int | None = None

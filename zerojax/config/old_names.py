@@ -5,7 +5,12 @@ from typing import Any
 
 _ZERO = "zero_optimization"
 
-ALIASES = {"bfloat16": "bf16"} | {
+ALIASES = {
+    "bfloat16": "bf16",
+    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
+    ),
+} | {
     f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}"
     for name in (
         "prefetch_bucket_size",

@@ -35,6 +35,14 @@ def zero() -> Iterator[Key]:
         auto="DeepSpeed's default, 100000 elements",
         why="parameters of fewer elements stay whole",
     )
+    yield from honoured(
+        f"{zero}.stage3_gather_16bit_weights_on_model_save",
+        FLAG,
+        False,
+        field="stage3_gather_16bit_weights_on_model_save",
+        auto="DeepSpeed's default, weights in the dtype in which they are saved",
+        why="if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
+    )
     yield from taken(
         zero,
         "left to XLA",
@@ -68,8 +76,6 @@ def zero() -> Iterator[Key]:
         zero,
         "no effect",
         "checkpoints hold sharded arrays and restore on any number of devices",
-        stage3_gather_16bit_weights_on_model_save=FLAG_OFF,
-        stage3_gather_fp16_weights_on_model_save=FLAG_OFF,
         elastic_checkpoint=FLAG_OFF,
         load_from_fp32_weights=(FLAG, True),
         pipeline_loading_checkpoint=FLAG_OFF,

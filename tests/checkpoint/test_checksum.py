@@ -1,0 +1,157 @@
+"""The checksum: the same however an array is cut, another when anything in it changes."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from zerojax.checkpoint import checksum as module
+from zerojax.checkpoint.checksum import checksum, share
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ON_DEVICES = [
+    "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32",
+    "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "bfloat16",
+    "float32", "complex64",
+]  # fmt: skip
+WIDE = ["int64", "uint64", "float64", "complex128"]
+SHAPE = (8, 16, 5)
+
+
+def values(dtype: str, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 5, shape) if "e8m0" not in dtype else 2.0 ** rng.integers(0, 5, shape)
+    x = x * (1 + 2j) if dtype.startswith("complex") else x
+    return x.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+def cuts(x: np.ndarray, *sizes: int) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    steps = [range(0, n, size) for n, size in zip(x.shape, sizes, strict=True)]
+    return [
+        (start, x[tuple(slice(i, i + n) for i, n in zip(start, sizes, strict=True))])
+        for start in itertools.product(*steps)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ON_DEVICES)
+def test_devices_host_shards_and_slices_agree(dtype: str) -> None:
+    x = values(dtype)
+    expected = share(x)
+    on_device = jnp.asarray(x)
+    assert str(on_device.dtype) == dtype
+    assert int(checksum(on_device)) == expected
+    sharding = NamedSharding(zerojax.mesh(2), PartitionSpec(None, "data"))
+    assert int(checksum(jax.device_put(on_device, sharding))) == expected
+    for sizes in [(1, 16, 5), (3, 5, 2), (8, 1, 1)]:
+        pieces = cuts(x, *sizes)
+        assert sum(share(piece, start) for start, piece in pieces) % 2**32 == expected
+    start, piece = cuts(x, 5, 4, 3)[-1]
+    assert int(checksum(jnp.asarray(piece), start)) == share(piece, start)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_64_bits_on_the_host(dtype: str) -> None:
+    x = values(dtype)
+    assert jnp.asarray(x).dtype != dtype  # no jax_enable_x64
+    pieces = cuts(x, 3, 4, 2)
+    assert sum(share(piece, start) for start, piece in pieces) % 2**32 == share(x)
+    with jax.enable_x64(True):
+        assert int(checksum(jnp.asarray(x))) == share(x)
+
+
+def test_keys_are_their_data() -> None:
+    for impl in ("threefry2x32", "rbg"):
+        keys = jax.random.split(jax.random.key(3, impl=impl), 4)
+        assert int(checksum(keys)) == share(np.asarray(jax.random.key_data(keys)))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (1,), (0, 3), (70_000,), (3, 70_000), (40_000, 3), (2, 3, 4, 5, 2, 1, 2, 3, 2)],
+)
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    """Above 65,536 words the host goes block by block."""
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    assert share(x) == int(checksum(jnp.asarray(x)))
+    assert share(np.asfortranarray(x)) == share(x)
+    start = tuple(range(7, 7 + len(shape)))
+    assert share(x, start) == int(checksum(jnp.asarray(x), start))
+
+
+def test_far_into_a_large_array() -> None:
+    x = np.ones((2, 3), np.float32)
+    far = (2**33 + 5, 7)
+    assert share(x, far) == share(x, (5, 7))  # indices are taken modulo 2**32
+    assert share(x, far) == sum(share(x[i : i + 1], (far[0] + i, 7)) for i in range(2)) % 2**32
+
+
+@pytest.mark.parametrize("dtype", [*ON_DEVICES, *WIDE])
+def test_every_single_bit_counts(dtype: str) -> None:
+    x = values(dtype, (5, 3))
+    bits = x.view(np.uint8).reshape(-1)
+    used = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "bool": 1}.get(dtype, 8)
+    sums = {share(x)}
+    for at in range(bits.size):
+        for bit in range(used):
+            bits[at] ^= 1 << bit
+            sums.add(share(x))
+            bits[at] ^= 1 << bit
+    assert len(sums) == 1 + bits.size * used
+
+
+def test_pairs_of_sign_flips() -> None:
+    """These escape a plain sum of words: the top bit is lost twice."""
+    x = values("float32", (6, 7)) + 1
+    flat = x.reshape(-1)
+    for i, j in itertools.combinations(range(flat.size), 2):
+        before = share(x)
+        flat[[i, j]] *= -1
+        assert share(x) != before
+
+
+def test_order_counts() -> None:
+    x = np.arange(42, dtype=np.float32).reshape(6, 7)
+    expected = share(x)
+    flat = x.reshape(-1)
+    for i, j in itertools.combinations(range(flat.size), 2):
+        flat[[i, j]] = flat[[j, i]]
+        assert share(x) != expected
+        flat[[i, j]] = flat[[j, i]]
+    assert share(x[::-1]) != expected
+    assert share(x[:, ::-1]) != expected
+    assert share(np.ascontiguousarray(x.T)) != expected
+    assert share(np.roll(x, 1)) != expected
+
+
+def test_zeros_count() -> None:
+    """A piece that is lost reads as zeros."""
+    x = np.random.default_rng(2).normal(size=(16, 16)).astype(np.float32)
+    sums = {share(x)}
+    for start, piece in cuts(x, 4, 4):
+        lost = x.copy()
+        lost[tuple(slice(i, i + n) for i, n in zip(start, piece.shape, strict=True))] = 0
+        sums.add(share(lost))
+    assert len(sums) == 17
+
+
+def test_sums_spread_evenly() -> None:
+    """So that other damage is missed once in 2**32 times."""
+    rng = np.random.default_rng(3)
+    sums = {share(rng.normal(size=8).astype(np.float32)) for _ in range(3000)}
+    assert len(sums) == 3000
+    assert math.isclose(sum(sums) / len(sums), 2**31, rel_tol=0.05)
+
+
+def test_the_size_of_the_blocks_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values("int16", (9, 10, 11))
+    expected = share(x)
+    for block in (1, 7, 11, 40, 110, 10_000):
+        monkeypatch.setattr(module, "_BLOCK", block)
+        assert share(x) == expected

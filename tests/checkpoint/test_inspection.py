@@ -1,0 +1,250 @@
+"""What a checkpoint holds, told from its files; damage is the matter of `test_damage.py`."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint.recorded import flip, save, save_plain, tree, write
+from checkpoint.states import KEY, create_nnx, zero_of
+from etils import epath
+
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, look
+from zerojax.checkpoint import record as records
+from zerojax.checkpoint.checkpointer import DELETED
+from zerojax.checkpoint.inspection import inspect
+from zerojax.checkpoint.look import Step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
+    for step in (90, 100):
+        save(directory, step, tree(step))
+    return directory
+
+
+@pytest.fixture
+def steps(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "steps"))
+
+
+def only(checkpoint: Path, **keywords: Any) -> Step:
+    (step,) = inspect(checkpoint, **keywords).steps
+    return step
+
+
+def test_what_is_told_of_a_step(made: Path) -> None:
+    found = inspect(made)
+    assert [step.step for step in found.steps] == [90, 100]
+    assert found.newest_whole is found.steps[1]
+    assert found.damaged == found.unfinished == found.deleted == ()
+    step = found.steps[1]
+    assert (step.status, step.problems, step.notes) == ("whole", (), ())
+    assert (step.form, step.saved) == ("linen", "2026-01-02T03:04:05+00:00")
+    assert step.folder == f"{made}/100"
+    assert step.record == records.read(epath.Path(made / "100"))
+    on_disk = sum(f.stat().st_size for f in (made / "100").rglob("*") if f.is_file())
+    assert step.bytes_on_disk == on_disk
+
+
+def test_what_is_told_of_arrays(made: Path) -> None:
+    step = only(made, step=100)
+    told = {array.name: array for array in step.arrays}
+    wide = told["params.wide"]
+    assert (wide.shape, wide.dtype, wide.spec) == ((64, 24), "float32", ["data"])
+    assert (wide.bytes, wide.group) == (64 * 24 * 4, "parameters")
+    assert told["opt_state.0.mu"].group == "optimizer state"
+    assert told["numpy"].spec is None
+    key = told["key"]  # as it was saved, and not the numbers on disk
+    assert (key.shape, key.dtype, key.bytes, key.group) == ((), "key<fry>", 8, "other state")
+    assert step.sizes == {
+        "parameters": 6144 + 160 + 11,
+        "optimizer state": 6144,
+        "other state": 4 + 8 + 9 + 3 + 24 + 32,
+    }
+    assert sum(step.dtypes.values()) == sum(step.sizes.values())
+    assert next(iter(step.dtypes)) == "float32"
+    assert step.dtypes["bfloat16"] == 160
+
+
+def test_nnx(tmp_path: Path) -> None:
+    zero = zero_of(2, 4)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(7, zero.init(create_nnx, KEY))
+    step = only(tmp_path)
+    assert (step.form, step.status) == ("nnx", "whole")
+    groups = {array.name: array.group for array in step.arrays}
+    assert groups["0.linear.kernel.value"] == "parameters"
+    assert groups["1.opt_state.inner.0.mu.linear.kernel.value"] == "optimizer state"
+    assert groups["1.step.value"] == "other state"
+    assert "key<fry>" in step.dtypes
+    (tmp_path / "7" / records.FILE).unlink()
+    assert only(tmp_path).form == "nnx"
+
+
+def test_plain_orbax(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, 5, tree())
+    step = only(tmp_path)
+    assert step.status == "not verifiable"
+    assert step.notes == ("no zerojax.json, as with plain orbax: nothing to compare with",)
+    assert (step.step, step.form, step.record) == (5, "linen", None)
+    assert step.saved is not None
+    assert step.saved.endswith("+00:00")
+    assert len(step.arrays) == 10
+    assert {array.spec for array in step.arrays} == {None}
+    assert inspect(tmp_path).newest_whole is None
+    for text in "", "[]", '{"commit_timestamp_nsecs": null}', '{"commit_timestamp_nsecs": 1e999}':
+        (folder / "_CHECKPOINT_METADATA").write_text(text)
+        assert only(tmp_path).saved is None
+
+
+def test_parameters_alone(tmp_path: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "it", {"w": np.ones(3, np.float32)})
+    step = only(tmp_path / "it")
+    assert (step.step, step.form) == (None, None)
+    assert step.sizes == {"parameters": 0, "optimizer state": 0, "other state": 12}
+
+
+def test_a_step_s_own_folder(steps: Path) -> None:
+    assert only(steps / "100").step == 100
+    (steps / "100").rename(steps.parent / "best")
+    assert only(steps.parent / "best").step == 100  # as recorded
+    (steps.parent / "best" / "state" / "_METADATA").unlink()
+    assert only(steps.parent / "best").status == "damaged"
+
+
+def test_one_step(steps: Path) -> None:
+    assert only(steps, step=90).step == 90
+    with pytest.raises(CheckpointError, match="has no step 91; it has 90, 100"):
+        inspect(steps, step=91)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint: it is empty"):
+        inspect(tmp_path)
+    (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(CheckpointError, match=r"5\.orbax-checkpoint-tmp is being saved, or"):
+        inspect(tmp_path)
+    with pytest.raises(CheckpointError, match="none does not exist"):
+        inspect(tmp_path / "none")
+
+
+def test_what_is_no_step(steps: Path) -> None:
+    (steps / "110.orbax-checkpoint-tmp").mkdir()
+    (steps / DELETED / "80").mkdir(parents=True)
+    (steps / ".writer").write_text("")
+    found = inspect(steps)
+    assert [step.step for step in found.steps] == [90, 100]
+    assert found.unfinished == ("110.orbax-checkpoint-tmp",)
+    assert found.deleted == ("80",)
+    assert found.damaged == ()
+
+
+def test_a_step_that_goes_meanwhile(steps: Path) -> None:
+    """As in the folder of a run that goes on."""
+
+    def progress(done: int, todo: int) -> None:
+        if (steps / "90").exists():
+            (steps / "90").rename(steps.parent / "gone")
+
+    found = inspect(steps, progress=progress)
+    assert [step.step for step in found.steps] == [100]
+    assert found.deleted == ("90",)
+    assert found.damaged == ()
+
+
+def test_quick_reads_no_array(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays.Arrays, "blocks", pytest.fail)
+    found = inspect(made, quick=True)
+    assert {step.status for step in found.steps} == {"files whole"}
+    assert found.newest_whole is found.steps[1]
+    assert len(found.steps[1].arrays) == 10
+
+
+def test_progress_ends_with_all(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "_BLOCK_BYTES", 1000)
+    seen: list[tuple[int, int]] = []
+    found = inspect(steps, progress=lambda *numbers: seen.append(numbers))
+    todo = sum(sum(step.sizes.values()) for step in found.steps)
+    assert {n for _, n in seen} == {todo}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == todo
+    assert len(seen) > 20
+    data = max((steps / "100").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data.write_bytes(b"")  # arrays that cannot be read count as done
+    inspect(steps, progress=lambda *numbers: seen.append(numbers))
+    assert seen[-1][0] == seen[-1][1] == todo
+
+
+def test_a_newer_format_is_no_damage(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(records, "FORMAT", 2)
+        write(steps / "100", tree(100))
+    step = only(steps, step=100)
+    assert (step.status, step.problems) == ("not verifiable", ())
+    assert "has format 2, this zerojax reads up to 1: update zerojax" in step.notes[0]
+    assert len(step.arrays) == 10
+
+
+def test_other_shapes_and_dtypes_than_recorded(steps: Path) -> None:
+    folder = epath.Path(steps / "100")
+    record = records.read(folder)
+    assert record is not None
+    leaves = dict(record.leaves)
+    leaves["params.wide"] = leaves["params.wide"].model_copy(update={"shape": (24, 64)})
+    leaves["step"] = leaves["step"].model_copy(update={"dtype": "int64"})
+    leaves["key"] = leaves["key"].model_copy(update={"shape": (3,)})
+    records.write(folder, record.model_copy(update={"leaves": leaves}))
+    assert only(steps, step=100).problems == (
+        f"{folder}/state: key is uint32[2], saved was key<fry>[3]",
+        f"{folder}/state: params.wide is float32[64, 24], saved was float32[24, 64]",
+        f"{folder}/state: step is int32[], saved was int64[]",
+    )
+
+
+def test_everything_is_told_of_a_damaged_step(steps: Path) -> None:
+    """The file and the arrays that are wrong, and those that cannot be read."""
+    folder = steps / "100"
+    data = max(folder.rglob("d/*"), key=lambda file: file.stat().st_size)
+    flip(data, 40)
+    (folder / "state" / "_sharding").unlink()
+    shutil.rmtree(steps / "90")
+    (steps / "90").mkdir()
+    found = inspect(steps)
+    assert found.newest_whole is None
+    first, second = found.damaged
+    assert first.problems == (
+        f"{steps}/90 holds no arrays (state/_METADATA or the like): it is empty",
+    )
+    assert set(second.problems[:2]) == {
+        f"{folder}/state/_sharding is missing",
+        f"{data} is not as it was written: its CRC differs",
+    }
+    assert any(line.endswith("holds other numbers than were saved") for line in second.problems)
+    (folder / "state" / "manifest.ocdbt").unlink()
+    problems = only(steps, step=100).problems
+    assert sum("cannot be read" in line for line in problems) == 10
+    assert f"{folder}/state/manifest.ocdbt is missing" in problems
+
+
+def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(look.records, "sizes", fails)
+    step = only(steps, step=100)
+    assert step.status == "damaged"
+    assert any("Input/output error" in line for line in step.problems)
+
+
+def test_no_device_is_touched(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "devices", "device_put", "jit":
+        monkeypatch.setattr(jax, name, pytest.fail)
+    assert inspect(made).damaged == ()

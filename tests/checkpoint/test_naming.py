@@ -1,0 +1,138 @@
+"""Which saved arrays are parameters, and what a callable may say of their names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint.recorded import save, save_plain
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from zerojax.checkpoint import CheckpointError
+from zerojax.checkpoint.naming import Renamed, parameters, parts, rename
+from zerojax.checkpoint.saved import find
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Net(nnx.Module):
+    """With streams of its own and of a layer's, a key of the user's, and modules in a list."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)])
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.noise = nnx.Rngs(key=1, count=2)
+        self.mine = nnx.Variable(jax.random.key(3))
+        self.count = nnx.Variable(jnp.uint32(0))
+
+
+def boxed() -> Any:
+    init = nn.with_partitioning(nn.initializers.ones, ("data", None))
+    params = nn.Dense(4, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+    state = TrainState.create(apply_fn=None, params={"Dense_0": params}, tx=optax.adam(1e-3))
+    return jax.tree.map(jnp.asarray, state)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_linen_without_its_boxes(record: bool, tmp_path: Path) -> None:
+    (save if record else save_plain)(tmp_path, 1, boxed())
+    found = parameters(find(tmp_path))
+    assert sorted(found) == ["Dense_0.bias", "Dense_0.kernel"]
+    assert found["Dense_0.kernel"].path[-1] == "value"
+    assert found["Dense_0.kernel"].shape == (3, 4)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_the_model_of_nnx_without_its_streams(record: bool, tmp_path: Path) -> None:
+    model = Net(nnx.Rngs(0))
+    state = nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
+    if record:
+        save(tmp_path, 1, state, form="nnx")
+    else:
+        save_plain(tmp_path, 1, state)
+    assert sorted(parameters(find(tmp_path))) == [
+        "count",
+        "layers.0.bias",
+        "layers.0.kernel",
+        "layers.1.bias",
+        "layers.1.kernel",
+        *(["mine"] if not record else []),  # on disk alone it is two numbers
+        "norm.bias",
+        "norm.mean",
+        "norm.scale",
+        "norm.var",
+    ]
+
+
+def test_a_state_without_parameters(tmp_path: Path) -> None:
+    save_plain(tmp_path, 1, {"weights": {"a": jnp.ones(3)}, "step": jnp.int32(1)})
+    with pytest.raises(CheckpointError, match="nothing under '0', it has step, weights"):
+        parameters(find(tmp_path))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tree = {"params": {"h": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)}}
+    save(tmp_path, 1, tree, extra={"n": 2})
+    return tmp_path
+
+
+def test_names_are_the_callables(folder: Path) -> None:
+    saved = find(folder)
+    leaves = parameters(saved)
+
+    def split(shapes: Shapes, extra: Any) -> Renamed:
+        assert shapes == {"h.w": (2, 3), "b": (4,)}
+        assert extra == {"n": 2}
+        return Renamed({"h.w": [("w.1", 1), ("w.0", 0)], "b": []}, {"a.txt": "a"})
+
+    renamed = rename(leaves, split, saved)
+    assert renamed.texts == {"a.txt": "a"}
+    found = list(parts("h.w", leaves["h.w"], renamed, jnp.dtype("float16")))
+    assert [(part.tensor.name, part.tensor.shape, part.at) for part in found] == [
+        ("w.1", (3,), 1),
+        ("w.0", (3,), 0),
+    ]
+    assert {part.tensor.dtype for part in found} == {np.dtype("float16")}
+    assert list(parts("b", leaves["b"], renamed, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"h.w": []}, "say nothing of the parameter b"),
+        ({"h.w": [], "b": [], "c": []}, "something of an unknown parameter c"),
+        ({"h.w": [("a", 2)], "b": []}, r"a: h.w \[2, 3\] has no index 2"),
+        ({"h.w": [("a", -1)], "b": []}, r"h.w \[2, 3\] has no index -1"),
+        ({"h.w": [("a", 0), ("a", 1)], "b": []}, "have a twice"),
+        ({"h.w": [("a", None)], "b": [("a", None)]}, "have a twice"),
+    ],
+)
+def test_names_that_do_not_fit(tensors: Any, message: str, folder: Path) -> None:
+    saved = find(folder)
+    with pytest.raises(CheckpointError, match=message):
+        rename(parameters(saved), lambda *_: Renamed(tensors, {}), saved)
+
+
+def test_a_callable_may_refuse(folder: Path) -> None:
+    def refuse(shapes: Shapes, extra: Any) -> Renamed:
+        raise ValueError("no such model")
+
+    saved = find(folder)
+    with pytest.raises(CheckpointError, match=f"{folder}/1: no such model"):
+        rename(parameters(saved), refuse, saved)
+
+
+def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
+    save_plain(tmp_path, 1, {"params": {"a": jnp.ones(3, jnp.int4)}})
+    saved = find(tmp_path)
+    leaves = parameters(saved)
+    with pytest.raises(CheckpointError, match="a is int4, which safetensors does not have"):
+        list(parts("a", leaves["a"], rename(leaves, None, saved), jnp.dtype("float16")))

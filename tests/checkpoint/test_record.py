@@ -1,0 +1,171 @@
+"""The record beside a step: it comes back as it was, or not at all."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.recorded import flip, write
+from etils import epath
+
+from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint import record as records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> epath.Path:
+    folder = tmp_path / "7"
+    (folder / "state" / "d").mkdir(parents=True)
+    (folder / "state" / "_METADATA").write_text("{}")
+    (folder / "state" / "d" / "data").write_bytes(bytes(range(100)))
+    (folder / "_CHECKPOINT_METADATA").write_text("orbax changes it while it commits")
+    write(folder, {}, whole=50)
+    return epath.Path(folder)
+
+
+def test_it_comes_back(folder: epath.Path) -> None:
+    extra = {"epoch": 1, "order": [1.5, None, True, "ä"]}
+    written = write(Path(folder), {}, metrics={"loss": math.inf}, extra=extra)
+    assert records.read(folder) == written
+    write(Path(folder), {}, metrics={"loss": math.nan})  # as a run that diverges has
+    read = records.read(folder)
+    assert read is not None
+    assert read.metrics is not None
+    assert math.isnan(read.metrics["loss"])
+
+
+def test_none_where_there_is_none(tmp_path: Path) -> None:
+    assert records.read(epath.Path(tmp_path)) is None
+
+
+def test_what_is_recorded_of_files(folder: epath.Path) -> None:
+    files = records.files(folder, whole=50)
+    assert {name: file.bytes for name, file in files.items()} == {
+        "state/_METADATA": 2,
+        "state/d/data": 100,
+    }
+    assert files["state/_METADATA"].crc32 is not None
+    assert files["state/d/data"].crc32 is None
+    assert records.files(folder)["state/d/data"].crc32 is not None
+
+
+def changed(folder: epath.Path) -> list[str]:
+    record = records.read(folder)
+    assert record is not None
+    return records.changed(folder, record)
+
+
+def test_changed_files_are_named(folder: epath.Path) -> None:
+    assert changed(folder) == []
+    state = Path(folder) / "state"
+    flip(state / "d" / "data", 3)
+    assert changed(folder) == []  # a large one: its arrays have checksums
+    (state / "new").write_text("of no one")
+    (Path(folder) / "_CHECKPOINT_METADATA").unlink()
+    assert changed(folder) == []
+    flip(state / "_METADATA", 1)
+    assert changed(folder) == [f"{state}/_METADATA is not as it was written: its CRC differs"]
+    (state / "_METADATA").unlink()
+    (state / "d" / "data").write_bytes(b"")
+    assert changed(folder) == [
+        f"{state}/_METADATA is missing",
+        f"{state}/d/data has 0 bytes instead of 100",
+    ]
+
+
+def test_a_digest_counts_whatever_the_limit_was(folder: epath.Path) -> None:
+    write(Path(folder), {}, whole=records.WHOLE_FILE_BYTES)
+    flip(Path(folder) / "state" / "d" / "data", 3)
+    (problem,) = changed(folder)
+    assert "d/data is not as it was written" in problem
+
+
+def test_files_that_cannot_be_read(folder: epath.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(records, "_crc32", fails)
+    (problem,) = changed(folder)
+    assert problem == f"{folder}/state/_METADATA cannot be read: [Errno 5] Input/output error"
+    monkeypatch.setattr(records, "sizes", fails)
+    assert changed(folder) == [f"{folder} cannot be read: [Errno 5] Input/output error"]
+
+
+def test_a_folder_of_another_name(folder: epath.Path) -> None:
+    elsewhere = folder.rename(folder.parent / "8")
+    assert changed(elsewhere) == [f"{elsewhere}/zerojax.json is of step 7: name the folder 7 again"]
+    assert changed(elsewhere.rename(folder.parent / "best")) == []  # of no number
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError: 'format'"),
+        ('{"format": 1}', "KeyError: 'sha256'"),
+        ("\xff", "UnicodeDecodeError"),
+    ],
+)
+def test_what_cannot_be_read(folder: epath.Path, text: str, says: str) -> None:
+    (Path(folder) / records.FILE).write_bytes(text.encode("latin1"))
+    with pytest.raises(DamagedCheckpointError, match=says) as caught:
+        records.read(folder)
+    assert f"{folder}/{records.FILE}" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_folder_in_its_place(folder: epath.Path) -> None:
+    (folder / records.FILE).unlink()
+    (folder / records.FILE).mkdir()
+    with pytest.raises(DamagedCheckpointError, match="IsADirectoryError"):
+        records.read(folder)
+
+
+def test_flipped_bits(folder: epath.Path) -> None:
+    """It is another record, or none; never a record that says something else."""
+    file = Path(folder) / records.FILE
+    whole, expected = file.read_bytes(), records.read(folder)
+    for at in range(0, len(whole), 5):
+        flip(file, at, 1 << at % 8)
+        try:
+            assert records.read(folder) == expected  # white space, or an e as an E
+        except DamagedCheckpointError as error:
+            names = str(error)
+            assert records.FILE in names
+        file.write_bytes(whole)
+
+
+def test_edited_fields(folder: epath.Path) -> None:
+    file = Path(folder) / records.FILE
+    text = json.loads(file.read_text())
+    text["record"]["step"] = 9
+    file.write_text(json.dumps(text))
+    with pytest.raises(DamagedCheckpointError, match="its sha256 differs"):
+        records.read(folder)
+
+
+def test_a_newer_format(folder: epath.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(records, "FORMAT", 2)
+        write(Path(folder), {})
+    with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1: update zerojax") as error:
+        records.read(folder)
+    assert not isinstance(error.value, DamagedCheckpointError)
+
+
+def test_a_flipped_version_is_damage(folder: epath.Path) -> None:
+    file = Path(folder) / records.FILE
+    file.write_text(file.read_text().replace('{"format": 1', '{"format": 3'))
+    with pytest.raises(DamagedCheckpointError, match="its sha256 differs"):
+        records.read(folder)
+
+
+def test_a_record_of_other_fields(folder: epath.Path) -> None:
+    file = Path(folder) / records.FILE
+    body = {"step": 3}
+    digest = records._sha256(1, body)
+    file.write_text(json.dumps({"format": 1, "sha256": digest, "record": body}))
+    with pytest.raises(DamagedCheckpointError, match="Field required"):
+        records.read(folder)

@@ -1,0 +1,211 @@
+"""What cannot be written or restored is told at once: what is wrong, where, and what to do."""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from checkpoint.states import KEY, create_linen, create_nnx, zero_of
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.checkpoint import Checkpointer, CheckpointError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def create(
+    tx: optax.GradientTransformation | None = None, **shapes: tuple[int, ...]
+) -> Callable[..., Any]:
+    def made(key: jax.Array) -> TrainState:
+        params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adam(1e-3))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def zero() -> zerojax.Zero:
+    return zerojax.zero(stage=1)
+
+
+@pytest.fixture(scope="module")
+def there(zero: zerojax.Zero, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 10 and 20 of a model of two parameters."""
+    folder = tmp_path_factory.mktemp("there")
+    state = zero.init(create(a=(8, 4), b=(3,)), KEY)
+    with Checkpointer(folder, zero) as checkpointer:
+        checkpointer.save(10, state)
+        checkpointer.save(20, state)
+    return folder
+
+
+def restore(folder: Path, zero: zerojax.Zero, make: Any, step: int | None = None) -> Any:
+    with Checkpointer(folder, zero, read_only=True) as checkpointer:
+        return checkpointer.restore(zero.abstract_state(make, KEY), step)
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint: it is empty"):
+        restore(tmp_path, zero, create(a=(8,)))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint: it holds notes\.txt"):
+        restore(tmp_path, zero, create(a=(8,)))
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        restore(tmp_path / "nowhere", zero, create(a=(8,)))
+
+
+def test_a_step_that_is_not_there(there: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError, match="has no step 15; it has 10, 20"):
+        restore(there, zero, create(a=(8, 4), b=(3,)), 15)
+
+
+def test_another_model(there: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError) as told:
+        restore(there, zero, create(a=(8, 5), c=(2,)))
+    said = str(told.value)
+    assert f"{there / '20'} holds another model or optimizer" in said
+    assert "params.a: [8, 4] there, [8, 5] here" in said
+    assert "only in the state: params.c [2] float32" in said
+    assert "and 1 more" in said
+    assert "restore(abstract_state.params)" in said
+
+
+def test_another_optimizer(there: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError) as told:
+        restore(there, zero, create(optax.sgd(0.1, momentum=0.9), a=(8, 4), b=(3,)))
+    said = str(told.value)
+    assert "only in the state: opt_state.inner.0.trace.a [8, 4] float32" in said
+    assert "only in the checkpoint: opt_state.inner.0.mu.a [8, 4] float32" in said
+    assert "params" not in said.split("Make the state")[0].split("optimizer:")[1]
+
+
+def test_other_parameters_alone(there: Path, zero: zerojax.Zero) -> None:
+    params = {"a": jax.ShapeDtypeStruct((8, 5), jnp.float32)}
+    with (
+        Checkpointer(there, zero, read_only=True) as checkpointer,
+        pytest.raises(CheckpointError, match=r"params.a: \[8, 4\] there, \[8, 5\] here"),
+    ):
+        checkpointer.restore(params)
+
+
+def test_nnx_for_linen(there: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError, match=r"only in the state: 0\.linear\.bias \[16\]"):
+        restore(there, zero, create_nnx)
+
+
+def test_keys_of_another_kind(tmp_path: Path) -> None:
+    zero = zero_of(0)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, zero.init(create_linen, KEY))
+        other = zero.abstract_state(create_linen, jax.random.key(0, impl="rbg"))
+        with pytest.raises(CheckpointError, match=r"key: key<fry>\[2\] was saved, key<rbg>"):
+            checkpointer.restore(other)
+
+
+def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
+    state = zero.init(create(a=(8, 4), b=(3,)), KEY)
+    with Checkpointer(there, zero) as checkpointer:
+        with pytest.raises(CheckpointError, match="not dict"):
+            checkpointer.save(30, state.params)
+        with pytest.raises(CheckpointError, match="has step 20 already, and 20 was to be saved"):
+            checkpointer.save(20, state)
+        with pytest.raises(CheckpointError, match="has step 20 already, and 15 was to be saved"):
+            checkpointer.save(15, state)
+        with pytest.raises(CheckpointError, match=r"has no step 11: \[10, 20\]"):
+            checkpointer.delete(11)
+        assert checkpointer.all_steps() == [10, 20]
+    with (
+        Checkpointer(there, zero, read_only=True) as checkpointer,
+        pytest.raises(CheckpointError, match="was opened with read_only=True"),
+    ):
+        checkpointer.save(30, state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep at least 1"),
+        ({"keep_best": 2}, "give all three"),
+        ({"keep": 2, "metric": "loss"}, "give all three"),
+        ({"keep_best": 2, "metric": "loss"}, "give all three"),
+    ],
+)
+def test_options_that_make_no_sense(
+    tmp_path: Path, zero: zerojax.Zero, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpointer(tmp_path, zero, **options)
+
+
+def test_a_file_in_the_way(tmp_path: Path, zero: zerojax.Zero) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*Choose another folder"):
+        Checkpointer(tmp_path / "file", zero)
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that other users reach; pytest's own are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def as_nobody(folder: str) -> None:
+    """The rest of the test below, in a process without root's rights."""
+    if os.getuid() == 0:
+        os.setuid(65534)
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*Permission denied"):
+        Checkpointer(folder, zerojax.zero(stage=0))
+    assert Checkpointer(folder, zerojax.zero(stage=0), read_only=True).all_steps() == [7]
+
+
+def test_no_permission_to_write(open_to_all: Path) -> None:
+    (open_to_all / "7").mkdir()
+    open_to_all.chmod(0o555)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=as_nobody, args=(str(open_to_all),)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def hold(folder: str, connection: Any) -> None:
+    with Checkpointer(folder, zerojax.zero(stage=0)):
+        connection.send(os.getpid())
+        connection.recv()
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, zero: zerojax.Zero) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(
+        target=hold, args=(str(tmp_path), theirs)
+    )
+    process.start()
+    pid = ours.recv()
+    with pytest.raises(
+        CheckpointError, match=rf"another run writes to {tmp_path} \(process {pid} on .*read_only"
+    ):
+        Checkpointer(tmp_path, zero)
+    Checkpointer(tmp_path, zero, read_only=True).close()
+    process.kill()  # the lock goes with it
+    process.join()
+    Checkpointer(tmp_path, zero).close()
+
+
+def test_two_in_one_process(tmp_path: Path, zero: zerojax.Zero) -> None:
+    state = zero.init(create(a=(8, 4)), KEY)
+    with Checkpointer(tmp_path, zero) as first, Checkpointer(tmp_path, zero) as second:
+        first.save(1, state)
+        first.wait()
+        assert second.latest_step() == 1
+        with pytest.raises(CheckpointError, match="another Checkpointer of this process"):
+            second.save(2, state)

@@ -1,0 +1,299 @@
+"""Steps read from their files: whoever wrote them, and what is said where there are none."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint.recorded import flip, save, save_plain, tree, write
+from orbax.checkpoint import v1
+
+from zerojax.checkpoint import CheckpointError, DamagedCheckpointError, arrays
+from zerojax.checkpoint import record as records
+from zerojax.checkpoint.saved import Saved, find, folders, steps
+
+STATE = {
+    "params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)},
+    "opt_state": [{"mu": jnp.zeros(4)}, None, {}],
+    "step": jnp.int32(3),
+}
+
+
+def manager(path: Path) -> None:
+    with ocp.CheckpointManager(path) as made:
+        made.save(5, args=ocp.args.StandardSave(STATE))
+
+
+def standard(path: Path) -> None:
+    with ocp.StandardCheckpointer() as made:
+        made.save(path / "5", STATE)
+
+
+def pytree(**keywords: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**keywords)) as made:
+            made.save(path / "5", args=ocp.args.PyTreeSave(STATE))
+
+    return write
+
+
+def v1_folder(path: Path) -> None:
+    v1.save(path / "5", STATE)
+
+
+def v1_steps(path: Path) -> None:
+    with v1.training.Checkpointer(path) as made:
+        made.save(5, STATE)
+
+
+def fixed_length(path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(step_format_fixed_length=8)
+    with ocp.CheckpointManager(path, options=options) as made:
+        made.save(5, args=ocp.args.StandardSave(STATE))
+
+
+def ours(path: Path) -> None:
+    save(path, 5, STATE)
+
+
+WRITERS = {
+    "manager": manager,
+    "standard": standard,
+    "zarr": pytree(use_ocdbt=False),
+    "zarr3": pytree(use_zarr3=True),
+    "compressed": pytree(use_compression=True),
+    "v1 folder": v1_folder,
+    "v1 steps": v1_steps,
+    "fixed length": fixed_length,
+    "ours": ours,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_whoever_wrote_it(tmp_path: Path, writer: str) -> None:
+    WRITERS[writer](tmp_path)
+    assert steps(tmp_path) == [5]
+    folder = folders(tmp_path)[5]
+    for saved in find(tmp_path), find(tmp_path, 5), find(folder), Saved(folder):
+        assert (saved.record is None) == (writer != "ours")
+        leaves = {leaf.name: leaf for leaf in saved.leaves()}
+        assert [*leaves] == ["opt_state.0.mu", "params.b", "params.w", "step"]
+        assert leaves["opt_state.0.mu"].path == ("opt_state", "0", "mu")
+        assert (leaves["params.w"].shape, leaves["params.w"].dtype) == ((3, 4), np.float32)
+        assert (leaves["params.b"].dtype, leaves["params.b"].bytes) == (jnp.bfloat16, 6)
+        assert leaves["step"].shape == ()
+        np.testing.assert_array_equal(saved.read("params.w"), STATE["params"]["w"], strict=True)
+        np.testing.assert_array_equal(saved.read("params.w", np.s_[1:, 2]), [6, 10])
+        assert saved.read("step") == 3
+
+
+def test_the_newest_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save_plain(tmp_path, step, STATE)
+    (tmp_path / "200.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "deleted" / "300").mkdir(parents=True)
+    assert steps(tmp_path) == [9, 10, 100]
+    assert find(tmp_path).folder.name == "100"
+    assert find(tmp_path, 9).folder.name == "9"
+
+
+def test_the_state_s_own_folder(tmp_path: Path) -> None:
+    """Its record is beside it."""
+    folder = save(tmp_path, 5, STATE)
+    assert find(folder / "state").record is not None
+    plain = save_plain(tmp_path, 6, STATE)
+    assert find(plain / "state").names == find(plain).names
+
+
+def test_arrays_that_are_named_by_numbers(tmp_path: Path) -> None:
+    """Outside OCDBT each is a folder, which looks as a step does."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as made:
+        made.save(tmp_path / "it", args=ocp.args.PyTreeSave([jnp.ones(3), jnp.ones(4)]))
+    assert (tmp_path / "it" / "0").is_dir()
+    assert find(tmp_path / "it").names == ["0", "1"]
+
+
+@pytest.mark.parametrize("at_most", [100, 999, 10**6])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_blocks_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_most: int, compressed: bool
+) -> None:
+    monkeypatch.setattr(arrays, "_BLOCK_BYTES", at_most)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=compressed)
+    with ocp.Checkpointer(handler) as made:
+        made.save(tmp_path / "5", args=ocp.args.PyTreeSave(tree()))
+    saved = find(tmp_path)
+    for leaf in saved.leaves():
+        whole = saved.read(leaf.name)
+        got, seen = np.zeros_like(whole), np.zeros(whole.shape, int)
+        cut = 8 if leaf.name in ("params.wide", "params.half") else 1
+        least = leaf.bytes // cut if compressed else leaf.dtype.itemsize
+        for start, block in saved.blocks(leaf.name):
+            index = tuple(slice(i, i + n) for i, n in zip(start, block.shape, strict=True))
+            got[index] = block
+            seen[index] += 1
+            assert block.nbytes <= max(at_most, least)
+        assert (seen == 1).all()
+        assert got.tobytes() == whole.tobytes()
+    n = len([*saved.blocks("params.wide")])  # 64 rows of 96 bytes, in chunks of 8
+    assert n == ({100: 8, 999: 8} if compressed else {100: 64, 999: 7}).get(at_most, 1)
+
+
+def file(path: Path) -> Path:
+    (path / "file").write_text("")
+    return path / "file"
+
+
+def other(path: Path) -> Path:
+    for name in "abcdefg":
+        (path / name).mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path / "none", "none does not exist"),
+        (lambda path: path, "holds no checkpoint: it is empty; expected folders named by step, as"),
+        (file, "file holds no checkpoint: it is a file; expected folders named by step, as 100/"),
+        (other, "holds no checkpoint: it holds a, b, c, d, e and 2 more; expected folders named"),
+    ],
+)
+def test_no_checkpoint(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
+    path = make(tmp_path)
+    for step in None, 3:
+        with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
+            find(path, step)
+        assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_a_step_that_is_not_there(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        (tmp_path / str(step)).mkdir()
+    with pytest.raises(CheckpointError, match=re.escape("has no step 11; it has 9, 10, 100")):
+        find(tmp_path, 11)
+
+
+def test_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(records, "FORMAT", 2)
+        save(tmp_path, 5, STATE)
+    with pytest.raises(CheckpointError, match="update zerojax") as caught:
+        find(tmp_path)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def replaced(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return remove
+
+
+def rewritten(name: str, old: str, new: str) -> Callable[[Path], None]:
+    """Edits orbax's metadata and makes a record that agrees with it."""
+
+    def edit(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+        write(folder, STATE)
+
+    return edit
+
+
+METADATA = "state/_METADATA"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (emptied, "5 holds no arrays (state/_METADATA or the like): it is empty"),
+        (replaced, "5 holds no arrays (state/_METADATA or the like): it is a file"),
+        (without("zerojax.json"), "zerojax.json is missing"),
+        (without(METADATA), f"{METADATA} is missing"),
+        (without("state/manifest.ocdbt"), "state/manifest.ocdbt is missing"),
+        (without(METADATA, "zerojax.json"), "holds no arrays"),
+        (lambda folder: flip(folder / METADATA, 9), f"{METADATA} is not as it was written"),
+        (rewritten(METADATA, '"tree_metadata"', '"tree"'), "KeyError: 'tree_metadata'"),
+        (rewritten(METADATA, "{", "["), "cannot be read: JSONDecodeError"),
+        (rewritten(METADATA, '"key": "w"', '"key": "u"'), "params.w is missing"),
+        (rewritten(METADATA, '"key": "w"', '"key": "u"'), "params.u was not saved"),
+    ],
+)
+def test_damage(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+    folder = save(tmp_path, 5, STATE)
+    find(tmp_path)
+    damage(folder)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(says)):
+        find(tmp_path)
+
+
+def test_all_that_differs_is_told_at_once(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, STATE)
+    (folder / METADATA).unlink()
+    flip(folder / "state" / "manifest.ocdbt", 3)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        find(tmp_path)
+    first, second = str(caught.value).splitlines()
+    assert first.endswith(f"{METADATA} is missing")
+    assert "manifest.ocdbt is not as it was written" in second
+
+
+def test_an_array_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    saved = Saved(save_plain(tmp_path, 5, STATE))
+    (saved.item / "manifest.ocdbt").unlink()
+    for access in saved.leaf, saved.read, lambda name: [*saved.blocks(name)]:
+        with pytest.raises(
+            DamagedCheckpointError, match=r"state: params\.w cannot be read"
+        ) as error:
+            access("params.w")
+        assert "tensorstore_spec" not in str(error.value)
+
+
+def test_a_chunk_that_is_lost(tmp_path: Path) -> None:
+    """It does not read as zeros, unless that is how orbax writes zeros."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as made:
+        made.save(tmp_path / "5", args=ocp.args.PyTreeSave(STATE))
+    (tmp_path / "5" / "params.w" / "0.0").unlink()
+    saved = find(tmp_path)
+    for access in saved.read, lambda name: [*saved.blocks(name)]:
+        with pytest.raises(DamagedCheckpointError, match=r"params\.w cannot be read"):
+            access("params.w")
+    metadata = tmp_path / "5" / "_METADATA"
+    stored = '"store_array_data_equal_to_fill_value": '
+    metadata.write_text(metadata.read_text().replace(f"{stored}true", f"{stored}false"))
+    assert not find(tmp_path).read("params.w").any()
+
+
+def test_metadata_of_the_caller(tmp_path: Path) -> None:
+    """Whatever else is said there does not mean that there has to be a record."""
+    for step, custom in enumerate([{"run": 3}, [1], "text", None]):
+        folder = save_plain(tmp_path, step, STATE, custom_metadata=custom)
+        assert not Saved(folder).recorded
+    assert Saved(save(tmp_path, 9, STATE)).recorded
+
+
+def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 5, STATE)
+    monkeypatch.setattr(jax, "devices", pytest.fail)
+    monkeypatch.setattr(jnp, "asarray", pytest.fail)
+    saved = find(tmp_path)
+    assert sum(leaf.bytes for leaf in saved.leaves()) == 48 + 6 + 16 + 4

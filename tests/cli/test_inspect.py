@@ -1,0 +1,254 @@
+"""`python -m zerojax inspect`: the tables, the JSON, and the exit status."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.recorded import flip, save, save_plain, tree, write
+from typer.testing import CliRunner
+
+from zerojax.__main__ import app
+from zerojax.checkpoint import record as records
+from zerojax.checkpoint.inspection import inspect
+from zerojax.cli.inspect import SHOWN, show
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
+    for step in (90, 100):
+        save(directory, step, tree(step))
+    return directory
+
+
+@pytest.fixture
+def steps(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "steps"))
+
+
+def damage(folder: Path) -> Path:
+    """One bit in the middle of the arrays."""
+    data = max(folder.rglob("d/*"), key=lambda file: file.stat().st_size)
+    flip(data, data.stat().st_size // 2)
+    return data
+
+
+def run(*args: Any) -> Any:
+    return CliRunner().invoke(app, ["inspect", *map(str, args)], env={"COLUMNS": "40"})
+
+
+def row(output: str, first: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.split()[:1] == [first]]
+    return line.split()
+
+
+def test_whole_steps(made: Path) -> None:
+    result = run(made)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    on_disk = sum(f.stat().st_size for f in (made / "100").rglob("*") if f.is_file())
+    assert row(result.output, "90")[1:4] == ["2026-01-02", "03:04", "whole"]
+    assert row(result.output, "100")[4:7] == ["10", "12.5", "kB"]
+    assert row(result.output, "100")[7] == f"{on_disk / 1000:.3g}"
+    lines = [line.strip() for line in result.output.splitlines()]
+    about = lines[lines.index("step 100:") + 1 :]
+    assert [re.sub(" +", " ", line) for line in about[:4]] == [
+        "state: linen, stage 2, computed in bfloat16",
+        "mesh: data 8 of NVIDIA H100, 1 process",
+        "versions: zerojax 0.1.0, jax 0.10.2",
+        "sizes: parameters 6.32 kB, optimizer state 6.14 kB, other state 80 B",
+    ]
+    assert about[4].split()[:6] == ["dtypes:", "float32", "12.3", "kB,", "bfloat16", "160"]
+    assert about[5].split() == ["metrics:", "loss", "2.5"]
+    assert "restore(" not in result.output
+
+
+def test_arrays_are_listed(made: Path) -> None:
+    assert "params.wide" not in run(made).output
+    output = run(made, "--leaves").output
+    assert row(output, "params.wide")[1:] == ["64x24", "float32", "P('data')", "6.14", "kB"]
+    assert row(output, "int4")[1:] == ["9", "int4", "9", "B"]
+    assert row(output, "key")[1:3] == ["scalar", "key<fry>"]
+
+
+def test_specs_over_several_axes(steps: Path) -> None:
+    record = write(steps / "100", tree(100))
+    leaf = record.leaves["params.wide"].model_copy(update={"spec": [["data", "model"], None]})
+    write(steps / "100", tree(100), leaves={**record.leaves, "params.wide": leaf})
+    assert "P(('data', 'model'), None)" in run(steps, "--leaves").output
+
+
+def test_one_step(made: Path) -> None:
+    output = run(made, "--step", 90).output
+    assert "step 90:" in output
+    assert "100" not in [line.split()[0] for line in output.splitlines() if line.strip()]
+
+
+def test_damage_is_told_and_another_step_offered(steps: Path) -> None:
+    data = damage(steps / "100")
+    result = run(steps)
+    assert result.exit_code == 1
+    assert row(result.output, "90")[3] == "whole"
+    assert row(result.output, "100")[3] == "damaged"
+    lines = result.output.splitlines()
+    assert lines[lines.index("step 100 is damaged:") :] == [
+        "step 100 is damaged:",
+        f"  {data} is not as it was written: its CRC differs",
+        f"  {steps}/100/state: opt_state.0.mu holds other numbers than were saved",
+        "step 90 is whole: restore(abstract_state, step=90)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--quick"], "step 90's files are whole: restore(abstract_state, step=90)"),
+        (["--step", "100"], "other steps were not looked at: leave out --step"),
+    ],
+)
+def test_what_is_offered_where_less_was_looked_at(
+    steps: Path, options: list[str], says: str
+) -> None:
+    damage(steps / "100")
+    result = run(steps, *options)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == says
+
+
+def test_no_step_is_whole(steps: Path) -> None:
+    damage(steps / "100")
+    shutil.rmtree(steps / "90")
+    (steps / "90").mkdir()
+    output = run(steps).output
+    assert f"  {steps}/90 holds no arrays" in output
+    assert output.splitlines()[-1] == "no step is known to be whole"
+
+
+def test_the_last_step_that_holds_arrays_is_told_of(steps: Path) -> None:
+    (steps / "110").mkdir()
+    output = run(steps).output
+    assert "step 100:\n" in output
+    assert "step 110 is damaged:" in output
+    assert output.splitlines()[-1] == "step 100 is whole: restore(abstract_state, step=100)"
+
+
+def test_many_problems_are_cut_short(steps: Path) -> None:
+    record = write(steps / "100", tree(100))
+    gone = {f"state/gone{i}": record.files["state/_METADATA"] for i in range(SHOWN + 7)}
+    write(steps / "100", tree(100), files={**record.files, **gone})
+    output = run(steps).output
+    assert output.count("is missing") == SHOWN
+    assert "  and 7 more (--json has them all)" in output
+    problems = json.loads(run(steps, "--json").stdout)["steps"][1]["problems"]
+    assert len(problems) == SHOWN + 7
+
+
+def test_plain_orbax_is_no_damage(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_plain(tmp_path, step, tree())
+    result = run(tmp_path)
+    assert result.exit_code == 0
+    assert row(result.output, "1")[3:5] == ["not", "verifiable"]
+    assert "linen, without a record" in result.output
+    assert "step 1, step 2: no zerojax.json, as with plain orbax" in result.output
+    assert run(tmp_path / "2").output.count(str(tmp_path / "2")) == 0  # it is step 2
+
+
+def test_what_is_no_step(steps: Path) -> None:
+    (steps / "110.orbax-checkpoint-tmp").mkdir()
+    (steps / "deleted" / "80").mkdir(parents=True)
+    result = run(steps)
+    assert result.exit_code == 0
+    assert "110.orbax-checkpoint-tmp: being saved, or left by a killed run" in result.output
+    assert "80: deleted, its files are still to go" in result.output
+
+
+def test_json_says_the_same(steps: Path) -> None:
+    data = damage(steps / "100")
+    (steps / "110.orbax-checkpoint-tmp").mkdir()
+    result = run(steps, "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    found = inspect(steps)
+    assert told["newest_whole"] == 90
+    assert told["unfinished"] == ["110.orbax-checkpoint-tmp"]
+    assert [step["step"] for step in told["steps"]] == [90, 100]
+    step = told["steps"][1]
+    assert step["status"] == "damaged"
+    assert step["problems"] == list(found.steps[1].problems)
+    assert str(data) in step["problems"][0]
+    assert step["bytes"] == found.steps[1].sizes
+    assert step["mesh"] == {"data": 8}
+    assert step["arrays"] == 10
+    assert step["versions"]["jax"] == "0.10.2"
+    assert "leaves" not in step
+    leaves = json.loads(run(steps, "--json", "--leaves").stdout)["steps"][1]["leaves"]
+    assert {leaf["name"]: leaf["spec"] for leaf in leaves}["params.wide"] == ["data"]
+
+
+def test_json_of_metrics_that_are_no_numbers(steps: Path) -> None:
+    write(steps / "100", tree(100), metrics={"loss": float("nan")})
+    result = run(steps, "--json")
+    told = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert told["steps"][1]["metrics"] == {"loss": "nan"}
+    assert "  loss nan\n" in run(steps).output
+
+
+def test_no_checkpoint(tmp_path: Path, made: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for args, says in [
+        ([tmp_path], "holds no checkpoint: it holds file; expected folders named by step"),
+        ([tmp_path / "none"], "none does not exist"),
+        ([tmp_path / "file"], "holds no checkpoint: it is a file"),
+        ([made, "--step", 3], "has no step 3; it has 90, 100"),
+    ]:
+        result = run(*args)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert says in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_markup_in_names(tmp_path: Path) -> None:
+    folder = tmp_path / "[red]x[/red]"
+    save(folder, 5, tree())
+    (folder / "5" / records.FILE).unlink()
+    (folder / "6").mkdir()
+    output = run(folder).output
+    assert f"  {folder}/6 holds no arrays" in output
+
+
+def test_a_terminal_has_its_own_width(
+    steps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(steps / "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("TERM", "xterm")
+    show(inspect(steps), leaves=True)
+    out = capsys.readouterr().out
+    assert "\x1b[1;31mstep 100 is damaged:" in out
+    assert "\x1b[1;31mdamaged" in out
+    plain = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()]
+    assert 70 < max(len(line) for line in plain if "─" in line) <= 90
+
+
+def test_the_module_runs(made: Path) -> None:
+    """Without the devices that training uses, and with nothing but the answer on stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", "inspect", str(made)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"COLUMNS": "40", "JAX_PLATFORMS": "tpu", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert row(done.stdout, "100")[3] == "whole"
+    assert "inspect" in CliRunner().invoke(app, []).output

@@ -1,0 +1,240 @@
+"""Tensors written to safetensors files block by block, in any order.
+
+The format: https://huggingface.co/docs/safetensors; several files with an index that says which
+tensor is where: https://huggingface.co/docs/transformers/big_models. The library itself wants
+every tensor of a file in memory at once, so it only checks what was written here.
+
+>>> with tempfile.TemporaryDirectory() as folder:
+...     tensor = TensorSpec("wte.weight", (2, 3), np.dtype("float32"))
+...     with writing(folder, [tensor], max_bytes=10**9) as put:
+...         put("wte.weight", np.ones((1, 3), np.float32), (1, 0))
+...         put("wte.weight", np.zeros((1, 3), np.float32))
+...     os.listdir(folder)
+['model.safetensors']
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""NumPy's names of what a tensor may hold, and the format's."""
+
+_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
+
+Path = str | os.PathLike[str]
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Put(Protocol):
+    """Writes the block of a tensor that begins at ``start``, by default at 0."""
+
+    def __call__(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None: ...
+
+
+@contextlib.contextmanager
+def writing(
+    folder: Path,
+    tensors: Sequence[TensorSpec],
+    *,
+    max_bytes: int,
+    texts: Mapping[str, str] | None = None,
+) -> Iterator[Put]:
+    """Files with the tensors: ``model.safetensors``, or several and an index.
+
+    The context's value takes the tensors' blocks and keeps none of them. All is first written
+    under a temporary name and moved in place at the end: an error on the way leaves the folder as
+    it was. What an earlier save left beside it, which a reader might take for these tensors, is
+    then removed.
+
+    Args:
+      folder: made if need be.
+      tensors: the files hold them in the order of their names, with ``h.2`` before ``h.10``.
+      max_bytes: of a file. A tensor above it has a file of its own.
+      texts: other files of the folder, by name.
+
+    Raises:
+      ValueError: ``max_bytes`` is no size, or at the end a tensor was not written whole.
+      ImportError: there is no safetensors; the message names the extra.
+      OSError: the files cannot be written.
+    """
+    library = import_safetensors()
+    groups = _grouped(sorted(tensors, key=_in_order), max_bytes)
+    names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    texts = dict(texts or {})
+    if len(groups) == 1:
+        names = [SINGLE]
+    else:
+        texts[INDEX] = json.dumps(_index(names, groups), indent=2) + "\n"
+    folder = pathlib.Path(folder)
+    with _made(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        there = pathlib.Path(temporary)
+        files = _Files(dict(zip([there / name for name in names], groups, strict=True)))
+        yield files.put
+        files.finish()
+        for name in names:
+            with library.safe_open(there / name, framework="numpy"):
+                pass  # it has looked at the header and the size
+        for name, text in texts.items():
+            (there / name).write_text(text, encoding="utf-8")
+        for name in [*names, *texts]:
+            os.replace(there / name, folder / name)
+    for file in folder.iterdir():
+        if _FILES.fullmatch(file.name) and file.name not in (*names, *texts):
+            file.unlink()
+
+
+class _Place(NamedTuple):
+    file: pathlib.Path
+    offset: int
+    tensor: TensorSpec
+
+
+class _Files:
+    """Files of their final size, their headers written, to be filled."""
+
+    def __init__(self, groups: Mapping[pathlib.Path, Sequence[TensorSpec]]) -> None:
+        self._groups = groups
+        self._places: dict[str, _Place] = {}
+        self._missing: dict[str, int] = {}
+        for path, group in groups.items():
+            # Wide elements first, so that each lies at a multiple of its size.
+            group = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
+            header, sizes = _header(group), [tensor.nbytes for tensor in group]
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(len(header) + sum(sizes))
+            offset = len(header)
+            for tensor in group:
+                self._places[tensor.name] = _Place(path, offset, tensor)
+                self._missing[tensor.name] = tensor.nbytes
+                offset += tensor.nbytes
+
+    def put(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None:
+        path, offset, (_, shape, dtype) = self._places[name]
+        start = start or (0,) * len(shape)
+        assert block.dtype == dtype, (name, block.dtype, dtype)
+        inside = zip(start, block.shape, shape, strict=True)
+        assert all(0 <= begin <= begin + n <= size for begin, n, size in inside), (name, start)
+        if not block.size:
+            return
+        # The last dimensions of which the block has all, and one before them, are one run.
+        cut = max((d for d in range(1, len(shape)) if block.shape[d] != shape[d]), default=0)
+        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
+        offset += sum(begin * stride for begin, stride in zip(start, strides, strict=True))
+        runs = np.asarray(block, order="C").reshape(math.prod(block.shape[:cut]), -1)
+        with path.open("r+b") as file:
+            for at, run in zip(np.ndindex(block.shape[:cut]), runs.view(np.uint8), strict=True):
+                file.seek(offset + sum(i * stride for i, stride in zip(at, strides, strict=False)))
+                file.write(run.data)
+        self._missing[name] -= block.nbytes
+
+    def finish(self) -> None:
+        """All is there, and on disk."""
+        if missing := {name: n for name, n in self._missing.items() if n}:
+            name, n = next(iter(missing.items()))
+            raise ValueError(f"{name}: {n} bytes were not written ({len(missing)} such tensors)")
+        for path in self._groups:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _made(folder: pathlib.Path) -> Iterator[None]:
+    """The folder is there within the context; what was made for it goes if that fails."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _header(tensors: Sequence[TensorSpec]) -> bytes:
+    # transformers refuses a file that does not say what it was written for.
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        about[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(about, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _grouped(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"a file's size must be a positive int in bytes, not {max_bytes!r}")
+    groups: list[list[TensorSpec]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if groups[-1] and tensor.nbytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    return groups
+
+
+def _index(names: Sequence[str], groups: Sequence[Sequence[TensorSpec]]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(tensor.nbytes for group in groups for tensor in group)},
+        "weight_map": {
+            tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group
+        },
+    }
+
+
+def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:
+    return [(int(x), "") if x.isdecimal() else (-1, x) for x in tensor.name.split(".")]
+
+
+def import_safetensors() -> Any:
+    """The package, or an error that names the extra."""
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "safetensors files need the safetensors package: pip install -e '.[export]'"
+        ) from error
+    return safetensors

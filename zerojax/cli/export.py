@@ -1,0 +1,92 @@
+"""`python -m zerojax export CHECKPOINT OUT`: a checkpoint's parameters as safetensors."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import jax
+import typer
+
+from zerojax.cli.bar import bytes_bar
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.naming import Names
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A folder of steps, or one step's folder.")],
+    out: Annotated[str, typer.Argument(help="The folder to write, empty or not there.")],
+    step: Annotated[int | None, typer.Option(help="This step, not the newest.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16. By default as saved, or of 16 bits where the "
+            "run's config has stage3_gather_16bit_weights_on_model_save."
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Of a file, in bytes or as 500MB, 5GB, 1GiB.")
+    ] = "5GB",
+    names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="What tensors and other files there are, as examples.hf_gpt2:export_names says "
+            "for transformers' GPT-2.",
+        ),
+    ] = None,
+) -> None:
+    """Writes the parameters in CHECKPOINT to OUT, as safetensors.
+
+    Every array is checked against the checkpoint's record on the way. No GPU is touched.
+
+    Exits with 1, and leaves OUT as it was, where something is wrong.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
+    from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
+    from zerojax.checkpoint.export import export as exported
+
+    begun = time.perf_counter()
+    try:
+        with bytes_bar() as bar:
+            task = bar.add_task("writing", total=None)
+            found = exported(
+                checkpoint,
+                out,
+                step=step,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                names=_function(names) if names else None,
+                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+            )
+    except CheckpointError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    seconds = time.perf_counter() - begun
+    typer.echo(
+        f"{out}: {_count(len(found.files), 'file')}, {_count(found.tensors, 'tensor')}, "
+        f"{found.nbytes:,} bytes, {' and '.join(found.dtypes)}, {seconds:.1f} s"
+    )
+
+
+def _function(path: str) -> Names:
+    from zerojax.checkpoint import CheckpointError
+
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise CheckpointError(f"--names {path}: give MODULE:FUNCTION")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"--names {path}: {error} (looked in PYTHONPATH and the current folder)"
+        ) from error
+    if not callable(found):
+        raise CheckpointError(f"--names {path}: {type(found).__name__} is no function")
+    return found
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,224 @@
+"""`python -m zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zerojax.cli.bar import bytes_bar
+from zerojax.report import columns, size
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.inspection import Inspection
+    from zerojax.checkpoint.look import Status, Step
+
+STYLES: dict[Status, str] = {
+    "whole": "green",
+    "files whole": "green",
+    "not verifiable": "yellow",
+    "damaged": "bold red",
+}
+
+SHOWN = 20
+"""Problems of a step that are printed."""
+
+_PIPED = 10_000
+"""Columns where the output is no terminal: no cell is cut or wrapped, one step is one line."""
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="A folder of steps, or one step's folder.")],
+    step: Annotated[int | None, typer.Option(help="Look at this step alone.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compare records and files, read no arrays.")
+    ] = False,
+    leaves: Annotated[
+        bool, typer.Option("--leaves", help="List the arrays of the newest or the chosen step.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+) -> None:
+    """Says what the steps of CHECKPOINT hold, and reads every array to see that it is whole.
+
+    Exits with 0 where no step is damaged, with 1 where one is, and with 2 where there is none.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
+    from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
+    from zerojax.checkpoint.inspection import inspect as inspected
+
+    try:
+        with bytes_bar() as bar:
+            task = bar.add_task("reading", total=None)
+            found = inspected(
+                checkpoint,
+                quick=quick,
+                step=step,
+                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+            )
+    except CheckpointError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(to_json(found, leaves=leaves), indent=2))
+    else:
+        show(found, leaves=leaves, alone=step is not None)
+    if found.damaged:
+        raise typer.Exit(1)
+
+
+def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
+    """The same as the tables, of every step, for programs."""
+    whole = found.newest_whole
+    return {
+        "checkpoint": found.checkpoint,
+        "newest_whole": whole.step if whole else None,
+        "unfinished": list(found.unfinished),
+        "deleted": list(found.deleted),
+        "steps": [_json(step, leaves) for step in found.steps],
+    }
+
+
+def _json(step: Step, leaves: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "step": step.step,
+        "folder": step.folder,
+        "status": step.status,
+        "saved": step.saved,
+        "form": step.form,
+        "arrays": len(step.arrays),
+        "bytes": step.sizes,
+        "bytes_by_dtype": step.dtypes,
+        "bytes_on_disk": step.bytes_on_disk,
+        "problems": list(step.problems),
+        "notes": list(step.notes),
+    }
+    if record := step.record:
+        told |= record.model_dump(
+            include={"stage", "compute_dtype", "mesh", "devices", "processes", "versions"}
+        )
+        told["metrics"] = {
+            name: x if math.isfinite(x) else str(x) for name, x in (record.metrics or {}).items()
+        }
+    if leaves:
+        told["leaves"] = [vars(array) for array in step.arrays]
+    return told
+
+
+def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> None:
+    """Prints the steps, more of the last one that holds arrays, and what is damaged.
+
+    Args:
+      found: what there is.
+      leaves: list the arrays of the last step.
+      alone: other steps were not looked at.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    console.print(_table(found))
+    if known := [step for step in found.steps if step.arrays]:
+        last = known[-1]
+        told = columns([(f"{name}:", value) for name, value in _about(last)])
+        for line in [f"{_named(last)}:", *(f"  {line}" for line in told)]:
+            console.print(escape(line), soft_wrap=True)
+        if leaves:
+            console.print(_leaves(last))
+    for name in found.unfinished:
+        console.print(f"{escape(name)}: being saved, or left by a killed run", soft_wrap=True)
+    for name in found.deleted:
+        console.print(f"{escape(name)}: deleted, its files are still to go", soft_wrap=True)
+    for note in dict.fromkeys(note for step in found.steps for note in step.notes):
+        having = ", ".join(_named(step) for step in found.steps if note in step.notes)
+        console.print(f"[yellow]{escape(having)}: {escape(note)}[/]", soft_wrap=True)
+    for step in found.damaged:
+        console.print(f"[bold red]{escape(_named(step))} is damaged:[/]", soft_wrap=True)
+        for problem in step.problems[:SHOWN]:
+            console.print(f"  [red]{escape(problem)}[/]", soft_wrap=True)
+        if (more := len(step.problems) - SHOWN) > 0:
+            console.print(f"  [red]and {more} more (--json has them all)[/]")
+    if found.damaged:
+        console.print(_offer(found, alone), soft_wrap=True)
+
+
+def _named(step: Step) -> str:
+    return step.folder if step.step is None else f"step {step.step}"
+
+
+def _offer(found: Inspection, alone: bool) -> str:
+    whole = found.newest_whole
+    if whole:
+        files = "'s files are" if whole.status == "files whole" else " is"
+        return f"step {whole.step}{files} whole: restore(abstract_state, step={whole.step})"
+    if alone:
+        return "other steps were not looked at: leave out --step"
+    return "no step is known to be whole"
+
+
+def _about(step: Step) -> list[tuple[str, str]]:
+    told = []
+    if record := step.record:
+        computed = f", computed in {record.compute_dtype}" if record.compute_dtype else ""
+        mesh = ", ".join(f"{axis} {n}" for axis, n in record.mesh.items())
+        s = "es" if record.processes > 1 else ""
+        told += [
+            ("state", f"{record.form}, stage {record.stage}{computed}"),
+            ("mesh", f"{mesh} of {record.devices}, {record.processes} process{s}"),
+            ("versions", ", ".join(f"{name} {v}" for name, v in record.versions.items())),
+        ]
+    else:
+        told.append(("state", f"{step.form or 'arrays'}, without a record"))
+    told += [
+        ("sizes", ", ".join(f"{group} {size(n)}" for group, n in step.sizes.items() if n)),
+        ("dtypes", ", ".join(f"{dtype} {size(n)}" for dtype, n in step.dtypes.items())),
+    ]
+    if step.record and step.record.metrics:
+        told.append(("metrics", ", ".join(f"{k} {v:g}" for k, v in step.record.metrics.items())))
+    return told
+
+
+def _table(found: Inspection) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", "saved, UTC", "status"):
+        table.add_column(column)
+    for column in ("arrays", "bytes", "on disk", "problems"):
+        table.add_column(column, justify="right")
+    for step in found.steps:
+        table.add_row(
+            escape(step.folder if step.step is None else str(step.step)),
+            (step.saved or "")[:16].replace("T", " "),
+            f"[{STYLES[step.status]}]{step.status}[/]",
+            f"{len(step.arrays):,}",
+            size(sum(step.sizes.values())),
+            size(step.bytes_on_disk),
+            f"[red]{len(step.problems):,}[/]" if step.problems else "",
+        )
+    return table
+
+
+def _leaves(step: Step) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("array", overflow="fold")
+    for column in ("shape", "dtype", "spec"):
+        table.add_column(column)
+    table.add_column("bytes", justify="right")
+    for array in step.arrays:
+        spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
+        table.add_row(
+            escape(array.name),
+            "x".join(map(str, array.shape)) or "scalar",
+            array.dtype,
+            spec,
+            size(array.bytes),
+        )
+    return table
+
+
+def _entry(entry: Any) -> str:
+    """One dimension of a spec, as Python writes it."""
+    return repr(tuple(entry) if isinstance(entry, list) else entry)

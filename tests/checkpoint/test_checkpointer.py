@@ -1,4 +1,6 @@
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint import v1
 
 import zerojax
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint import checkpointer as checkpointer_module
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -73,7 +76,82 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path, zero: Any, stat
         assert checkpointer.all_steps() == [4, 5]
         with pytest.raises(CheckpointError, match="step 6 has no metric 'loss'"):
             checkpointer.save(6, state)
-    assert not (tmp_path / "deleted").exists()
+    assert not (tmp_path / ".deleted").exists()
+
+
+def test_nan_is_never_the_best(tmp_path: Path, zero: Any, state: Any) -> None:
+    losses = [3.0, float("nan"), jnp.float32(4), np.float32("nan")]
+    with Checkpointer(tmp_path, zero, keep=1, keep_best=1, metric="loss") as checkpointer:
+        for step, loss in enumerate(losses):
+            checkpointer.save(step, state, metrics={"loss": loss})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [0, 3]
+        assert checkpointer.best_step() == 0
+
+
+def test_only_what_is_ours_is_removed(tmp_path: Path, zero: Any, state: Any) -> None:
+    (tmp_path / "deleted").mkdir()
+    (tmp_path / "deleted" / "precious").touch()
+    with Checkpointer(tmp_path, zero, keep=1) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state)
+    assert (tmp_path / "deleted" / "precious").exists()
+
+
+def test_threads_take_turns(tmp_path: Path, zero: Any, state: Any) -> None:
+    with Checkpointer(tmp_path, zero) as checkpointer, ThreadPoolExecutor(2) as threads:
+
+        def save(step: int) -> str:
+            try:
+                checkpointer.save(step, state)
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        told = [*threads.map(save, (1, 2))]
+        checkpointer.wait()
+        assert checkpointer.all_steps()[-1] == 2
+        assert all(not text or "has step 2 already" in text for text in told)
+
+
+def test_64_bit_numbers_where_jax_has_32(tmp_path: Path) -> None:
+    def create(key: jax.Array) -> TrainState:
+        params = {"w": jnp.linspace(0, 1, 64, dtype=float).reshape(8, 8)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    with jax.enable_x64(True):
+        zero = zerojax.zero(stage=1)
+        with Checkpointer(tmp_path, zero) as checkpointer:
+            checkpointer.save(1, zero.init(create, KEY).replace(step=jnp.asarray(2**40)))
+    narrow = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    abstract = narrow.abstract_state(create, KEY)
+    with Checkpointer(tmp_path, narrow) as checkpointer:
+        got = checkpointer.restore(abstract.params)
+        np.testing.assert_array_equal(got["w"], np.linspace(0, 1, 64).reshape(8, 8).astype("f"))
+        with pytest.raises(CheckpointError, match=r"step int64 holds numbers beyond 32 bits: rest"):
+            checkpointer.restore(abstract)
+
+
+def test_a_step_that_is_retired_while_it_is_read(
+    tmp_path: Path, zero: Any, state: Any, abstract: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path, zero) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, state)
+
+    def gone(saved: Any, *rest: Any) -> Any:
+        shutil.rmtree(saved.folder)
+        raise DamagedCheckpointError("a file is missing")
+
+    with Checkpointer(tmp_path, zero, read_only=True) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer_module, "restore", gone)
+            with pytest.raises(CheckpointError, match=r"step 2 was removed while .* are \[1, 3\]"):
+                reader.restore(abstract, 2)
+        tries = [gone, checkpointer_module.restore]
+        monkeypatch.setattr(checkpointer_module, "restore", lambda *a: tries.pop(0)(*a))
+        assert_same(reader.restore(abstract), state)
+        assert reader.all_steps() == [1]
 
 
 def test_extra_comes_back_with_its_keys(tmp_path: Path, zero: Any, state: Any) -> None:
@@ -144,19 +222,24 @@ def _v1_save(path: Path, state: Any) -> None:
     v1.save(path, state)
 
 
+def _another_name(path: Path, state: Any) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(5, args=ocp.args.Composite(train_state=ocp.args.StandardSave(state)))
+
+
 def _standard(path: Path, state: Any) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
 
 
 @pytest.mark.parametrize(
-    "write", [_manager_default, _manager_named, _v1_training, _v1_save, _standard]
+    "write", [_manager_default, _manager_named, _another_name, _v1_training, _v1_save, _standard]
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_reads_a_train_state_that_plain_orbax_wrote(
     tmp_path: Path, write: Any, precision: str
 ) -> None:
-    plain = filled(jax.jit(create_linen)(KEY)).replace(step=jnp.asarray(41))
+    plain = filled(jax.jit(create_linen)(KEY)).replace(step=41)  # a Python int, as at the start
     write(tmp_path / "plain", plain)
     zero = zero_of(3, 8, precision)
     with Checkpointer(tmp_path / "plain", zero, read_only=True) as checkpointer:

@@ -14,9 +14,9 @@ from etils import epath
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, look
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.checkpointer import DELETED
 from zerojax.checkpoint.inspection import inspect
 from zerojax.checkpoint.look import Step
+from zerojax.checkpoint.writer import DELETED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -65,7 +65,7 @@ def test_every_restart_finds_a_whole_checkpoint(
             process.kill()
             process.join()
             found["during a write"] += any(folder.glob("*.orbax-checkpoint-tmp*"))
-            found["during a removal"] += any(folder.glob("deleted/*"))
+            found["during a removal"] += any(folder.glob(".deleted/*"))
         for line in log.read_text()[begin:].splitlines():
             event, step, *digest = line.split()
             if event == "resumed":
@@ -74,7 +74,7 @@ def test_every_restart_finds_a_whole_checkpoint(
                 assert digest[0] == digests[int(step)], line
     assert log.read_text().splitlines()[-1] == f"saved {killed.STEPS}"
     assert saved.steps(folder) == [killed.STEPS - 1, killed.STEPS]
-    assert not [*folder.glob("*tmp*"), *folder.glob("deleted")]
+    assert not [*folder.glob("*tmp*"), *folder.glob(".deleted")]
     print(dict(found))
 
 

@@ -1,5 +1,6 @@
 """What cannot be written or restored is told at once: what is wrong, where, and what to do."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -118,9 +119,18 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
             checkpointer.save(20, state)
         with pytest.raises(CheckpointError, match="has step 20 already, and 15 was to be saved"):
             checkpointer.save(15, state)
-        with pytest.raises(CheckpointError, match=r"has no step 11: \[10, 20\]"):
+        with pytest.raises(CheckpointError, match=r"has no step 11; it has 10, 20"):
             checkpointer.delete(11)
+        for step in (-1, 3.0, True, None, "30"):
+            with pytest.raises(CheckpointError, match="a whole number of updates, 0 or more"):
+                checkpointer.save(step, state)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="is abstract, ShapeDtypeStruct"):
+            checkpointer.save(30, zero.abstract_state(create(a=(8, 4)), KEY))
+        with pytest.raises(CheckpointError, match=r"metrics=.*names and numbers"):
+            checkpointer.save(30, state, metrics={"loss": "low"})
         assert checkpointer.all_steps() == [10, 20]
+    with pytest.raises(CheckpointError, match=r"this Checkpointer of .* was closed"):
+        checkpointer.save(30, state)
     with (
         Checkpointer(there, zero, read_only=True) as checkpointer,
         pytest.raises(CheckpointError, match="was opened with read_only=True"),
@@ -135,6 +145,8 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
         ({"keep_best": 2}, "give all three"),
         ({"keep": 2, "metric": "loss"}, "give all three"),
         ({"keep_best": 2, "metric": "loss"}, "give all three"),
+        ({"keep": "3"}, "whole numbers"),
+        ({"mode": "maximum"}, "one of min, max"),
     ],
 )
 def test_options_that_make_no_sense(
@@ -142,6 +154,30 @@ def test_options_that_make_no_sense(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         Checkpointer(tmp_path, zero, **options)
+
+
+def test_two_arrays_of_one_name(tmp_path: Path, zero: zerojax.Zero) -> None:
+    state = zero.init(create(a=(8, 4)), KEY)
+    state = state.replace(params={"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}})
+    with (
+        Checkpointer(tmp_path, zero) as checkpointer,
+        pytest.raises(CheckpointError, match=r"params\.a\.b: two arrays have this name"),
+    ):
+        checkpointer.save(1, state)
+
+
+@pytest.mark.parametrize("asked", [{}, None, create, (1, 2)])
+def test_what_is_no_state(there: Path, zero: zerojax.Zero, asked: Any) -> None:
+    with (
+        Checkpointer(there, zero, read_only=True) as checkpointer,
+        pytest.raises(CheckpointError, match="restore takes an abstract state"),
+    ):
+        checkpointer.restore(asked)
+
+
+def test_what_is_no_zero(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected what zerojax\.zero"):
+        Checkpointer(tmp_path, {"stage": 3})  # type: ignore[arg-type]
 
 
 def test_a_file_in_the_way(tmp_path: Path, zero: zerojax.Zero) -> None:
@@ -209,3 +245,12 @@ def test_two_in_one_process(tmp_path: Path, zero: zerojax.Zero) -> None:
         assert second.latest_step() == 1
         with pytest.raises(CheckpointError, match="another Checkpointer of this process"):
             second.save(2, state)
+        first.close()
+        second.save(2, state)
+
+
+def test_one_that_was_forgotten_lets_the_folder_go(tmp_path: Path, zero: zerojax.Zero) -> None:
+    Checkpointer(tmp_path, zero)
+    gc.collect()
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, zero.init(create(a=(8, 4)), KEY))

@@ -97,7 +97,7 @@ def test_the_newest_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         save_plain(tmp_path, step, STATE)
     (tmp_path / "200.orbax-checkpoint-tmp").mkdir()
-    (tmp_path / "deleted" / "300").mkdir(parents=True)
+    (tmp_path / ".deleted" / "300").mkdir(parents=True)
     assert steps(tmp_path) == [9, 10, 100]
     assert find(tmp_path).folder.name == "100"
     assert find(tmp_path, 9).folder.name == "9"

@@ -162,7 +162,7 @@ def test_plain_orbax_is_no_damage(tmp_path: Path) -> None:
 
 def test_what_is_no_step(steps: Path) -> None:
     (steps / "110.orbax-checkpoint-tmp").mkdir()
-    (steps / "deleted" / "80").mkdir(parents=True)
+    (steps / ".deleted" / "80").mkdir(parents=True)
     result = run(steps)
     assert result.exit_code == 0
     assert "110.orbax-checkpoint-tmp: being saved, or left by a killed run" in result.output

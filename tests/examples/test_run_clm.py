@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,13 +17,28 @@ from zerojax.checkpoint.saved import find
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SMALL = ["--model", "tiny", "--batch-size", "8"]
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "COLUMNS": "120",
+    "PYTHONUNBUFFERED": "1",
+    # The runs of one test compile the same programs.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
 
 
 def start(*arguments: str | pathlib.Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "examples.run_clm", *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

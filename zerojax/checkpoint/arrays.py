@@ -23,6 +23,8 @@ ITEMS = (STATE, "default", "pytree", "")
 
 _METADATA = "_METADATA"
 _BLOCK_BYTES = 4 * 2**20
+_INDEX = "cache_pool#index"
+"""Where ocdbt's index is kept, so that it is not read anew for every array."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Arrays:
 
     def __init__(self, folder: epath.PathLike) -> None:
         self.folder = epath.Path(folder)
+        self._context = tensorstore.Context({_INDEX: {"total_bytes_limit": 64 * 2**20}})
         item = item_of(self.folder)
         if item is None:
             raise DamagedCheckpointError(
@@ -82,12 +85,16 @@ class Arrays:
 
     def leaf(self, name: str) -> Leaf:
         """What is known of one array."""
-        store = self._open(name)
+        return self._leaf(name, self._begin(name))
+
+    def _leaf(self, name: str, opening: Any) -> Leaf:
+        store = self._result(name, opening)
         return Leaf(self._paths[name], name, tuple(store.shape), store.dtype.numpy_dtype)
 
     def leaves(self) -> Iterator[Leaf]:
         """Every array, in the order of their names."""
-        return map(self.leaf, self.names)
+        opening = [self._begin(name) for name in self.names]
+        return map(self._leaf, self.names, opening)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
         """A slice of an array, as ``index`` has it."""
@@ -114,11 +121,14 @@ class Arrays:
             yield ahead[0], self._result(name, ahead[1])
 
     def _open(self, name: str) -> Any:
+        return self._result(name, self._begin(name))
+
+    def _begin(self, name: str) -> Any:
         # Mapped into memory, an uncompressed chunk costs no more than the part that is read.
         mapped = {"mode": "memmap"}
         kvstore: Any = {"driver": "file", "path": f"{self.item}/", "file_io_mode": mapped}
         if self._ocdbt:
-            kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/"}
+            kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/", "cache_pool": _INDEX}
         else:
             kvstore["path"] += f"{name}/"
         spec = {
@@ -126,7 +136,7 @@ class Arrays:
             "kvstore": kvstore,
             "fill_missing_data_reads": not self._filled,
         }
-        return self._result(name, tensorstore.open(spec, open=True, read=True))
+        return tensorstore.open(spec, open=True, read=True, context=self._context)
 
     def _result(self, name: str, future: Any) -> Any:
         try:
@@ -138,7 +148,9 @@ class Arrays:
 
 def item_of(folder: epath.Path) -> epath.Path | None:
     """The folder of the tree in a step's folder; None where there is none."""
-    return next((folder / n for n in ITEMS if (folder / n / _METADATA).exists()), None)
+    known = (folder / n for n in ITEMS if (folder / n / _METADATA).exists())
+    named = (file.parent for file in sorted(folder.glob(f"*/{_METADATA}")))
+    return next(known, next(named, None))
 
 
 def contents(folder: epath.Path) -> str:

@@ -66,6 +66,8 @@ def export(
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
     _check_free(out)
+    if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
+        raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
     renamed = rename(leaves, names, saved)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from etils import epath
 
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.checkpointer import DELETED
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.look import Look, Step
+from zerojax.checkpoint.writer import DELETED
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of arrays that are read, and with all there are to read."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.parts import Parts
@@ -32,7 +31,7 @@ def form_of(state: Any) -> Form | None:
 def tree_of(state: Any) -> Any:
     """What orbax writes; arrays without elements, which it refuses, are left out."""
     tree = nnx.state(state) if form_of(state) == "nnx" else state
-    return jax.tree.map(lambda x: x if jnp.size(x) else None, tree)
+    return jax.tree.map(lambda x: None if 0 in getattr(x, "shape", ()) else x, tree)
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pathlib
 import socket
+import weakref
 
 from zerojax.checkpoint.errors import CheckpointError
 
@@ -13,38 +14,43 @@ FILE = ".writer"
 
 
 class Lock:
-    """The right to write to a folder, held until :meth:`release` or the end of the process.
-
-    Attributes:
-      held: False where another object of this same process has it, which may go on reading.
-
-    Raises:
-      CheckpointError: another process has it.
-    """
+    """The right to write to a folder, until :meth:`release`, or until this object or its process
+    is no more."""
 
     def __init__(self, directory: pathlib.Path) -> None:
-        self._file = os.open(directory / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._directory = directory
+        self._held: weakref.finalize | None = None
+
+    def take(self) -> bool:
+        """Whether it is held now; False where another object of this process has it.
+
+        Raises:
+          CheckpointError: another process has it.
+        """
+        if self._held:
+            return True
+        file = os.open(self._directory / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.pread(self._file, 1000, 0).decode(errors="replace")
-            os.close(self._file)
-            self.held = False
-            if who != _me():
-                raise CheckpointError(
-                    f"another run writes to {directory} ({who or 'unknown process'}): give this "
-                    "one a folder of its own, or stop the other; to read only, "
-                    "Checkpointer(..., read_only=True)"
-                ) from None
-            return
-        self.held = True
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, _me().encode(), 0)
+            who = os.pread(file, 1000, 0).decode(errors="replace")
+            os.close(file)
+            if who == _me():
+                return False
+            raise CheckpointError(
+                f"another run writes to {self._directory} ({who or 'unknown process'}): give this "
+                "one a folder of its own, or stop the other; to read only, "
+                "Checkpointer(..., read_only=True)"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, _me().encode(), 0)
+        self._held = weakref.finalize(self, os.close, file)
+        return True
 
     def release(self) -> None:
-        if self.held:
-            self.held = False
-            os.close(self._file)
+        if self._held:
+            self._held()
+            self._held = None
 
 
 def _me() -> str:

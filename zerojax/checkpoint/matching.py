@@ -6,7 +6,7 @@ optimizer state that zerojax has not wrapped yet, and parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -86,13 +86,17 @@ def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
         return []  # its data is what is on disk
     if tuple(wanted.shape) != saved.shape:
         return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]
-    if wanted.dtype != saved.dtype and not _floats((wanted.dtype, saved.dtype)):
+    if not _of_a_kind(wanted.dtype, saved.dtype):
         return [f"{'.'.join(path)}: {saved.dtype} there, {wanted.dtype} here"]
     return []
 
 
-def _floats(dtypes: Iterable[Any]) -> bool:
-    return all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in dtypes)
+def _of_a_kind(a: Any, b: Any) -> bool:
+    """Both floats, or both whole numbers: their widths may differ (a step was a Python int)."""
+    return a == b or any(
+        jax.dtypes.issubdtype(a, kind) and jax.dtypes.issubdtype(b, kind)
+        for kind in (np.floating, np.integer)
+    )
 
 
 def _told(path: Path, leaf: Any) -> str:

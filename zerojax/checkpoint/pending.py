@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 from zerojax.api import Zero
 from zerojax.checkpoint import layout, sums
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
 
@@ -28,6 +30,7 @@ class Pending:
     Attributes:
       step: updates done.
       tree: what orbax is to write.
+      metrics: the caller's.
     """
 
     def __init__(
@@ -37,9 +40,9 @@ class Pending:
         state: Any,
         zero: Zero,
         extra: Any,
-        metrics: Mapping[str, float] | None,
+        metrics: dict[str, float] | None,
     ) -> None:
-        self.step, self._directory = step, directory
+        self.step, self.metrics, self._directory = step, metrics, directory
         self.tree = jax.tree.map(_array, layout.tree_of(state))
         leaves = layout.named(self.tree)
         self._sums = sums.begin(leaves)
@@ -63,7 +66,7 @@ class Pending:
             config=_config(zero.config),
             leaves={},
             files={},
-            metrics=None if metrics is None else {k: float(v) for k, v in metrics.items()},
+            metrics=metrics,
             extra=extra,
         )
 
@@ -77,6 +80,34 @@ class Pending:
         folder = under_way[0] if under_way else self._directory / str(self.step)
         update = {"leaves": leaves, "files": records.files(folder)}
         records.write(folder, self._record.model_copy(update=update))
+
+
+def check_arrays(tree: Any) -> None:
+    """What of a state cannot be saved.
+
+    Raises:
+      CheckpointError: an array was donated, is abstract, lies on one process alone, or would have
+        the name of another one on disk.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [".".join(layout.strings(keys)) for keys, _ in leaves]
+    if twice := {name for name, n in Counter(names).items() if n > 1}:
+        raise CheckpointError(
+            f"{', '.join(sorted(twice))}: two arrays have this name, "
+            "as orbax joins keys with dots: take the dot out of a key"
+        )
+    for name, (_, x) in zip(names, leaves, strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise CheckpointError(f"{name} is abstract, {x}: save a state with arrays")
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise CheckpointError(
+                f"{name} was donated to a step: save the state that the step returned"
+            )
+        if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
+            raise CheckpointError(
+                f"{name} is this process's alone: save a state that zero.init or a decorated "
+                "step returned"
+            )
 
 
 def _array(x: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
 from zerojax.checkpoint import layout, sums
+from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
@@ -21,6 +23,9 @@ from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.parts import Opened
 from zerojax.state import abstract, take_apart
+
+_UNDER_WAY_GB = 0.5
+"""Read but not yet on the devices, so that the host needs little memory besides them."""
 
 
 class _Wanted(NamedTuple):
@@ -43,6 +48,7 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
     there = {layout.unboxed(leaf.path): leaf for leaf in saved.leaves()}
     form = layout.form_of(abstract_state)
     if form is None:
+        _check_params(abstract_state)
         wanted = _params_alone(abstract_state, there, zero)
         sources = match_params(wanted.leaves, there, where=str(saved.folder))
     else:
@@ -52,7 +58,7 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
     leaves = {path: there[source] for path, source in sources.items() if source is not None}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in leaves.items()}
     arrays = _read(saved, structs)
-    _verify(saved, {leaf.name: arrays[leaf.path] for leaf in leaves.values()})
+    _verify(saved, {leaf: arrays[leaf.path] for leaf in leaves.values()})
     found = {path: _fit(path, arrays[leaf.path], wanted) for path, leaf in leaves.items()}
     if len(found) < len(wanted.leaves):
         assert form is not None
@@ -73,6 +79,15 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
         {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
     )
+
+
+def _check_params(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+        raise CheckpointError(
+            f"restore takes an abstract state, as zero.abstract_state makes it, or the parameters "
+            f"of one, not {params!r:.100}"
+        )
 
 
 def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
@@ -97,9 +112,9 @@ def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Read in the dtype that its checksum is of; keys are keys already."""
+    """Read in the dtype that its checksum is of, if JAX has it; keys are keys already."""
     key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    return wanted if key else wanted.update(dtype=leaf.dtype)
+    return wanted if key else wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
@@ -110,6 +125,15 @@ def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, 
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         paths = [layout.strings(keys) for keys, _ in leaves]
         structs = [wanted.get(path) for path in paths]
+        pieces = [
+            _piece_bytes(struct, about)
+            for struct, (_, about) in zip(structs, leaves, strict=True)
+            if struct is not None
+        ]
+        handler.close()
+        handler = ocp.PyTreeCheckpointHandler(
+            restore_concurrent_gb=max(_UNDER_WAY_GB, 2e-9 * max(pieces, default=0))
+        )
         args = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(
                 structure, [ocp.PLACEHOLDER if s is None else s for s in structs]
@@ -126,22 +150,51 @@ def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, 
     return {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
 
 
+def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
+    """At most read for one device: its shard, and what else is in the same chunks."""
+    storage = getattr(about, "storage", None)
+    chunk = (storage and storage.chunk_shape) or wanted.shape
+    shard = wanted.sharding.shard_shape(wanted.shape)
+    sizes = [
+        s if s % c == 0 else c if c % s == 0 else s + 2 * c
+        for s, c in zip(shard, chunk, strict=False)
+    ]
+    return math.prod(sizes) * wanted.dtype.itemsize
+
+
 def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
     if wanted is None:
         return ocp.RestoreArgs()
     return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
 
 
-def _verify(saved: Saved, arrays: dict[str, jax.Array]) -> None:
+def _verify(saved: Saved, arrays: dict[Leaf, jax.Array]) -> None:
+    """Compares checksums, of 64-bit numbers that JAX has made narrower on the host."""
+    narrowed = [x for x in arrays if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
+    sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
     if saved.record is None:
         return
-    begun = sums.begin(arrays)
-    expected = saved.record.leaves
-    wrong = [name for name, x in begun.items() if sums.total(x) != expected[name].checksum]
+    begun = sums.begin({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
+    found = sound | {name: sums.total(x) for name, x in begun.items()}
+    wrong = [name for name, x in found.items() if x != saved.record.leaves[name].checksum]
     if wrong:
         raise DamagedCheckpointError(
             f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"
         )
+
+
+def _host_checksum(saved: Saved, leaf: Leaf) -> int:
+    """Of what is on disk, having seen that whole numbers fit into the narrower dtype."""
+    total = 0
+    for start, block in saved.blocks(leaf.name):
+        total += share(block, start)
+        fits = block.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) == block
+        if np.issubdtype(leaf.dtype, np.integer) and not fits.all():
+            raise CheckpointError(
+                f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore "
+                "with jax_enable_x64"
+            )
+    return total % 2**32
 
 
 def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:

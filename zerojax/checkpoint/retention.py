@@ -1,0 +1,96 @@
+"""Which steps stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from zerojax.checkpoint.errors import CheckpointError
+
+_WORST = {"min": math.inf, "max": -math.inf}
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The newest steps, and besides them the best by a metric.
+
+    Attributes:
+      keep: how many of the newest; None for all.
+      keep_best: how many of the best.
+      metric: the entry of a step's metrics by which it is judged.
+      mode: "min" where less is better, or "max". NaN is worse than any number.
+
+    Raises:
+      CheckpointError: values that make no sense together.
+    """
+
+    keep: int | None
+    keep_best: int
+    metric: str | None
+    mode: str
+
+    def __post_init__(self) -> None:
+        whole = all(type(n) is int for n in (self.keep or 1, self.keep_best))
+        if not whole or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
+            raise CheckpointError(
+                f"keep={self.keep!r}, keep_best={self.keep_best!r}: whole numbers, and keep at "
+                "least 1 step, or None for all"
+            )
+        if bool(self.keep_best) != (self.metric is not None) or (
+            self.keep_best and self.keep is None
+        ):
+            raise CheckpointError(
+                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: the best "
+                "steps are kept besides the newest, by a metric: give all three"
+            )
+        if self.mode not in _WORST:
+            raise CheckpointError(f"mode={self.mode!r}: one of {', '.join(_WORST)}")
+
+    def checked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+        """A step's metrics as floats.
+
+        Raises:
+          CheckpointError: one is no number, or the one that counts is not there.
+        """
+        if self.metric is not None and self.metric not in (metrics or {}):
+            raise CheckpointError(
+                f"step {step} has no metric {self.metric!r}, by which the best are kept: "
+                f"save(..., metrics={{{self.metric!r}: ...}})"
+            )
+        if metrics is None:
+            return None
+        try:
+            return {name: float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"metrics={metrics!r}: names and numbers: {error}") from None
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """By what a step is judged."""
+        value = metrics.get(self.metric or "", math.nan)
+        return _WORST[self.mode] if math.isnan(value) else value
+
+    def best(self, scores: Mapping[int, float]) -> int | None:
+        """The best step; None where none has a score."""
+        known = {step: x for step, x in scores.items() if x != _WORST[self.mode]}
+        choose = min if self.mode == "min" else max
+        return choose(known, key=known.__getitem__, default=None)
+
+    def options(self) -> dict[str, Any]:
+        """The same for orbax's ``CheckpointManagerOptions``."""
+        policies: list[Any] = [ocp.checkpoint_managers.LatestN(self.keep)]
+        if self.metric is None:
+            return {"preservation_policy": policies[0]}
+        policies.append(
+            ocp.checkpoint_managers.BestN(
+                get_metric_fn=self.score, reverse=self.mode == "min", n=self.keep_best
+            )
+        )
+        return {
+            "preservation_policy": ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            "best_fn": self.score,
+            "best_mode": self.mode,
+        }

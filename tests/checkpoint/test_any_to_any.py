@@ -34,7 +34,7 @@ def make(place: tuple[int, int, bool, str], form: str) -> zerojax.Zero:
     return zero_of(stage, devices, precision, model_axis and form == "linen")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.sweep]
 
 
 @pytest.fixture(scope="module", params=CREATE)

@@ -1,0 +1,190 @@
+"""Saving and restoring, beside plain orbax and a plain copy of the files.
+
+    python -m benchmarks.checkpoint                        # 2 GB, ten minutes on two cores
+    python -m benchmarks.checkpoint --gigabytes 0.25       # two minutes
+    python -m benchmarks.checkpoint --record records       # also DATE-checkpoint.md and .json
+
+A state under AdamW at stage 3 on all devices, or 8 virtual ones. zerojax and plain orbax take turns
+in one run, after a first turn that does not count, and the disk comes to rest before each timing;
+medians are compared. Peak memory is that of processes of their own. To expect: at least 0.95 of
+orbax's speed in saving and restoring, and at most 1.2 times its memory; else the exit status is 1.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from benchmarks.checkpoint_memory import Footprint, footprint
+from benchmarks.checkpoint_times import CALL, COLD, COPY, NEXT_STEP, STEP, Timing, Turns, take_turns
+from benchmarks.report import circumstances, console, write_json
+from benchmarks.savers import SAVERS
+from examples.devices import data_mesh
+
+SLOWEST = 0.95  # of orbax's speed
+MOST = 1.2  # of orbax's peak memory
+UNBOUND = (CALL, STEP, NEXT_STEP)
+GIGA, MEGA = 1e9, 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    turns: Turns
+    footprints: list[Footprint]
+
+    def peak(self, task: str) -> float:
+        """zerojax's over orbax's."""
+        ours, orbax = (self.footprint(task, saver).peak for saver in ("zerojax", "orbax"))
+        return ours / orbax
+
+    def footprint(self, task: str, saver: str) -> Footprint:
+        return next(f for f in self.footprints if (f.task, f.saver) == (task, saver))
+
+    def missed(self) -> list[str]:
+        """The limits that were, one line each."""
+        slow = [
+            f"{each.what}: {each.speed:.2f} of orbax's speed, less than {SLOWEST}"
+            for each in self.turns.timings
+            if each.what not in UNBOUND and each.speed < SLOWEST
+        ]
+        large = [
+            f"{task}: {self.peak(task):.2f} of orbax's peak memory, more than {MOST}"
+            for task in ("save", "restore")
+            if self.peak(task) > MOST
+        ]
+        return slow + large
+
+
+def run(gigabytes: float, rounds: int, folder: Path) -> Results:
+    """Every figure; ``folder`` is on the disk that is measured."""
+    footprints = []
+    for saver in SAVERS:
+        place = folder / f"{saver}-memory"
+        footprints += [footprint(task, saver, place, gigabytes) for task in ("save", "restore")]
+        shutil.rmtree(place)
+    return Results(
+        footprints=footprints, turns=take_turns(gigabytes, rounds, folder, data_mesh(None))
+    )
+
+
+def time_table(turns: Turns) -> list[list[str]]:
+    """Headings, and a row for each thing timed."""
+
+    def cell(timing: Timing, by: str) -> str:
+        if by not in timing.seconds:
+            return "-"
+        each = " ".join(f"{s:.3f}" for s in timing.seconds[by])
+        rate = turns.state_bytes / timing.median(by) / GIGA
+        return f"{timing.median(by):.3f} s" + (
+            f" ({each})" if timing.what in UNBOUND else f" = {rate:.2f} GB/s ({each})"
+        )
+
+    return [
+        ["", "zerojax", "plain orbax", "copy", "orbax's time / zerojax's", "at least"],
+        *(
+            [
+                each.what,
+                *(cell(each, by) for by in (*SAVERS, COPY)),
+                f"{each.speed:.2f}",
+                "-" if each.what in UNBOUND else str(SLOWEST),
+            ]
+            for each in turns.timings
+        ),
+    ]
+
+
+def memory_table(results: Results) -> list[list[str]]:
+    """Headings, and a row for each task."""
+
+    def cell(found: Footprint) -> str:
+        return f"{found.peak / MEGA:,.0f} ({found.growth / MEGA:+,.0f})"
+
+    return [
+        ["peak MB (growth)", "zerojax", "plain orbax", "zerojax's peak / orbax's", "at most"],
+        *(
+            [
+                task,
+                *(cell(results.footprint(task, saver)) for saver in SAVERS),
+                f"{results.peak(task):.2f}",
+                str(MOST),
+            ]
+            for task in ("save", "restore")
+        ),
+    ]
+
+
+def conditions(turns: Turns) -> str:
+    """What was saved and how, in prose."""
+    found = circumstances()
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    disk = ", ".join(f"{size / GIGA:.2f} GB by {by}" for by, size in turns.disk_bytes.items())
+    calls = ", ".join(f"{taken:.3f} s by {by}" for by, taken in turns.first_calls.items())
+    dropped = "was" if turns.timing(COLD) else "could not be"
+    return (
+        f"Machine: {found['cores']} cores, {jax.devices()[0].device_kind}. Versions: {versions}.\n"
+        f"A state of {turns.state_bytes / GIGA:.2f} GB at {turns.devices}; on disk {disk}.\n"
+        f"Medians, each turn's seconds in brackets. The page cache {dropped} dropped for the cold "
+        f"restores.\nThe first save's call, programs being compiled: {calls}."
+    )
+
+
+def markdown(results: Results) -> str:
+    """The record."""
+
+    def rows(table: list[list[str]]) -> str:
+        rule = ["---", *("---:" for _ in table[0][1:])]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (table[0], rule, *table[1:]))
+
+    missed = results.missed() or ["none"]
+    return (
+        "# Saving and restoring, beside plain orbax\n\n"
+        f"Date: {datetime.date.today()}. Command: `{circumstances()['command']}` (figures as JSON "
+        f"beside this file).\n{conditions(results.turns)}\n\n{rows(time_table(results.turns))}\n\n"
+        f"{rows(memory_table(results))}\n\nLimits missed: {'; '.join(missed)}.\n"
+    )
+
+
+def write(results: Results, folder: Path) -> None:
+    """The record and its figures."""
+    stem = folder / f"{datetime.date.today()}-checkpoint"
+    figures: dict[str, Any] = dataclasses.asdict(results) | {"missed": results.missed()}
+    write_json(stem.with_suffix(".json"), figures)
+    stem.with_suffix(".md").write_text(markdown(results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint", description="Saving and restoring, beside orbax."
+    )
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; temporary by default")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
+    options = parser.parse_args()
+    if options.gigabytes <= 0 or options.rounds < 1:
+        parser.error("--gigabytes above 0, and --rounds at least 1")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every wait
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = run(options.gigabytes, options.rounds, Path(folder))
+    out = console()
+    out.print(conditions(results.turns))
+    for title, table in (("time", time_table(results.turns)), ("memory", memory_table(results))):
+        shown = Table(*table[0], title=title)
+        for row in table[1:]:
+            shown.add_row(*row)
+        out.print(shown)
+    if options.record:
+        write(results, options.record)
+    if missed := results.missed():
+        raise SystemExit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

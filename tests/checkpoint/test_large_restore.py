@@ -1,0 +1,116 @@
+"""A state of a gigabyte is restored, and no device and no process holds it whole."""
+
+import multiprocessing
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import pytest
+from checkpoint import together
+from checkpoint.states import KEY, assert_same, create_linen, zero_of
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+
+SMALL = 10_000  # bytes of counts, rates and norms, which every device has
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Not one that pytest keeps."""
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def large(folder: Path) -> Path:
+    """Saved by one process with one device, at stage 0."""
+    zero = zerojax.zero(stage=0, mesh=zerojax.mesh(1))
+    with Checkpointer(folder / "large", zero) as checkpointer:
+        checkpointer.save(1, zero.init(together.create_large, KEY))
+    return folder / "large"
+
+
+@pytest.fixture
+def in_two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a function of ``together`` in both and returns what each returned."""
+    # What they free goes back to the system at once: their peak is of what they held.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "500000")
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+        yield lambda task, *arguments: [
+            each.result()
+            for each in [pool.submit(together.joined, task, i, port, *arguments) for i in (0, 1)]
+        ]
+
+
+class Watch(threading.Thread):
+    """Looks for the largest array that lies on one device alone."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.largest, self.looks = 0, 0
+        self._over = threading.Event()
+        self._before = jax.live_arrays()
+
+    def __enter__(self) -> "Watch":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        known = {id(x) for x in self._before}
+        while not self._over.wait(0.002):
+            sizes = [x.nbytes for x in jax.live_arrays()
+                     if id(x) not in known and len(x.sharding.device_set) == 1]  # fmt: skip
+            self.largest = max([self.largest, *sizes])
+            self.looks += 1
+
+
+def test_no_device_holds_it_whole(large: Path) -> None:
+    zero = zerojax.zero(stage=3)
+    abstract = zero.abstract_state(together.create_large, KEY)
+    with Checkpointer(large, zero, read_only=True) as checkpointer, Watch() as watch:
+        restored = checkpointer.restore(abstract)
+    assert watch.looks > 20
+    assert watch.largest == together.SHAPE[0] * together.SHAPE[1] * 4 / 8
+    held = together.held(restored, growth=0)
+    assert held.whole > 0.85 * together.BYTES
+    assert all(held.whole / 8 < each < held.whole / 8 + SMALL for each in held.devices)
+    together.assert_large(restored)
+
+
+def test_no_process_holds_it_whole(
+    folder: Path, large: Path, in_two_processes: Callable[..., list[together.Held]]
+) -> None:
+    """Two processes restore it and save it again, together; one reads that on other devices."""
+    for held in in_two_processes(together.restore_and_save, large, folder / "again"):
+        assert len(held.devices) == 4
+        assert all(held.whole / 8 < each < held.whole / 8 + SMALL for each in held.devices)
+        assert held.whole / 2 < held.growth < 0.7 * held.whole
+    zero = zerojax.zero(stage=2, mesh=zerojax.mesh(2))
+    with Checkpointer(folder / "again", zero, read_only=True) as checkpointer:
+        restored = checkpointer.restore(zero.abstract_state(together.create_large, KEY))
+    together.assert_large(restored)
+
+
+def test_processes_take_every_turn_together(
+    tmp_path: Path, in_two_processes: Callable[..., list[None]]
+) -> None:
+    in_two_processes(together.take_every_turn, tmp_path)
+    zero = zero_of(1, 4)
+    with Checkpointer(tmp_path, zero, read_only=True) as checkpointer:
+        assert checkpointer.all_steps() == [2, 3]
+        got = checkpointer.restore(zero.abstract_state(create_linen, KEY))
+    assert_same(got, zero.init(create_linen, KEY))

@@ -1,13 +1,14 @@
 """Saving and restoring, beside plain orbax and a plain copy of the files.
 
-    python -m benchmarks.checkpoint                        # 2 GB, ten minutes on two cores
-    python -m benchmarks.checkpoint --gigabytes 0.25       # two minutes
-    python -m benchmarks.checkpoint --record records       # also DATE-checkpoint.md and .json
+    python -m benchmarks.checkpoint                               # 2 GB, five minutes on two cores
+    python -m benchmarks.checkpoint --gigabytes 0.25              # two minutes
+    python -m benchmarks.checkpoint --record benchmarks/records   # also DATE-checkpoint.md, .json
 
 A state under AdamW at stage 3 on all devices, or 8 virtual ones. zerojax and plain orbax take turns
 in one run, after a first turn that does not count, and the disk comes to rest before each timing;
-medians are compared. Peak memory is that of processes of their own. To expect: at least 0.95 of
-orbax's speed in saving and restoring, and at most 1.2 times its memory; else the exit status is 1.
+medians are compared; what is written, the copy too, is synced. Peak memory is that of processes of
+their own. To expect of 2 GB: at least 0.95 of orbax's speed in saving and restoring, and at most
+1.2 times its memory; else the exit status is 1. Much smaller states tell more of fixed costs.
 """
 
 import argparse

@@ -134,7 +134,9 @@ def _copy(source: Path, target: Path, clock: Clock) -> None:
     os.sync()
     with clock.time(SAVE, COPY):
         for i, file in enumerate(_files(source)):
-            shutil.copyfile(file, target / str(i))
+            copied = shutil.copyfile(file, target / str(i))
+            with copied.open("rb+") as written:
+                os.fsync(written)  # as both savers do
     shutil.rmtree(target)
 
 

@@ -12,7 +12,15 @@ from typing import Any
 from rich.console import Console
 
 WIDTH_WITHOUT_TERMINAL = 160
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorstore",
+    "jax-cuda13-plugin",
+)
 
 
 def console() -> Console:

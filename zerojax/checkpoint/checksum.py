@@ -39,13 +39,62 @@ def checksum(x: jax.Array, start: Sequence[jax.typing.ArrayLike] = ()) -> jax.Ar
       >>> int(checksum(x)) == int(checksum(x[:2]) + checksum(x[2:], (2, 0)))
       True
     """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    begins = [jnp.asarray(begin, jnp.uint32) for begin in (*start, *[0] * (x.ndim - len(start)))]
+    # XLA fuses the sum on an accelerator; on the CPU it would write all mixed words to memory.
+    return jax.lax.platform_dependent(x, begins, cpu=_by_blocks, default=_at_once)
+
+
+def _at_once(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
     words = _words(x)
-    begins = [*start] + [0] * (words.ndim - len(start))
-    at = jnp.zeros((), jnp.uint32)
-    for d, begin in enumerate(begins):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
-        at = at + (index + jnp.asarray(begin, jnp.uint32)) * jnp.uint32(_odd(d))
-    return jnp.sum(_mix(words ^ at), dtype=jnp.uint32)
+    return jnp.sum(_mix(words ^ (_places(words.shape) + _moved(begins))), dtype=jnp.uint32)
+
+
+def _by_blocks(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
+    """Blocks that stay in the cache: whole rows of the first dimension whose rows are small."""
+    if x.size <= _BLOCK:
+        return _at_once(x, begins)
+    inner = next(d for d in range(x.ndim) if math.prod(x.shape[d + 1 :]) <= _BLOCK)
+    outer, below = x.shape[:inner], x.shape[inner + 1 :]
+    rows = min(x.shape[inner], _BLOCK // math.prod(below))
+
+    def words_at(i: jax.Array, first: int, n: int, steps: int) -> tuple[jax.Array, jax.Array]:
+        """The ``i``-th block of ``n`` rows, of ``steps`` after row ``first``; how far it is."""
+        index: list[Any] = [*jnp.unravel_index(i // steps, outer)] if outer else []
+        index += [first + i % steps * n, *[0] * len(below)]
+        block = jax.lax.dynamic_slice(x, index, (*[1] * inner, n, *below))
+        at = [begin + jnp.asarray(j, jnp.uint32) for begin, j in zip(begins, index, strict=True)]
+        return _words(block), _moved(at)
+
+    def total(first: int, n: int, steps: int) -> jax.Array:
+        shape = jax.eval_shape(lambda: words_at(jnp.int32(0), first, n, steps)[0]).shape
+        places = _places(shape)
+
+        def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+            words, moved = words_at(i, first, n, steps)
+            return sums + _mix(words ^ (places + moved))
+
+        blocks = math.prod(outer) * steps
+        sums = jax.lax.fori_loop(0, blocks, add, jnp.zeros(shape, jnp.uint32))
+        return jnp.sum(sums, dtype=jnp.uint32)
+
+    steps, rest = divmod(x.shape[inner], rows)
+    sums = total(0, rows, steps)
+    return sums + total(steps * rows, rest, 1) if rest else sums
+
+
+def _places(shape: Sequence[int]) -> jax.Array:
+    """What the indices contribute, were the first of them all 0; uint32 of that shape."""
+    at = jnp.zeros(shape, jnp.uint32)
+    for d in range(len(shape)):
+        at = at + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
+    return at
+
+
+def _moved(index: Sequence[jax.Array]) -> jax.Array:
+    """What an index contributes, uint32 []."""
+    return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
 
 def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
@@ -100,8 +149,6 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 def _words(x: jax.Array) -> jax.Array:
     """The bits as uint32; an element of more than 32 has a last dimension of words."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == bool or _bits(x.dtype) < 8:

@@ -1,6 +1,7 @@
 """A disk that fills up while a checkpoint is written."""
 
 import errno
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,19 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.pending import Pending
 
 MEGABYTES = 24
+
+# orbax tells of a failed write once more for each array, where its futures are collected.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Within the test, so that no other one hears of it."""
+    yield
+    gc.collect()
 
 
 def create(key: jax.Array) -> TrainState:

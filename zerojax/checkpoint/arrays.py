@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import tensorstore
 from etils import epath
 
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.errors import DamagedCheckpointError
+from zerojax.checkpoint.errors import DamagedCheckpointError, reason
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
@@ -142,8 +141,9 @@ class Arrays:
         try:
             return future.result()
         except ValueError as error:
-            why = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
-            raise DamagedCheckpointError(f"{self.item}: {name} cannot be read: {why}") from None
+            raise DamagedCheckpointError(
+                f"{self.item}: {name} cannot be read: {reason(error)}"
+            ) from None
 
 
 def item_of(folder: epath.Path) -> epath.Path | None:

@@ -19,7 +19,7 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.extra import decoded, encoded
 from zerojax.checkpoint.lock import Lock
-from zerojax.checkpoint.pending import Pending, check_arrays
+from zerojax.checkpoint.pending import Pending
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import Saved
@@ -276,7 +276,6 @@ class Checkpointer:
                 f"save takes a TrainState, or a pair (model, optimizer) of NNX, not "
                 f"{type(state).__name__}"
             )
-        check_arrays(layout.tree_of(state))
         later = [s for s in self.all_steps() if s >= step]
         if later:
             raise CheckpointError(

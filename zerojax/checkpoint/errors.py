@@ -1,5 +1,7 @@
 """What can be wrong with a checkpoint."""
 
+import re
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message says which, why and what to do."""
@@ -15,3 +17,8 @@ class DamagedCheckpointError(CheckpointError):
     def __init__(self, message: str, whole: int | None = None) -> None:
         super().__init__(message)
         self.whole = whole
+
+
+def reason(error: Exception) -> str:
+    """What tensorstore says of it, without the specification and the places in its source."""
+    return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]

@@ -31,6 +31,9 @@ class Pending:
       step: updates done.
       tree: what orbax is to write.
       metrics: the caller's.
+
+    Raises:
+      CheckpointError: something of the state cannot be saved.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class Pending:
         metrics: dict[str, float] | None,
     ) -> None:
         self.step, self.metrics, self._directory = step, metrics, directory
-        self.tree = jax.tree.map(_array, layout.tree_of(state))
+        tree = layout.tree_of(state)
+        _check_arrays(tree)
+        self.tree = jax.tree.map(_array, tree)
         leaves = layout.named(self.tree)
         self._sums = sums.begin(leaves)
         self._leaves = {
@@ -82,7 +87,7 @@ class Pending:
         records.write(folder, self._record.model_copy(update=update))
 
 
-def check_arrays(tree: Any) -> None:
+def _check_arrays(tree: Any) -> None:
     """What of a state cannot be saved.
 
     Raises:

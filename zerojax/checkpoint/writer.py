@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import Pending
 from zerojax.checkpoint.retention import Retention
 
@@ -106,9 +105,8 @@ class Writer:
             self._make_room(step)
             there = saved.steps(self._directory)
             kept = f"step {there[-1]} is the last good one" if there else "there is none yet"
-            why = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
             raise CheckpointError(
-                f"step {step} was not saved in {self._directory} ({kept}): {why}"
+                f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
             ) from error
 
     def _make_room(self, step: int | None) -> None:

@@ -18,6 +18,7 @@ TESTED_BY = {
     "zerojax/step.py": "test_equality.py",
     "zerojax/body.py": "test_bad_input.py",
     "zerojax/accumulate.py": "test_equality.py",
+    "zerojax/collect.py": "test_streamed.py",
     "zerojax/linen.py": "test_equality.py",
     "zerojax/nnx.py": "test_equality.py",
     "zerojax/batch.py": "test_bad_input.py",
@@ -44,6 +45,7 @@ TESTED_TOGETHER = {
     "zerojax/checkpoint": "checkpoint",
     "zerojax/config": "config",
     "zerojax/foresight": "foresight",
+    "zerojax/offload": "offload",
 }
 
 

@@ -11,6 +11,7 @@ from zerojax.gradients import grad as grad
 from zerojax.gradients import value_and_grad as value_and_grad
 from zerojax.gradients import weighted_mean as weighted_mean
 from zerojax.mesh import mesh as mesh
+from zerojax.offload.activations import remat_policy as remat_policy
 from zerojax.optim.loss_scale import LossScale as LossScale
 from zerojax.optim.schedules import schedule as schedule
 from zerojax.optim.wrap import wrap as wrap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,51 @@ def accumulate(
     """
     view: View = parts.opt_state
     params = parts.params if view.masters is None else view.masters
-    zeros = kept(jax.tree.map(lambda p: jnp.zeros(p.shape, _accumulator(p.dtype, dtype)), params))
-    still = jax.tree.map(jnp.zeros_like, parts.params)
+    zeros = kept(jax.tree.map(lambda p: jnp.zeros(p.shape, accumulator(p.dtype, dtype)), params))
+    summed = summed_up(evaluate, parts, batch, zeros, kept=kept)
+    rest, grads = summed.rest, sharded(summed.grads)
+    updates, opt = tx.update(grads, view.opt, params)
+    after = view._replace(opt=opt)
+    if view.masters is not None:
+        updates, after = apply(after, updates)
+    cut, scalars = _separate(batch)
+
+    def last(updates: Any, rest: Any) -> tuple[Parts, Any]:
+        """The body on the last micro-batch, with these as the updates of ``apply_gradients``."""
+        here = parts._replace(opt_state=view._replace(grads=zeros, updates=updates), rest=rest)
+        return evaluate(here, scalars([x[-1] for x in cut]))[:2]
+
+    # What follows from the new parameters (their average, say) is made once, by the real update;
+    # XLA drops the rest of this run of the body.
+    (final, out), (late, late_out) = _with_dependence(last, updates, parts.rest)
+    made = Parts(
+        params=final.params,
+        opt_state=after._replace(grads=None, updates=None),
+        step=summed.step,
+        rest=_choose(late.rest, final.rest, rest),
+    )
+    return made, _choose(late_out, out, summed.out)
+
+
+class Summed(NamedTuple):
+    """What the micro-batches of a step have made: the mean of their gradients, the other state
+    after the last of them, the step's counter and its results."""
+
+    grads: Any
+    rest: Any
+    step: Any
+    out: Any
+
+
+def summed_up(evaluate: Evaluate, parts: Parts, batch: Any, zeros: Any, *, kept: Cut) -> Summed:
+    """The gradients of ``k`` micro-batches, as :func:`accumulate` takes their mean.
+
+    Args:
+      evaluate, parts, batch, kept: see :func:`accumulate`.
+      zeros: the accumulator at first.
+    """
+    view: View = parts.opt_state
+    still = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), parts.params)
     cut, scalars = _separate(batch)
     k = cut[0].shape[0] if cut else 1
 
@@ -73,30 +116,12 @@ def accumulate(
     start = parts.rest, zeros, jnp.zeros((), jnp.float32)
     (rest, grads, _), (outs, steps, weights) = lax.scan(micro, start, cut)
     # Kept as they are on both sides of the loop, else XLA cuts what the loop carries as well.
-    grads = sharded(kept(grads))
-    updates, opt = tx.update(grads, view.opt, params)
-    after = view._replace(opt=opt)
-    if view.masters is not None:
-        updates, after = apply(after, updates)
-
-    def last(updates: Any, rest: Any) -> tuple[Parts, Any]:
-        """The body on the last micro-batch, with these as the updates of ``apply_gradients``."""
-        here = parts._replace(opt_state=view._replace(grads=zeros, updates=updates), rest=rest)
-        return evaluate(here, scalars([x[-1] for x in cut]))[:2]
-
-    # What follows from the new parameters (their average, say) is made once, by the real update;
-    # XLA drops the rest of this run of the body.
-    (final, out), (late, late_out) = _with_dependence(last, updates, parts.rest)
-    made = Parts(
-        params=final.params,
-        opt_state=after._replace(grads=None, updates=None),
-        step=steps[-1],
-        rest=_choose(late.rest, final.rest, rest),
-    )
-    return made, _choose(late_out, out, jax.tree.map(lambda x: _combine(x, weights), outs))
+    out = jax.tree.map(lambda x: _combine(x, weights), outs)
+    return Summed(kept(grads), rest, steps[-1], out)
 
 
-def _accumulator(param: Any, dtype: Any) -> Any:
+def accumulator(param: Any, dtype: Any) -> Any:
+    """The dtype in which gradients of a parameter of dtype ``param`` are summed."""
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 

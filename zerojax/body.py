@@ -119,13 +119,13 @@ class Body:
         after: Any = jax.tree.structure(made)
         if before != after:
             raise TypeError(
-                f"{self._name} changed the structure of the state from {before} to {after}: "
+                f"{self.name} changed the structure of the state from {before} to {after}: "
                 "a training state keeps its fields and their trees from step to step."
             )
         return made, out
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         return getattr(self.function, "__name__", "the step")
 
     def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
@@ -136,7 +136,7 @@ class Body:
         ):
             return returned
         raise TypeError(
-            f"{self._name} returned {_kind(returned)}: a decorated step returns the pair "
+            f"{self.name} returned {_kind(returned)}: a decorated step returns the pair "
             f"(state, metrics), with a {type(state).__name__} first."
         )
 
@@ -150,13 +150,13 @@ class Body:
         n = (straight + branched) // leaves
         if not n + looped:
             raise ValueError(
-                f"{self._name} never updates (state.apply_gradients, or optimizer.update in NNX): "
+                f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "
                 "nothing would be trained. Call it with the gradients; put a step that does not "
                 "train under jax.jit instead."
             )
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
-            raise ValueError(f"{self._name} updates {times}, which cannot be {self.once}.")
+            raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
 
 
 def _kind(x: Any) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -16,3 +20,30 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+class LoweredFor(jax.stages.Lowered):
+    """A lowered program, and the devices that it is to be compiled for.
+
+    A program with arrays in host memory is traced for an abstract mesh where its devices are not
+    there, as jax forgets the memory kinds of such devices. The compiler of those devices can only
+    be named through what jax keeps to itself.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> None:
+        for name in jax.stages.Lowered.__slots__:
+            setattr(self, name, getattr(lowered, name))
+        self._lowering.compile_args["backend"] = devices[0].client
+        self._devices = tuple(devices)
+
+    def compile(self, compiler_options: Any = None, **_: Any) -> jax.stages.Compiled:
+        return super().compile(compiler_options, device_assignment=self._devices)
+
+
+def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
+    """Lowers a traced program for the devices of a mesh, which need not be there."""
+    devices = list(mesh.devices.flat)
+    if devices[0].addressable_memories():
+        return traced.lower()
+    platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
+    return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)

@@ -9,9 +9,25 @@ from jax.sharding import Mesh
 BUCKET = 32 * 2**20
 
 
-def options(mesh: Mesh) -> dict[str, int] | None:
+# Copies between device and host memory under way at a time. XLA's own choice, one, would end each
+# before the next begins, and before the computation that is to hide it.
+COPIES = 64
+
+
+def options(mesh: Mesh) -> dict[str, int | bool] | None:
     """Compiler options for the mesh's platform, None where there are none to set."""
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece.
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
+
+
+def streaming(mesh: Mesh) -> dict[str, int | bool] | None:
+    """The same for a program that copies between device and host memory as it computes."""
+    found = options(mesh)
+    if found is None:
+        return None
+    return found | {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_experimental_parallel_async_compute_limit": COPIES,
+    }

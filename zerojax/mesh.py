@@ -70,3 +70,8 @@ def shard_axis(given: Mesh) -> str:
 def same_devices(a: Mesh, b: Mesh) -> bool:
     """Whether two meshes lay the same devices out under the same axis names."""
     return a.axis_names == b.axis_names and np.array_equal(a.devices, b.devices)
+
+
+def are_there(given: Mesh) -> bool:
+    """Whether the mesh's devices exist, and are not only compiled for."""
+    return bool(given.devices.flat[0].addressable_memories())

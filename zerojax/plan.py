@@ -14,12 +14,14 @@ stage  masters and moments  gradients          compute parameters
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,7 +29,17 @@ from zerojax import report
 from zerojax.collectives import layout
 from zerojax.collectives.layout import Spec
 from zerojax.config import ZeroConfig
+from zerojax.mesh import are_there
+from zerojax.offload.places import DEVICE, DISK, HOST, PINNED, offloads, places, reaches_host
 from zerojax.parts import Parts
+
+DTYPES: dict[str | None, Any] = {
+    None: None,
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+}
+"""What the config calls dtypes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Leaf:
       whole: the same without ZeRO: the user's own spec.
       reason: why it is not sharded; empty where it is.
       bytes: of the whole array; ``bytes_per_device`` of the largest piece.
+      place: where it lies, see :mod:`zerojax.offload.places`.
     """
 
     path: str
@@ -50,6 +63,7 @@ class Leaf:
     reason: str
     bytes: int
     bytes_per_device: int
+    place: str = DEVICE
 
     @property
     def sharded(self) -> bool:
@@ -66,6 +80,7 @@ class Plan:
       params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` is how
         gradients are accumulated.
       leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
+      compute: the parameters as the step computes with them, in the order of ``params``.
     """
 
     mesh: Mesh
@@ -77,19 +92,60 @@ class Plan:
     step: Any
     rest: Any
     leaves: dict[str, tuple[Leaf, ...]]
+    compute: tuple[Leaf, ...]
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that the state occupies at rest on the fullest device."""
-        return sum(leaf.bytes_per_device for group in self.leaves.values() for leaf in group)
+        """Bytes that the state occupies at rest in the memory of the fullest device."""
+        return self.bytes_in(DEVICE)
+
+    def all_leaves(self) -> list[Leaf]:
+        """One for each leaf of the state's parts, in order."""
+        step = Leaf("step", (), jnp.dtype(jnp.int32), self.step, self.step, "", 4, 4)
+        leaves = self.leaves
+        return [*leaves["params"], *leaves["opt_state"], step, *leaves["rest"]]
+
+    def bytes_in(self, place: str) -> int:
+        """Bytes of the state at rest that one device has in ``place``."""
+        return sum(
+            leaf.bytes_per_device
+            for group in self.leaves.values()
+            for leaf in group
+            if leaf.place == place
+        )
 
     def shardings(self) -> Parts:
-        """The specs as :class:`jax.sharding.NamedSharding`, in the form of the state's parts."""
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec),
-            Parts(self.params, self.opt_state, self.step, self.rest),
-            is_leaf=_is_spec,
+        """Where everything lies as :class:`jax.sharding.NamedSharding`, in the form of the
+        state's parts. What lies on disk has that of its way to the device."""
+
+        def placed(specs: Any, leaves: Sequence[Leaf]) -> Any:
+            tree = jax.tree.structure(specs, is_leaf=_is_spec)
+            return jax.tree.unflatten(tree, [self.sharding(leaf) for leaf in leaves])
+
+        return Parts(
+            placed(self.params, self.leaves["params"]),
+            placed(self.opt_state, self.leaves["opt_state"]),
+            NamedSharding(self.lowering_mesh, self.step),
+            placed(self.rest, self.leaves["rest"]),
         )
+
+    def sharding(self, leaf: Leaf) -> NamedSharding:
+        """Where one leaf of this plan lies."""
+        kind = PINNED if leaf.place == HOST else None
+        return NamedSharding(self.lowering_mesh, leaf.spec, memory_kind=kind)
+
+    def on_device(self, specs: Any) -> Any:
+        """A tree of specs as shardings in device memory."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
+        )
+
+    @property
+    def lowering_mesh(self) -> Any:
+        """The mesh to lower for: without its devices where they are not there and something lies
+        in host memory, which jax forgets for such devices."""
+        virtual = reaches_host(self.config) and not are_there(self.mesh)
+        return self.mesh.abstract_mesh if virtual else self.mesh
 
     def table(self) -> str:
         """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
@@ -100,29 +156,40 @@ class Plan:
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
         at_rest = {"params": self.leaves["params"], "grads": self.gradients()}
+        if offloads(config):
+            pairs = zip(self.compute, self.leaves["params"], strict=True)
+            at_rest["compute"] = tuple(leaf for leaf, rest in pairs if leaf != rest)
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
             if note.status in ("default", "resolved", "no effect")
         ]
         total = f"state at rest: {report.size(self.bytes_per_device)} per device"
+        for place, where in ((HOST, "host memory"), (DISK, "disk")):
+            if n_bytes := self.bytes_in(place):
+                total += f", and {report.size(n_bytes)} of {where} for each"
         return report.render(title, {**at_rest, **self.leaves}, [total, *notes])
 
     __str__ = table
 
     def gradients(self) -> tuple[Leaf, ...]:
-        """How gradients lie while they are accumulated: float32, in the form of ``grads``."""
+        """How gradients lie while they are accumulated: float32, in the form of ``grads``.
+
+        Those of parameters in host memory leave for there."""
         specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
         return tuple(
-            _leaf(
-                leaf.path,
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-                layout.full(spec, len(leaf.shape)),
-                layout.full(leaf.whole, len(leaf.shape)),
-                leaf.reason,
-                self.mesh,
+            dataclasses.replace(
+                _leaf(
+                    leaf.path,
+                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+                    layout.full(spec, len(leaf.shape)),
+                    layout.full(leaf.whole, len(leaf.shape)),
+                    leaf.reason,
+                    self.mesh,
+                ),
+                place=DEVICE if now.place == DEVICE else HOST,
             )
-            for leaf, spec in zip(self.leaves["params"], specs, strict=True)
+            for leaf, spec, now in zip(self.leaves["params"], specs, self.compute, strict=True)
         )
 
 
@@ -155,12 +222,16 @@ def make(
         return _leaf(path, x, cut, whole, reason, mesh)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
+    where = places(config, [math.prod(x.shape) for _, x in paths])
     params = [
-        at_rest("params" + jax.tree_util.keystr(path), x, spec)
-        for (path, x), spec in zip(paths, own, strict=True)
+        dataclasses.replace(
+            at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
+        )
+        for (path, x), spec, place in zip(paths, own, where, strict=True)
     ]
     param_tree = jax.tree.unflatten(tree, params)
-    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh)
+    moments = {leaf.path: place.moments for leaf, place in zip(params, where, strict=True)}
+    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
     rest_tree = {
         name: _rest_leaves(name, value, parts.params, param_tree, mesh)
         for name, value in parts.rest.items()
@@ -186,6 +257,25 @@ def make(
             "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
             "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
         },
+        compute=tuple(
+            _computing(leaf, place.compute, config)
+            for leaf, place in zip(params, where, strict=True)
+        ),
+    )
+
+
+def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
+    """A parameter as the step computes with it."""
+    low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
+    itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
+    part = jnp.dtype(dtype).itemsize if low else 1
+    return dataclasses.replace(
+        leaf,
+        dtype=dtype,
+        place=place,
+        bytes=leaf.bytes // itemsize * part,
+        bytes_per_device=leaf.bytes_per_device // itemsize * part,
     )
 
 
@@ -242,7 +332,12 @@ def _leaf(path: str, x: Any, cut: Spec, whole: Spec, reason: str, mesh: Mesh) ->
 
 
 def _optimizer_leaves(
-    parts: Parts, tx: optax.GradientTransformation, params: Any, at_rest: Any, mesh: Mesh
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    params: Any,
+    at_rest: Any,
+    mesh: Mesh,
+    moments: Mapping[str, str],
 ) -> Any:
     # The path of each leaf has to reach a function that optax maps over the tree.
     paths = jax.tree_util.tree_map_with_path(
@@ -255,8 +350,15 @@ def _optimizer_leaves(
         path, x = pair
         if tuple(x.shape) == param.shape:
             spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
-            return _leaf(path, x, spec, whole, param.reason, mesh)
-        return at_rest(path, x, None)  # factored statistics have a shape of their own
+            leaf = _leaf(path, x, spec, whole, param.reason, mesh)
+        else:
+            leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
+        return dataclasses.replace(leaf, place=moments[param.path])
+
+    def anywhere(leaf: Leaf) -> Leaf:
+        """Without an owner to go by: an array goes where most moments do."""
+        found = list(moments.values())
+        return dataclasses.replace(leaf, place=max(found, key=found.count)) if leaf.shape else leaf
 
     def other(pair: tuple[str, Any]) -> Leaf:
         path, x = pair
@@ -274,7 +376,7 @@ def _optimizer_leaves(
         )
     except (AttributeError, TypeError, ValueError):
         # Some transformations (adafactor) do not let optax see which leaf is whose.
-        return jax.tree.map(lambda p: at_rest(*p, None), paths, is_leaf=_is_pair)
+        return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
 
 
 def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) -> Any:

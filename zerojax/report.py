@@ -8,9 +8,18 @@ from typing import Any
 GROUPS = {
     "params": "parameters",
     "grads": "gradients",
+    "compute": "compute copies",
     "opt_state": "optimizer state",
     "rest": "other state",
 }
+
+
+PLACES = {
+    "device": "on each device",
+    "host": "in host memory, for each device",
+    "disk": "on disk, for each device",
+}
+WHY = "why whole"
 
 
 def size(n: float) -> str:
@@ -49,7 +58,10 @@ def render(
       notes: further lines.
       per_leaf: the group that is shown leaf by leaf.
     """
-    rows = [("parameter", "shape", "dtype", "spec", "bytes/device", "why whole")]
+    there = {leaf.place for leaves in groups.values() for leaf in leaves}
+    places = [place for place in PLACES if place in there]
+    away = places != ["device"]
+    rows = [("parameter", "shape", "dtype", "spec", "bytes/device", *(["in"] if away else []), WHY)]
     rows += [
         (
             leaf.path,
@@ -57,19 +69,25 @@ def render(
             str(leaf.dtype),
             str(leaf.spec).replace("PartitionSpec", "P"),
             size(leaf.bytes_per_device),
+            *([leaf.place] if away else []),
             leaf.reason,
         )
         for leaf in groups[per_leaf]
     ]
-    totals = [("", "bytes in all", "bytes/device")]
+    heads = [PLACES[place] for place in places] if away else ["bytes/device"]
+    totals = [("", "bytes in all", *heads)]
     totals += [
         (
             GROUPS[name],
             size(sum(leaf.bytes for leaf in leaves)),
-            size(sum(leaf.bytes_per_device for leaf in leaves)),
+            *(
+                size(sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place))
+                for place in places
+            ),
         )
         for name, leaves in groups.items()
         if leaves
     ]
-    lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=(1, 2))]
+    right = range(1, len(totals[0]))
+    lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=right)]
     return "\n".join([*lines, *(["", *notes] if notes else [])])

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,6 +20,9 @@ from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
 from zerojax.mesh import same_devices
 from zerojax.nnx import open_pair
+from zerojax.offload.disk_array import DiskArray
+from zerojax.offload.places import DISK, check_memories, offloads
+from zerojax.offload.shelf import Shelf
 from zerojax.optim.wrap import (
     ZeroOptState,
     ZeroTransformation,
@@ -44,6 +48,7 @@ class States:
     def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
+        self.shelf = Shelf(config, mesh)
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """``tx`` with the config's features; the same result for the same ``tx``."""
@@ -133,6 +138,8 @@ class States:
 
     def _lying(self, x: Any) -> PartitionSpec | None:
         """The spec that an array was placed with, without ZeRO's part of it."""
+        if isinstance(x, jax.core.Tracer):  # has none, and takes seconds to say so
+            return None
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
             return None
@@ -143,7 +150,11 @@ class States:
         make, opened = self._maker(create)
         shapes = jax.eval_shape(make, *args)
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
-        parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+        if offloads(self.config):
+            check_memories(self.config, self.mesh)
+            parts = self.shelf.born(make, args, plan, shapes)
+        else:
+            parts = jax.jit(make, out_shardings=plan.shardings())(*args)
         return opened[-1].close(parts, opened[-1].tx)
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
@@ -177,7 +188,9 @@ class States:
         if not opened.plain and all(
             isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
             and x.sharding.is_equivalent_to(s, x.ndim)
-            for x, s in pairs
+            and x.sharding.memory_kind == s.memory_kind
+            and isinstance(x, DiskArray) == (leaf.place == DISK)
+            for (x, s), leaf in zip(pairs, plan.all_leaves(), strict=True)
         ):
             return parts
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
@@ -191,8 +204,12 @@ class States:
                     f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
                     "bring it to the host first (jax.device_get)."
                 )
-        # device_put alone may share memory with an array that lies on one of the devices.
-        return jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), parts, wanted)
+        leaves = zip(
+            jax.tree.leaves(parts), jax.tree.leaves(wanted), plan.all_leaves(), strict=True
+        )
+        return jax.tree.unflatten(
+            jax.tree.structure(parts), [self.shelf.put(_copy(x), *at) for x, *at in leaves]
+        )
 
 
 def take_apart(objects: tuple[Any, ...]) -> Opened:
@@ -215,7 +232,8 @@ def _array(x: Any) -> Any:
 
 
 def _copy(x: Any) -> Any:
-    return x.copy() if isinstance(x, jax.Array) else jnp.asarray(x)
+    # device_put alone may share memory with an array that lies on one of the devices.
+    return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def _same(a: Any, b: Mesh) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -23,17 +24,14 @@ from zerojax.compiler import options
 from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
 from zerojax.found import Found
+from zerojax.offload.activations import smallest_away
+from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.parts import Opened, Parts
+from zerojax.plan import DTYPES
 from zerojax.state import States, abstract
+from zerojax.streamed import Streamed
 from zerojax.watch import Signals, Watch
-
-_DTYPES: dict[str | None, Any] = {
-    None: None,
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "fp16": jnp.float16,
-}
 
 
 class Program:
@@ -47,16 +45,18 @@ class Program:
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
+        check_memories(states.config, states.mesh)
         self.signals = signals
-        config, mesh, axis = states.config, states.mesh, states.axis
-        sizes = config.batch(mesh.shape[axis])
+        config, axis = states.config, states.axis
+        sizes = config.batch(states.mesh.shape[axis])
         self.config, self.accumulation = config, sizes.accumulation
-        self.compute_dtype = _DTYPES[config.compute_dtype]
+        self.compute_dtype = DTYPES[config.compute_dtype]
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.plan = states.plan(opened)
+        mesh = self.plan.lowering_mesh
         self.layout = BatchLayout(mesh, axis, sizes)
         self.body = Body(function, opened, _once(config, sizes.accumulation))
-        self.inserter = Inserter(mesh, axis, keep=config.stage < 3)
+        self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
         self.to_kept = constrainer(
@@ -71,7 +71,7 @@ class Program:
             static_argnums=3,
             donate_argnums=(0,) if donate else (),
             out_shardings=(shardings, None, None),
-            compiler_options=options(mesh),
+            compiler_options=options(self.plan.mesh),
         )
 
     def _step(
@@ -103,7 +103,7 @@ class Program:
                 self.tx,
                 sharded=self.to_shards,
                 kept=self.to_kept,
-                dtype=_DTYPES[self.config.grad_accum_dtype],
+                dtype=DTYPES[self.config.grad_accum_dtype],
             )
         after: View = made.opt_state
         made = made._replace(params=masters_after(after, made.params), opt_state=after.opt)
@@ -156,7 +156,16 @@ class Program:
     def lower(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Lowered:
         arrays, static = divide(args, kwargs)
         parts = abstract(parts, self.plan)
-        return self.jitted.lower(parts, self.layout.abstract(batch), arrays, static)
+        traced = self.jitted.trace(parts, self.layout.abstract(batch), arrays, static)
+        if reaches_host(self.config):
+            return compat.lower_for(traced, self.plan.mesh)
+        return traced.lower()
+
+    def lowered(
+        self, parts: Parts, batch: Any, args: Any, kwargs: Any
+    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """All programs, of which there is one."""
+        yield "step", self.lower(parts, batch, args, kwargs)
 
 
 class Step:
@@ -176,8 +185,8 @@ class Step:
         self._function = getattr(function, "__wrapped__", function)
         self._states, self._donate = states, donate
         self._watch = Watch(states.config)
-        self._programs: dict[Any, Program] = {}
-        self._last: tuple[Any, Program] | None = None
+        self._programs: dict[Any, Program | Streamed] = {}
+        self._last: tuple[Any, Program | Streamed] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
@@ -217,6 +226,16 @@ class Step:
         opened = self._states.open(objects)
         return self._program(opened).lower(opened.parts, batch, args, kwargs)
 
+    def programs(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """Every program of the step by name, lowered; :meth:`lower` gives the first.
+
+        A step is one program, called "step", unless something is offloaded. Then "gradients" runs
+        the body, and each of the others takes sub-groups of the state through the device.
+        """
+        objects, batch, args, kwargs = self._arguments(args, kwargs)
+        opened = self._states.open(objects)
+        yield from self._program(opened).lowered(opened.parts, batch, args, kwargs)
+
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any, Any]:
@@ -232,12 +251,13 @@ class Step:
             )
         return args[:n], args[n], args[n + 1 :], kwargs
 
-    def _program(self, opened: Opened) -> Program:
+    def _program(self, opened: Opened) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs
         if key not in self._programs:
-            self._programs[key] = Program(
+            made = Streamed if offloads(self._states.config) else Program
+            self._programs[key] = made(
                 self._function, self._states, opened, self._donate, self._watch.signals
             )
         return self._programs[key]

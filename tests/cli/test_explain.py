@@ -20,7 +20,7 @@ LONG = {
     "zero_optimization": {
         "stage": 3,
         "stage3_gather_16bit_weights_on_model_save": True,
-        "offload_optimizer": {"device": "cpu"},
+        "zero_quantized_weights": True,
     },
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "fp16": {"enabled": True, "loss_scale": "big [red]"},

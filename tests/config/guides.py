@@ -152,6 +152,15 @@ TUTORIAL_INFINITY: dict[str, Any] = {
         "offload_param": {"device": "cpu"},
     }
 }
+# As the tutorial on ZeRO-Offload once was, before offload had sections.
+TUTORIAL_OFFLOAD: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 2,
+        "cpu_offload": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    }
+}
 
 # Accelerate's template of stage 3: only the program knows total_num_steps.
 ACCELERATE_ZERO_3: dict[str, Any] = {
@@ -193,6 +202,15 @@ AXOLOTL_ZERO_3: dict[str, Any] = {
     **_AUTO_BATCH,
 }
 
+AXOLOTL_ZERO_3_OFFLOAD: dict[str, Any] = {
+    **AXOLOTL_ZERO_3,
+    "zero_optimization": {
+        **AXOLOTL_ZERO_3["zero_optimization"],
+        "offload_optimizer": _CPU,
+        "offload_param": _CPU,
+    },
+}
+
 # Megatron-DeepSpeed, as large runs were set up.
 MEGATRON_FP16: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -216,12 +234,12 @@ LOAD = {
     "Megatron, fp16": MEGATRON_FP16,
 }
 
+# Each with the devices of the optimizer's state and of the parameters.
 OFFLOAD = {
-    "Hugging Face, ZeRO-2 with offload": (HF_ZERO_2_OFFLOAD, ("offload_optimizer",)),
-    "Hugging Face, ZeRO-3 with offload": (
-        HF_ZERO_3_OFFLOAD,
-        ("offload_param", "offload_optimizer"),
-    ),
-    "Hugging Face, ZeRO-3 with NVMe": (HF_ZERO_3_NVME, ("offload_param", "offload_optimizer")),
-    "tutorial, ZeRO-Infinity": (TUTORIAL_INFINITY, ("offload_param", "offload_optimizer")),
+    "Hugging Face, ZeRO-2 with offload": (HF_ZERO_2_OFFLOAD, ("cpu", None)),
+    "Hugging Face, ZeRO-3 with offload": (HF_ZERO_3_OFFLOAD, ("cpu", "cpu")),
+    "Hugging Face, ZeRO-3 with NVMe": (HF_ZERO_3_NVME, ("nvme", "nvme")),
+    "tutorial, ZeRO-Infinity": (TUTORIAL_INFINITY, ("cpu", "cpu")),
+    "tutorial, ZeRO-Offload": (TUTORIAL_OFFLOAD, ("cpu", None)),
+    "axolotl, ZeRO-3 with offload": (AXOLOTL_ZERO_3_OFFLOAD, ("cpu", "cpu")),
 }

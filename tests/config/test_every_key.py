@@ -27,11 +27,11 @@ INSIDE = {
         stage3_gather_16bit_weights_on_model_save zero_hpz_partition_size zero_quantized_weights
         zero_quantized_gradients zero_quantized_nontrainable_weights mics_shard_size
         mics_hierarchical_params_gather elastic_checkpoint ignore_unused_parameters cpu_offload
-        cpu_offload_params""",
+        cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory""",
     "zero_optimization.offload_param": """device nvme_path buffer_count buffer_size max_in_cpu
         pin_memory""",
     "zero_optimization.offload_optimizer": """device nvme_path buffer_count pin_memory
-        pipeline_read pipeline_write fast_init ratio""",
+        pipeline_read pipeline_write fast_init ratio compute_on""",
     "activation_checkpointing": """partition_activations contiguous_memory_optimization
         cpu_checkpointing number_checkpoints profile""",
     "tensorboard": "enabled output_path job_name",

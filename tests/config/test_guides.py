@@ -1,9 +1,9 @@
-"""The configs of popular guides load as they stand; offload is refused by name, alone."""
+"""The configs of popular guides load as they stand, those with offload too."""
 
 import guides
 import pytest
 
-from zerojax.config import ConfigError, MonitorConfig, load
+from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, OffloadParam, load
 from zerojax.config.explain import explain
 
 
@@ -73,19 +73,24 @@ def test_only_the_program_knows_how_long_it_runs():
 
 
 @pytest.mark.parametrize("name", guides.OFFLOAD)
-def test_offload_alone_is_refused(name):
-    config, refused = guides.OFFLOAD[name]
-    with pytest.raises(ConfigError) as caught:
-        load(config)
-    assert [problem.partition(" = ")[0] for problem in caught.value.problems] == [
-        f"zero_optimization.{section}.device" for section in refused
-    ]
-    assert all("not supported: offload" in problem for problem in caught.value.problems)
-    assert all("is not there yet" in problem for problem in caught.value.problems)
-    without = {
-        **config,
-        "zero_optimization": {
-            key: value for key, value in config["zero_optimization"].items() if key not in refused
-        },
-    }
-    load(without)
+def test_offload_is_where_the_guide_puts_it(name):
+    guide, devices = guides.OFFLOAD[name]
+    config = load(guide)
+    found = (config.offload_optimizer, config.offload_param)
+    assert tuple(section and section.device for section in found) == devices
+    rows, problems = explain(guide)
+    assert not problems
+    assert {row.became for row in rows if row.key.endswith(".pin_memory")} <= {"no effect"}
+
+
+def test_the_guide_to_nvme():
+    config = load(guides.HF_ZERO_3_NVME)
+    assert config.offload_optimizer == OffloadOptimizer(device="nvme", nvme_path="/local_nvme")
+    assert config.offload_param == OffloadParam(device="nvme", nvme_path="/local_nvme")
+    assert config.sub_group_size == 1_000_000_000
+
+
+def test_no_bound_on_the_sub_group():
+    config = load(guides.AXOLOTL_ZERO_3_OFFLOAD)
+    assert config.sub_group_size == 1_000_000_000
+    assert config.offload_param == OffloadParam()

@@ -69,7 +69,10 @@ def test_ready_configs_load(path):
     config = load(path)
     stage, _, dtype = path.stem.removeprefix("zero").partition("_")
     assert config.stage == int(stage)
-    assert (config.bf16, config.fp16) == (dtype == "bf16", dtype == "fp16")
+    offload = dtype in ("offload_optimizer", "offload", "nvme")
+    assert (config.bf16, config.fp16) == (dtype == "bf16" or offload, dtype == "fp16")
+    assert (config.offload_optimizer is not None) == offload
+    assert (config.offload_param is not None) == (dtype in ("offload", "nvme"))
     assert config.gradient_clipping == 1.0
     for world in (1, 2, 3, 8):
         assert config.batch(world) == (None, None, 1)
@@ -199,8 +202,6 @@ def test_every_off_key_is_refused_when_on(path):
             "bfloat16 and fp16 modes cannot be simultaneously enabled",
         ),
         ({"bf16": {}, "bfloat16": {}}, "bfloat16: means the same as `bf16`"),
-        ({"zero_optimization": {"cpu_offload": True}}, "deprecated"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "not there yet"),
         ({"data_types": {"grad_accum_dtype": "f32"}}, '"fp32", "bf16", "fp16"'),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing; one of Adam"),
         ({"optimizer": {"type": "AdmW"}}, 'did you mean "AdamW"?'),

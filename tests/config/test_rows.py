@@ -15,6 +15,7 @@ from zerojax.config.keys import KEYS
 BAD = {
     "zero_optimisation": {"stage": 3},
     "zero_optimization": {"stage": 4, "offload_param": {"device": "cpu", "pin_memory": True}},
+    "tensor_parallel": {"autotp_size": 2},
     "fp16": {"enabled": True, "loss_scale": -1},
     "optimizer": {"type": "AdmW", "params": {"lr": 1}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warm": 1}},
@@ -80,6 +81,7 @@ def test_a_config_with_problems_has_all_its_rows():
         "zero_optimization.stage",
         "zero_optimization.offload_param.device",
         "zero_optimization.offload_param.pin_memory",
+        "tensor_parallel.autotp_size",
         "fp16.enabled",
         "fp16.loss_scale",
         "optimizer.type",
@@ -97,7 +99,8 @@ def test_a_config_with_problems_has_all_its_rows():
         "scheduler.params.warmup_num_steps",
         "scheduler.params.warm",
     }
-    assert rows["zero_optimization.offload_param.device"].became == "refused"
+    assert rows["zero_optimization.offload_param.device"].became == "honoured"
+    assert rows["tensor_parallel.autotp_size"].became == "refused"
     assert rows["zero_optimisation"].why == "unknown key; did you mean `zero_optimization`?"
     assert "not judged" in rows["optimizer.params.lr"].why
     assert rows["fp16.enabled"].became == "honoured"

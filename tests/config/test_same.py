@@ -6,6 +6,8 @@ import pytest
 
 from zerojax.config import (
     MonitorConfig,
+    OffloadOptimizer,
+    OffloadParam,
     OptimizerConfig,
     SchedulerConfig,
     WandbConfig,
@@ -41,6 +43,20 @@ FIELDS = {
         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
         True,
     ),
+    "offload_optimizer": (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        OffloadOptimizer(ratio=0.5),
+    ),
+    "offload_param": (
+        {
+            "zero_optimization": {
+                "offload_param": {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e6}
+            }
+        },
+        OffloadParam(device="nvme", nvme_path="/disk", max_in_cpu=1_000_000),
+    ),
+    "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
+    "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
     "optimizer": (
         {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.95]}}},
         OptimizerConfig(type="Lion", params={"betas": (0.9, 0.95)}),
@@ -63,6 +79,8 @@ FIELDS = {
 }
 # What a JSON has by default, and keywords do not.
 QUIET = {"gradient_clipping": 0, "steps_per_print": 0}
+# What a field is refused without.
+BESIDE = {"offload_optimizer": 1, "offload_param": 3}
 
 
 def test_every_field_is_here():
@@ -73,13 +91,15 @@ def test_every_field_is_here():
 @pytest.mark.parametrize("name", FIELDS)
 def test_three_ways_to_say_it(name):
     json, value = FIELDS[name]
-    typed = ZeroConfig(**{name: value})
-    mapping = json[name] if dataclasses.is_dataclass(value) else value
+    beside = {"stage": BESIDE[name]} if name in BESIDE else {}
+    typed = ZeroConfig(**{name: value}, **beside)
+    zero = json.get("zero_optimization", {})
+    mapping = json.get(name, zero.get(name)) if dataclasses.is_dataclass(value) else value
     assert getattr(typed, name) == value
     assert getattr(typed, name) != getattr(ZeroConfig(), name)
-    assert load({**QUIET, **json}) == typed
-    assert ZeroConfig.from_keywords(**{name: value}) == typed
-    assert ZeroConfig.from_keywords(**{name: mapping}) == typed
+    assert load({**QUIET, **json, "zero_optimization": zero | beside}) == typed
+    assert ZeroConfig.from_keywords(**{name: value}, **beside) == typed
+    assert ZeroConfig.from_keywords(**{name: mapping}, **beside) == typed
 
 
 def test_all_at_once():

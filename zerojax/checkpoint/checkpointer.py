@@ -136,7 +136,9 @@ class Checkpointer:
     ) -> None:
         """Saves a state, in the background: returns when it is copied from the devices.
 
-        Waits for the save before it. The state may be donated to the next step at once.
+        Waits for the save before it. The state may be donated to the next step at once. What lies
+        in host memory is copied there until it is saved; what lies on a disk is in the step when
+        this returns, with less than 1 GB of it in memory at a time.
 
         Args:
           step: updates done.

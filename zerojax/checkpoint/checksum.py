@@ -12,8 +12,10 @@ and a reader may add up slices; one changed word always changes it, any other da
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +24,9 @@ import numpy as np
 
 _BLOCK = 2**16
 """Words that the host mixes at once: they stay in its cache."""
+
+_BROUGHT = 2**23
+"""Elements of an array in host memory that are on the device at once."""
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
@@ -42,6 +47,8 @@ def checksum(x: jax.Array, start: Sequence[jax.typing.ArrayLike] = ()) -> jax.Ar
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     begins = [jnp.asarray(begin, jnp.uint32) for begin in (*start, *[0] * (x.ndim - len(start)))]
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        return _from_host(x, begins)
     # XLA fuses the sum on an accelerator; on the CPU it would write all mixed words to memory.
     return jax.lax.platform_dependent(x, begins, cpu=_by_blocks, default=_at_once)
 
@@ -51,37 +58,75 @@ def _at_once(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
     return jnp.sum(_mix(words ^ (_places(words.shape) + _moved(begins))), dtype=jnp.uint32)
 
 
+def _from_host(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
+    """Of an array in host memory: one block at a time is on the device."""
+
+    def add(block: jax.Array, at: list[jax.Array], total: jax.Array) -> jax.Array:
+        return total + checksum(jax.device_put(block, jax.memory.Space.Device), at)
+
+    total = jnp.uint32(0)
+    for blocks in _blocks(x, begins, _BROUGHT):
+        total = blocks.fold(add, total)
+    return total
+
+
 def _by_blocks(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
-    """Blocks that stay in the cache: whole rows of the first dimension whose rows are small."""
+    """By blocks that stay in the cache."""
     if x.size <= _BLOCK:
         return _at_once(x, begins)
-    inner = next(d for d in range(x.ndim) if math.prod(x.shape[d + 1 :]) <= _BLOCK)
-    outer, below = x.shape[:inner], x.shape[inner + 1 :]
-    rows = min(x.shape[inner], _BLOCK // math.prod(below))
+    total = jnp.uint32(0)
+    for blocks in _blocks(x, begins, _BLOCK):
+        shape = jax.eval_shape(lambda b=blocks: _words(b.get(jnp.int32(0))[0])).shape
+        places = _places(shape)
 
-    def words_at(i: jax.Array, first: int, n: int, steps: int) -> tuple[jax.Array, jax.Array]:
-        """The ``i``-th block of ``n`` rows, of ``steps`` after row ``first``; how far it is."""
+        def add(
+            block: jax.Array, at: list[jax.Array], sums: jax.Array, places: jax.Array = places
+        ) -> jax.Array:
+            return sums + _mix(_words(block) ^ (places + _moved(at)))
+
+        total += jnp.sum(blocks.fold(add, jnp.zeros(shape, jnp.uint32)), dtype=jnp.uint32)
+    return total
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of an array that have one shape.
+
+    Attributes:
+      count: how many.
+      get: the ``i``-th, and the index at which it begins.
+    """
+
+    count: int
+    get: Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
+
+    def fold(self, add: Callable[..., jax.Array], first: jax.Array) -> jax.Array:
+        """``add(block, index, sums)`` for each of them."""
+        return jax.lax.fori_loop(0, self.count, lambda i, sums: add(*self.get(i), sums), first)
+
+
+def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_Blocks]:
+    """Whole rows, of the first dimension whose rows have ``most`` elements or fewer."""
+    if not x.ndim:
+        yield _Blocks(1, lambda _: (x, []))
+        return
+    inner = next(d for d in range(x.ndim) if math.prod(x.shape[d + 1 :]) <= most)
+    outer, below = x.shape[:inner], x.shape[inner + 1 :]
+    rows = max(1, min(x.shape[inner], most // max(1, math.prod(below))))
+
+    def get(i: jax.Array, first: int, n: int, steps: int) -> tuple[jax.Array, list[jax.Array]]:
         index: list[Any] = [*jnp.unravel_index(i // steps, outer)] if outer else []
         index += [first + i % steps * n, *[0] * len(below)]
         block = jax.lax.dynamic_slice(x, index, (*[1] * inner, n, *below))
-        at = [begin + jnp.asarray(j, jnp.uint32) for begin, j in zip(begins, index, strict=True)]
-        return _words(block), _moved(at)
-
-    def total(first: int, n: int, steps: int) -> jax.Array:
-        shape = jax.eval_shape(lambda: words_at(jnp.int32(0), first, n, steps)[0]).shape
-        places = _places(shape)
-
-        def add(i: jax.Array, sums: jax.Array) -> jax.Array:
-            words, moved = words_at(i, first, n, steps)
-            return sums + _mix(words ^ (places + moved))
-
-        blocks = math.prod(outer) * steps
-        sums = jax.lax.fori_loop(0, blocks, add, jnp.zeros(shape, jnp.uint32))
-        return jnp.sum(sums, dtype=jnp.uint32)
+        return block, [b + jnp.asarray(j, jnp.uint32) for b, j in zip(begins, index, strict=True)]
 
     steps, rest = divmod(x.shape[inner], rows)
-    sums = total(0, rows, steps)
-    return sums + total(steps * rows, rest, 1) if rest else sums
+    for first, n, times in ((0, rows, steps), (steps * rows, rest, 1)):
+        if n and times:
+            yield _Blocks(
+                math.prod(outer) * times,
+                functools.partial(get, first=first, n=n, steps=times),
+            )
 
 
 def _places(shape: Sequence[int]) -> jax.Array:

@@ -20,6 +20,8 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
+from zerojax.offload.disk_array import DiskArray
+from zerojax.offload.places import PINNED
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -50,7 +52,7 @@ class Pending:
         _check_arrays(tree)
         self.tree = jax.tree.map(_array, tree)
         leaves = layout.named(self.tree)
-        self._sums = sums.begin(leaves)
+        self._sums = sums.begin({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
@@ -75,10 +77,15 @@ class Pending:
             extra=extra,
         )
 
-    def finish(self) -> None:
-        """Writes the record into the step's folder, before orbax gives that its name."""
+    def finish(self, on_disk: Mapping[str, int]) -> None:
+        """Writes the record into the step's folder, before orbax gives that its name.
+
+        Args:
+          on_disk: the checksums of the arrays that lie on a disk.
+        """
+        found = {**on_disk, **{name: sums.total(x) for name, x in self._sums.items()}}
         leaves = {
-            name: leaf.model_copy(update={"checksum": sums.total(self._sums[name])})
+            name: leaf.model_copy(update={"checksum": found[name]})
             for name, leaf in self._leaves.items()
         }
         under_way = [*self._directory.glob(f"{self.step}.orbax-checkpoint-tmp*")]
@@ -91,8 +98,8 @@ def _check_arrays(tree: Any) -> None:
     """What of a state cannot be saved.
 
     Raises:
-      CheckpointError: an array was donated, is abstract, lies on one process alone, or would have
-        the name of another one on disk.
+      CheckpointError: an array was donated or is half updated, is abstract, lies on one process
+        alone, or would have the name of another one on disk.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [".".join(layout.strings(keys)) for keys, _ in leaves]
@@ -104,10 +111,12 @@ def _check_arrays(tree: Any) -> None:
     for name, (_, x) in zip(names, leaves, strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name} is abstract, {x}: save a state with arrays")
-        if isinstance(x, jax.Array) and x.is_deleted():
+        if isinstance(x, jax.Array | DiskArray) and x.is_deleted():
             raise CheckpointError(
                 f"{name} was donated to a step: save the state that the step returned"
             )
+        if isinstance(x, DiskArray) and x.leaf.half:
+            raise CheckpointError(x.leaf.interrupted)
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
             raise CheckpointError(
                 f"{name} is this process's alone: save a state that zero.init or a decorated "
@@ -115,9 +124,14 @@ def _check_arrays(tree: Any) -> None:
             )
 
 
-def _array(x: Any) -> jax.Array:
+def _array(x: Any) -> jax.Array | DiskArray:
     """What the step would make of a number or a NumPy array."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, DiskArray):
+        return x
+    if isinstance(x, jax.Array):
+        # Orbax refers to host memory as it is, and the next step could not have it back.
+        return jnp.copy(x) if x.sharding.memory_kind == PINNED else x
+    return jnp.asarray(x)
 
 
 def _version(package: str) -> str:

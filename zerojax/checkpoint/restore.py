@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +13,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout, sums
+from zerojax.checkpoint import disk, layout, sums
 from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
 from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.offload.disk_array import DiskArray
+from zerojax.offload.places import DISK, PINNED
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.parts import Opened
+from zerojax.plan import Leaf as Planned
 from zerojax.state import abstract, take_apart
 
 _UNDER_WAY_GB = 0.5
@@ -29,17 +32,20 @@ _UNDER_WAY_GB = 0.5
 
 
 class _Wanted(NamedTuple):
-    """Shapes, dtypes and shardings by path on disk, and how to make the caller's object."""
+    """Shapes, dtypes and shardings by path in the checkpoint, how to make the caller's object,
+    and which arrays shall lie on a disk."""
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
     close: Callable[[list[Any]], Any]
+    on_disk: Mapping[Path, Planned]
 
 
 def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
     """The saved state, or parameters, in the form and with the shardings of ``abstract_state``.
 
     Every array is read in pieces by the devices that hold them, in the dtype that was saved;
-    checked against its recorded checksum, and then cast if another float dtype is wanted.
+    checked against its recorded checksum, and then cast if another float dtype is wanted. One
+    that shall lie on a disk goes there piece by piece.
 
     Raises:
       CheckpointError: the arrays differ from those that are wanted.
@@ -55,11 +61,15 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
         wanted = _whole_state(abstract_state, form, zero)
         optimizer = layout.OPTIMIZER[form]
         sources = match(wanted.leaves, there, optimizer, where=str(saved.folder))
-    leaves = {path: there[source] for path, source in sources.items() if source is not None}
+    every = {path: there[source] for path, source in sources.items() if source is not None}
+    leaves = {path: leaf for path, leaf in every.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in leaves.items()}
     arrays = _read(saved, structs)
     _verify(saved, {leaf: arrays[leaf.path] for leaf in leaves.values()})
-    found = {path: _fit(path, arrays[leaf.path], wanted) for path, leaf in leaves.items()}
+    found: dict[Path, Any] = {
+        path: _fit(path, arrays[leaf.path], wanted) for path, leaf in leaves.items()
+    }
+    found |= _to_disk(saved, every, wanted, zero)
     if len(found) < len(wanted.leaves):
         assert form is not None
         found |= _fresh(wanted, found, form, zero)
@@ -78,7 +88,17 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     return _Wanted(
         {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
+        _on_disk(paths, opened, zero),
     )
+
+
+def _on_disk(paths: list[Path], opened: Opened, zero: Zero) -> dict[Path, Planned]:
+    """The arrays that zero's config has on a disk."""
+    sections = zero.config.offload_optimizer, zero.config.offload_param
+    if not any(section and section.device == "nvme" for section in sections):
+        return {}
+    planned = zip(paths, zero.states.plan(opened).all_leaves(), strict=True)
+    return {path: leaf for path, leaf in planned if leaf.place == DISK}
 
 
 def _check_params(params: Any) -> None:
@@ -104,6 +124,7 @@ def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
             for path, x in zip(paths, leaves, strict=True)
         },
         lambda arrays: jax.tree.unflatten(tree, arrays),
+        {},
     )
 
 
@@ -175,8 +196,13 @@ def _verify(saved: Saved, arrays: dict[Leaf, jax.Array]) -> None:
     if saved.record is None:
         return
     begun = sums.begin({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
-    found = sound | {name: sums.total(x) for name, x in begun.items()}
-    wrong = [name for name, x in found.items() if x != saved.record.leaves[name].checksum]
+    _compare(saved, sound | {name: sums.total(x) for name, x in begun.items()})
+
+
+def _compare(saved: Saved, found: Mapping[str, int]) -> None:
+    """Whether checksums are those that were recorded."""
+    recorded = saved.record.leaves if saved.record else None
+    wrong = [name for name, x in found.items() if recorded and x != recorded[name].checksum]
     if wrong:
         raise DamagedCheckpointError(
             f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"
@@ -188,13 +214,18 @@ def _host_checksum(saved: Saved, leaf: Leaf) -> int:
     total = 0
     for start, block in saved.blocks(leaf.name):
         total += share(block, start)
-        fits = block.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) == block
-        if np.issubdtype(leaf.dtype, np.integer) and not fits.all():
-            raise CheckpointError(
-                f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore "
-                "with jax_enable_x64"
-            )
+        if np.issubdtype(leaf.dtype, np.integer):
+            _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return total % 2**32
+
+
+def _check_fits(saved: Saved, leaf: Leaf, block: np.ndarray, dtype: np.dtype) -> None:
+    """Whether whole numbers are the same in another dtype."""
+    if (block.astype(dtype) != block).any():
+        raise CheckpointError(
+            f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
+            "jax_enable_x64"
+        )
 
 
 def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
@@ -206,22 +237,71 @@ def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
             f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
             f"{list(struct.shape)} is wanted: make the state with keys of the same kind."
         )
-    return x if x.dtype == struct.dtype else x.astype(struct.dtype)
+    return x if x.dtype == struct.dtype else _cast(x, struct.dtype)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    if x.sharding.memory_kind != PINNED:
+        return x.astype(dtype)
+    pieces = [  # on the host, where they are
+        jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
+
+
+def _to_disk(
+    saved: Saved, leaves: Mapping[Path, Leaf], wanted: _Wanted, zero: Zero
+) -> dict[Path, DiskArray]:
+    """Those that shall lie on a disk; no handle to any before all are sound."""
+    shelf = zero.states.shelf
+    made = {}
+    for path, planned in wanted.on_disk.items():
+        if path in leaves:
+            struct = wanted.leaves[path]
+            made[path] = shelf.disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
+    if not made:
+        return {}
+    sizes = [
+        len(x.shards) * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in made.values()
+    ]
+    shelf.store.reserve(sum(sizes))
+    shares = {
+        leaves[path].name: disk.fill(target, _reader(saved, leaves[path], target.dtype))
+        for path, target in made.items()
+    }
+    _compare(saved, disk.over_processes(shares))
+    return {path: target.advance() for path, target in made.items()}
+
+
+def _reader(saved: Saved, leaf: Leaf, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
+    """Reads parts of an array; of whole numbers those that fit into ``dtype``."""
+
+    def read(index: Any) -> np.ndarray:
+        values = saved.read(leaf.name, index)
+        if np.issubdtype(leaf.dtype, np.integer):
+            _check_fits(saved, leaf, values, dtype)
+        return values
+
+    return read
 
 
 def _fresh(
-    wanted: _Wanted, found: dict[Path, jax.Array], form: layout.Form, zero: Zero
-) -> dict[Path, jax.Array]:
+    wanted: _Wanted, found: Mapping[Path, Any], form: layout.Form, zero: Zero
+) -> dict[Path, Any]:
     """What a plain state, or one of another precision, does not have."""
     optimizer = layout.OPTIMIZER[form]
     step = found[layout.STEP[form]]
     made = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
     values = dict(zip(layout.below(optimizer, made), jax.tree.leaves(made), strict=True))
-    return {
-        path: jax.device_put(
-            values[path] if path in values else jnp.zeros(struct.shape, struct.dtype),
-            struct.sharding,
-        )
-        for path, struct in wanted.leaves.items()
-        if path not in found
-    }
+    fresh: dict[Path, Any] = {}
+    for path, struct in wanted.leaves.items():
+        if path in found:
+            continue
+        value = values[path] if path in values else jnp.zeros(struct.shape, struct.dtype)
+        if path in wanted.on_disk:
+            fresh[path] = zero.states.shelf.put(value, struct.sharding, wanted.on_disk[path])
+        else:
+            fresh[path] = jax.device_put(value, struct.sharding)
+    return fresh

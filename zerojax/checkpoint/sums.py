@@ -20,7 +20,10 @@ from zerojax.collectives import layout
 
 
 def begin(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Starts the checksums of arrays; :func:`total` gives one from what is returned."""
+    """Starts the checksums of arrays; :func:`total` gives one from what is returned.
+
+    Arrays in host memory pass through the devices block by block.
+    """
     parts = {name: _parts(x) for name, x in arrays.items()}
     if jax.process_count() == 1:
         return parts

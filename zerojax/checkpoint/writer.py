@@ -13,13 +13,13 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
+from zerojax.checkpoint.disk import CHUNK_BYTES, DiskHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import Pending
 from zerojax.checkpoint.retention import Retention
+from zerojax.offload.disk_array import DiskArray
 
 DELETED = ".deleted"
-_CHUNK_BYTES = 64 * 2**20
-"""Of what an array is cut into on disk at most, so that a small piece is read for a small shard."""
 
 
 class Writer:
@@ -33,6 +33,7 @@ class Writer:
         self._directory, self._retention = directory, retention
         self._pending: Pending | None = None
         self._sweeper: threading.Thread | None = None
+        self._disk = DiskHandler()
         self._manager = self._fresh_manager()
         self._sweep()
 
@@ -44,18 +45,27 @@ class Writer:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
         )
         # Trained floats hardly compress: it would take most of the time.
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        handler = ocp.PyTreeCheckpointHandler(
+            use_compression=False,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (DiskArray, self._disk),
+                (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
+            ),
+        )
         return ocp.CheckpointManager(
             self._directory, options=options, item_handlers={saved.STATE: handler}
         )
 
     def begin(self, pending: Pending) -> None:
-        """Begins to write a step; the one before must have been settled."""
+        """Begins to write a step; the one before must have been settled.
+
+        Returns when the state's arrays are copied, and those that lie on a disk written.
+        """
         # Beside the writing; another step's removal takes its time.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
         self._sweeper.start()
         self._pending = pending
-        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), pending.tree)
+        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=chunks, custom_metadata=records.MARK)
         with self._telling():
             self._manager.save(
@@ -64,11 +74,12 @@ class Writer:
                 metrics=pending.metrics,
                 force=True,
             )
+            self._disk.wait()
 
     def _finish(self) -> None:
         """All arrays are on disk, and orbax has still to commit them."""
         if jax.process_index() == 0 and self._pending is not None:
-            self._pending.finish()
+            self._pending.finish(self._disk.sums)
 
     def settle(self, *, swept: bool = False) -> None:
         """Returns when the step that was begun is there.

@@ -13,6 +13,7 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,17 +26,14 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, marks
-from zerojax.collectives import layout, order, wanted
+from zerojax.collectives import layout, order, residuals, wanted
+from zerojax.collectives.elementwise import ELEMENTWISE
+from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
 from zerojax.collectives.layout import Spec
-from zerojax.collectives.shard import Made, Shard
+from zerojax.collectives.shard import Away, Made, Shard
 
-_ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
-    "copy_p", "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-    "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})  # fmt: skip
+# Say something of a value, and leave it where it is.
+_LABELS = frozenset(["name", "sharding_constraint", "copy", "copy_p"])
 _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
@@ -76,17 +74,29 @@ class Inserter:
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers
         where used, drops, and gathers again (stage 3).
+      away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
+        if a block's has at least so many elements a device; None keeps all on the device.
+
+    Attributes:
+      host: how gradients leave for host memory, if they do.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
+    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, away: int | None = None) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
+        self.smallest = None if away is None else away * mesh.shape[axis]
+        self.host: Host | None = None
+        self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
         self, closed: Any, args: Sequence[Any], replace: Replacements | None = None
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays."""
         scope = _Scope(share=self.keep, replace=replace or {})
-        return [_plain(o) for o in self._run(closed, args, scope)]
+        outs = [_plain(o) for o in self._run(closed, args, scope)]
+        if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
+            self._unused = False
+            logging.getLogger("zerojax").warning(residuals.NO_EFFECT)
+        return outs
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -102,6 +112,11 @@ class Inserter:
             return shard.whole
         if id(shard) in scope.gathered:
             return scope.gathered[id(shard)][1]
+        if shard.host:
+            whole = self.whole(fetched(shard.value), shard.spec)
+            if scope.share:
+                scope.gathered[id(shard)] = shard, whole
+            return whole
         value = shard.value
         if not scope.share:
             if id(shard) in scope.seen and scope.token is not None:
@@ -130,6 +145,7 @@ class Inserter:
         jaxpr, consts = compat.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
+        leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -145,18 +161,20 @@ class Inserter:
                 eqn.ctx.manager,
             ):
                 if (
-                    any(isinstance(v, Shard) for v in values)
+                    any(isinstance(v, Shard | Away) for v in values)
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
+                    or not leaving.isdisjoint(eqn.outvars)
+                    or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
-                    outs = self._equation(eqn, values, scope, wants)
+                    outs = self._equation(eqn, values, scope, wants, leaving)
                 else:
                     outs = _bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(
-        self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec]
+        self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec], leaving: set[Any]
     ) -> Sequence[Any]:
         if eqn.primitive.name == "name" and eqn.params["name"] in scope.replace:
             return [scope.replace[eqn.params["name"]](*values)]
@@ -165,7 +183,10 @@ class Inserter:
         if eqn.primitive is prims.scan_p:
             if self.keep:
                 values = self._all_whole(values, scope)
-            return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants))
+            return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
+        if eqn.primitive.name in _LABELS and on_host(values[0]):
+            return values
+        values = [self._shard_of(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         outs = _bind(eqn, values)
@@ -192,7 +213,7 @@ class Inserter:
             )
         shards = [v for v in values if isinstance(v, Shard)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
-        if name in _ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
+        if name in ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
             return self._on_shards(eqn, values, shards[0].spec)
@@ -208,6 +229,12 @@ class Inserter:
             outs = _bind(eqn, [_plain(v) for v in values])
             return [_like(v, o) for v, o in zip(values, outs, strict=True)]
         return _bind(eqn, self._all_whole(values, scope))
+
+    def _shard_of(self, v: Shard, scope: _Scope) -> Any:
+        """What lies in host memory as it would be on the device: a shard, or whole."""
+        if layout.without(v.spec, self.axis) == v.spec:
+            return self._gather(v, scope, ())
+        return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
 
     def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
         return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
@@ -234,10 +261,13 @@ class Inserter:
         """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its
         cotangents are there; and until the gradients of the block before the last are, which
         XLA would else put off to the end with the activations they are made from."""
-        held = lax.optimization_barrier([_plain(v) for v in values])
-        values = [_like(v, h) for v, h in zip(values, held, strict=True)]
+        here = [i for i, v in enumerate(values) if not on_host(v)]
+        held = lax.optimization_barrier([_plain(values[i]) for i in here])
+        operands = [_like(values[i], h) for i, h in zip(here, held, strict=True)]
         done = scope.made[-2] if len(scope.made) > 1 else []
-        return order.after(values, done, self.constrain)
+        operands = order.after(operands, done, self.constrain)
+        found = dict(zip(here, operands, strict=True))
+        return [found.get(i, v) for i, v in enumerate(values)]
 
     def _branch(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
@@ -267,7 +297,12 @@ class Inserter:
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
 
     def _scan(
-        self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
+        self,
+        eqn: Any,
+        values: list[Any],
+        scope: _Scope,
+        want: Sequence[Spec | None],
+        leaving: set[Any],
     ) -> Sequence[Any]:
         p = eqn.params
         a, n = compat.scan_counts(eqn)
@@ -277,31 +312,51 @@ class Inserter:
         xs = [
             self._gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
+        ahead = Ahead(xs, p["length"], p["reverse"], self.constrain)
         specs_out: dict[int, Spec] = {}
+        gone: dict[int, Spec | None] = {}
 
-        def body(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+        def body(state: tuple[Any, Any], at: tuple[Any, Any]) -> tuple[Any, Any]:
+            (carry, come), (index, rest) = state, at
+            coming = ahead.fetch(index)
             sliced = [
-                Shard(s, x.spec[1:]) if isinstance(x, Shard) else s
-                for s, x in zip(sliced, xs, strict=True)
+                Shard(s, x.spec[1:]) if isinstance(x, Shard) and _cut(x.spec, self.axis) else s
+                for s, x in zip(ahead.merged(come, rest), xs, strict=True)
             ]
             outs = self._run(p["jaxpr"], (*consts, *carry, *sliced), scope.inner(), want)
             specs_out.update({i: o.spec for i, o in enumerate(outs) if isinstance(o, Shard)})
-            outs = [_plain(o) for o in outs]
-            return outs[:n], outs[n:]
+            ys: list[Any] = [_plain(o) for o in outs[n:]]
+            for i, spec in enumerate(want[n:]):
+                if self.host and spec is not None and self.host.takes(ys[i], p["length"]):
+                    gone[i] = spec
+                    ys[i] = self.host.send(ys[i])
+                elif eqn.outvars[n + i] in leaving and not isinstance(outs[n + i], Shard):
+                    gone[i], self._unused = None, False
+                    ys[i] = sent(ys[i])
+            return ([_plain(o) for o in outs[:n]], coming), ys
 
-        carry, ys = lax.scan(
+        (carry, _), ys = lax.scan(
             body,
-            carry,
-            [_plain(x) for x in xs],
+            (carry, ahead.first()),
+            (ahead.order(), ahead.rest()),
             length=p["length"],
             reverse=p["reverse"],
             unroll=p["unroll"],
         )
-        stacked = [
-            Shard(y, (None, *specs_out[n + i])) if n + i in specs_out else y
-            for i, y in enumerate(ys)
-        ]
-        return [*carry, *stacked]
+
+        def stacked(i: int, y: Any) -> Any:
+            if i not in gone:
+                return Shard(y, (None, *specs_out[n + i])) if n + i in specs_out else y
+            spec = gone[i]
+            if spec is None:
+                return Away(y)
+            return Shard(y[0], (None, *spec), host=True, sums=y[1])
+
+        return [*carry, *(stacked(i, y) for i, y in enumerate(ys))]
+
+
+def _cut(spec: Spec, axis: str) -> bool:
+    return layout.without(spec, axis) != spec
 
 
 def _few_rows(eqn: Any) -> bool:

@@ -32,13 +32,13 @@ def after(
         twin = next((g for g in left if isinstance(v, Shard) and _alike(v, g)), None)
         if twin is not None:
             left = [g for g in left if g is not twin]
-            waits[i] = _impossible(twin.value)
+            waits[i] = impossible(twin.value)
     shards = [i for i, v in enumerate(values) if isinstance(v, Shard)]
     floats = [i for i, v in enumerate(values) if i not in shards and _is_float(v)]
     target = shards[0] if shards else floats[-1] if floats else None
     if target is not None:
         for g in left:
-            bit = jnp.any(_impossible(g.value)) if any(g.spec) else _impossible(_element(g.value))
+            bit = jnp.any(impossible(g.value)) if any(g.spec) else impossible(_element(g.value))
             earlier = waits[target]
             waits[target] = bit if earlier is None else earlier | bit
     return [
@@ -69,7 +69,7 @@ def _element(x: jax.Array) -> jax.Array:
     return x[(0,) * x.ndim]
 
 
-def _impossible(x: jax.Array) -> jax.Array:
+def impossible(x: jax.Array) -> jax.Array:
     """False for each element, which XLA does not see: a dependence it has to keep, where a
     barrier would be gone by the time it schedules."""
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

@@ -16,11 +16,27 @@ class Shard:
 
     ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
     the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
+
+    One in host memory (``host``) comes to the device where it is used; its spec may be without
+    the shard axis. A gradient there brings its ``sums`` along, see
+    :func:`zerojax.optim.norm.square_sums`.
     """
 
     value: jax.Array
     spec: Spec
     whole: jax.Array | None = None
+    host: bool = False
+    sums: jax.Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Away:
+    """A stack of activations in host memory until the backward pass needs its entries.
+
+    It is cut over the devices as XLA has cut it, so that it has no spec.
+    """
+
+    value: jax.Array
 
 
 class Made(NamedTuple):

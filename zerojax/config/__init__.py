@@ -9,3 +9,5 @@ from zerojax.config.monitors import WandbConfig as WandbConfig
 from zerojax.config.named import OptimizerConfig as OptimizerConfig
 from zerojax.config.named import SchedulerConfig as SchedulerConfig
 from zerojax.config.note import Note as Note
+from zerojax.config.offload import OffloadOptimizer as OffloadOptimizer
+from zerojax.config.offload import OffloadParam as OffloadParam

@@ -15,6 +15,12 @@ DYNAMIC = (
 )
 """Fields that only a dynamic loss scale reads."""
 
+OFFLOADS = (
+    ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
+    ("offload_param", 3, "stage 3, where parameters are sharded"),
+)
+"""What may be offloaded, the first stage at which, and in words."""
+
 BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
@@ -41,6 +47,15 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
 
+    stage = values.get("stage")
+    for field, first, needs in OFFLOADS:
+        section = values.get(field)
+        if section is not None and stage is not None and stage < first:
+            yield (
+                f"{name(field)}: {shown(section.device)} needs {needs}, and the stage is {stage}; "
+                f"set {name('stage')} to {first}, or the device to none"
+            )
+
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:
     """Fields that do nothing beside the others, each with the reason.
@@ -66,4 +81,6 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
         found["check_grad_overflow"] = "bf16 is off"
     if values.get("stage") != 3:
         found["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    if not any(values.get(field) for field, *_ in OFFLOADS):
+        found["sub_group_size"] = "nothing is offloaded"
     return found

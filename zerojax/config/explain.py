@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.errors import ConfigError
 from zerojax.config.families import FAMILIES, REQUIRED, resolve_type
-from zerojax.config.keys import KEYS, sections
+from zerojax.config.keys import KEYS, NULLABLE, sections
 from zerojax.config.load import read
 from zerojax.config.note import Status
 from zerojax.config.old_names import renamed
@@ -120,7 +120,7 @@ class _Table:
                 return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
         if path == "zero_optimization" and isinstance(value, bool):
             return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
-        if value == {}:
+        if value == {} or (value is None and key in NULLABLE):
             return Row(path, value, None, "no effect", "it is empty: the defaults hold")
         if (note := self.notes.get(key)) is None:
             return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")

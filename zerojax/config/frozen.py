@@ -11,6 +11,7 @@ from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.note import Note
+from zerojax.config.offload import OFFLOAD, ZERO, OffloadOptimizer, OffloadParam, offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class ZeroConfig:
       stage3_param_persistence_threshold: smaller parameters, in elements, stay whole.
       stage3_gather_16bit_weights_on_model_save: `python -m zerojax export` writes 16-bit weights
         of this run's checkpoints where it is not told otherwise, at every stage.
+      offload_optimizer: where master weights and moments lie off the accelerator, from stage 1 on;
+        None leaves them there.
+      offload_param: the same of parameters, at stage 3.
+      sub_group_size: elements that are updated at a time under offload, at most.
+      cpu_checkpointing: what rematerialised blocks in a scan keep waits in host memory.
       optimizer, scheduler: for `zero.optimizer()`.
       steps_per_print: updates from one printed line to the next; None (or 0) prints nothing.
       wall_clock_breakdown: report how long the steps take on the device.
@@ -74,6 +80,10 @@ class ZeroConfig:
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
+    offload_optimizer: OffloadOptimizer | None = None
+    offload_param: OffloadParam | None = None
+    sub_group_size: int = 1_000_000_000
+    cpu_checkpointing: bool = False
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     steps_per_print: int | None = None
@@ -95,23 +105,30 @@ class ZeroConfig:
                 continue
             sound[name] = key.kind.check(value)
             object.__setattr__(self, name, sound[name])
-        for name, cls in (NAMED | MONITORS).items():
+        for name, cls in _CLASSES.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, cls):
+            if value is None or isinstance(value, cls):
+                sound[name] = value
+            else:
                 problems.append(f"{name}: expected {cls.__name__} or None, got {shown(value)}")
         problems += contradictions(sound)
         if problems:
             raise ConfigError(problems)
         object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
+        largest = BY_FIELD["sub_group_size"].default
+        object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
         object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(sound, self.notes)))
 
     def _own_notes(self) -> Iterator[Note]:
         """The notes of the JSON: those on keywords are made anew, as others may have changed."""
-        return (note for note in self.notes if note.key in KEYS or note.key not in BY_FIELD)
+        ours = BY_FIELD.keys() | OFFLOAD.keys()
+        return (n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in ours)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """From keywords, with a did-you-mean; optimizer, scheduler and monitors may be mappings.
+        """From keywords, with a did-you-mean; sections may be mappings, as in the JSON.
+
+        Those of offload may be the name of a device too: `offload_optimizer="cpu"`.
 
         Example:
           >>> ZeroConfig.from_keywords(stag=3)
@@ -120,12 +137,11 @@ class ZeroConfig:
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
         problems = [_unknown_keyword(name, known) for name in keywords if name not in known]
-        for name in (*NAMED, *MONITORS):
+        for name in _CLASSES:
             if keywords.get(name) is None:
                 continue
             try:
-                given = keywords.pop(name)
-                keywords[name] = NAMED[name].of(given) if name in NAMED else monitor(name, given)
+                keywords[name] = _section(name, keywords.pop(name))
             except ConfigError as error:
                 problems.extend(error.problems)
         try:
@@ -156,6 +172,16 @@ class ZeroConfig:
         )
 
 
+_CLASSES: dict[str, type] = {**NAMED, **MONITORS, **OFFLOAD}
+
+
+def _section(name: str, given: Any) -> Any:
+    """The config of a section from a keyword."""
+    if name in NAMED:
+        return NAMED[name].of(given)
+    return (monitor if name in MONITORS else offload)(name, given)
+
+
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
     """On keywords that were given in vain; those of a JSON have their note already."""
     told = {note.key for note in notes}
@@ -163,6 +189,12 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
         key = BY_FIELD[name]
         if values[name] != key.default and key.path not in told:
             yield Note(name, values[name], "no effect", reason)
+    for section in OFFLOAD:
+        made = values.get(section)
+        for name, reason in made.idle().items() if made else ():
+            value, path = getattr(made, name), f"{ZERO}.{section}.{name}"
+            if value != KEYS[path].default and path not in told:
+                yield Note(f"{section}.{name}", value, "no effect", reason)
 
 
 def _unknown_keyword(name: str, known: list[str]) -> str:

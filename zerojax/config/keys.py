@@ -8,6 +8,7 @@ from functools import cache
 
 from zerojax.config.row import Key as Key
 from zerojax.config.rows_numbers import batch, bf16, fp16, optimizer_and_scheduler
+from zerojax.config.rows_offload import offload
 from zerojax.config.rows_other import compiler, data, gradients, model, parallel, storage
 from zerojax.config.rows_reports import reports
 from zerojax.config.rows_zero import zero
@@ -16,7 +17,7 @@ from zerojax.config.rows_zero import zero
 def _table() -> dict[str, Key]:
     numbers = [*batch(), *bf16(), *fp16(), *optimizer_and_scheduler()]
     others = [*model(), *parallel(), *gradients(), *storage(), *data(), *compiler()]
-    rows = [*numbers, *zero(), *reports(), *others]
+    rows = [*numbers, *zero(), *offload(), *reports(), *others]
     table = {key.path: key for key in rows}
     assert len(table) == len(rows), "a key stands in the table twice"
     return table

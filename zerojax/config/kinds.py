@@ -84,6 +84,7 @@ TEXT = Kind("a string", StrictStr)
 OBJECT = Kind("an object", dict[str, Any])
 INTEGER = Kind("a whole number", Annotated[int, Field(strict=True)])
 WHOLE = Kind("a whole number of at least 0", Annotated[int, Field(strict=True, ge=0)])
+BUFFERS = Kind("a whole number of at least 2", Annotated[int, Field(strict=True, ge=2)])
 POSITIVE = Kind("a whole number of at least 1", Annotated[int, Field(strict=True, ge=1)])
 STAGE = Kind("0, 1, 2 or 3", Annotated[int, Field(strict=True, ge=0, le=3)])
 # Counters on the device are int32.

@@ -13,6 +13,7 @@ from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.note import Note, Status
 from zerojax.config.old_names import rename
 from zerojax.config.read import plain
+from zerojax.config.read_offload import read_offload
 from zerojax.config.stand_in import stand_in
 
 _PARAMS = ("optimizer.params", "scheduler.params")
@@ -92,15 +93,27 @@ class Reading:
                 names = cls.__dataclass_fields__
                 known = {name: sound.get(f"{section}.{name}") for name in names}
                 self.fields[section] = cls(**{k: v for k, v in known.items() if v is not None})
-        self.problems += contradictions(self.fields, lambda name: BY_FIELD[name].path)
+        wrong = {problem.partition(": ")[0] for problem in self.problems}
+        self._offload = read_offload(sound, self.given, wrong)
+        self.fields |= self._offload.fields
+        self.problems += self._offload.problems
+        right = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
+        self.problems += contradictions(right, self._path)
+
+    def _path(self, field: str) -> str:
+        """The key of the JSON that sets a field."""
+        return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
 
     def _note_keys(self, sound: dict[str, Any]) -> None:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
+        reasons |= self._offload.idle
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")
             if section in MONITORS and name != "enabled" and section not in self.fields:
                 reasons[path] = f"{section} is off"
+            if section in self._offload.unjudged:
+                continue
             if path in sound and path not in _PARAMS:
                 self._judge(key, sound[path], reasons.get(path))
             elif key.loud and path not in self.given and path not in resolved:

@@ -15,7 +15,7 @@ from zerojax.config.kinds import (
     choice,
     optional,
 )
-from zerojax.config.row import ANYTHING, FLAG_OFF, TEXT_OR_NULL, Key, off, switched, taken
+from zerojax.config.row import ANYTHING, FLAG_OFF, TEXT_OR_NULL, Key, honoured, off, switched, taken
 
 _FREE: tuple[Kind, Any] = (ANYTHING, None)
 _EMPTY: tuple[Kind, Any] = (OBJECT, {})
@@ -49,10 +49,17 @@ def model() -> Iterator[Key]:
         "rematerialisation is the model's: use flax's nn.remat or jax.checkpoint",
         partition_activations=FLAG_OFF,
         contiguous_memory_optimization=FLAG_OFF,
-        cpu_checkpointing=FLAG_OFF,
         number_checkpoints=(optional(WHOLE), None),
         synchronize_checkpoint_boundary=FLAG_OFF,
         profile=FLAG_OFF,
+    )
+    yield from honoured(
+        "activation_checkpointing.cpu_checkpointing",
+        FLAG,
+        False,
+        field="cpu_checkpointing",
+        auto="off: not asked for",
+        why="true: residuals of rematerialised blocks in a scan are kept in host memory",
     )
     yield from off(
         "", "sparse attention belongs in the model", sparse_attention=(optional(OBJECT), None)
@@ -166,7 +173,7 @@ def storage() -> Iterator[Key]:
     yield from taken(
         "aio",
         "no effect",
-        "it steers offload to NVMe, which is not there yet",
+        "tensorstore schedules the disk by itself",
         block_size=(SIZE, 1_048_576),
         queue_depth=(POSITIVE, 8),
         thread_count=(POSITIVE, 1),

@@ -1,21 +1,9 @@
-"""Keys of `zero_optimization`, offload among them."""
+"""Keys of `zero_optimization`; those of offload are in `rows_offload`."""
 
 from collections.abc import Iterator
 
-from zerojax.config.kinds import (
-    FLAG,
-    FRACTION,
-    INTEGER,
-    OBJECT,
-    SIZE,
-    STAGE,
-    WHOLE,
-    choice,
-    optional,
-)
-from zerojax.config.row import FLAG_OFF, TEXT_OR_NULL, Key, honoured, off, taken
-
-STEERS = "it steers offload, which is not there yet"
+from zerojax.config.kinds import FLAG, INTEGER, OBJECT, SIZE, STAGE, WHOLE, optional
+from zerojax.config.row import FLAG_OFF, Key, honoured, off, taken
 
 
 def zero() -> Iterator[Key]:
@@ -55,7 +43,6 @@ def zero() -> Iterator[Key]:
         overlap_comm=(optional(FLAG), None),
         round_robin_gradients=FLAG_OFF,
         use_multi_rank_bucket_allreduce=(FLAG, True),
-        sub_group_size=(SIZE, 1_000_000_000),
         stage3_prefetch_bucket_size=(SIZE, 50_000_000),
         stage3_max_live_parameters=(SIZE, 1_000_000_000),
         stage3_max_reuse_distance=(SIZE, 1_000_000_000),
@@ -112,48 +99,3 @@ def zero() -> Iterator[Key]:
         zeropp_loco_param=(optional(OBJECT), None),
     )
     yield from off(zero, "ZenFlow is not supported", zenflow=(optional(OBJECT), None))
-    yield from _offload(zero)
-
-
-def _offload(zero: str) -> Iterator[Key]:
-    device = optional(choice("none", "cpu", "nvme"))
-    why = "offload is not there yet; more devices or a higher stage save memory on each"
-    for section in ("offload_param", "offload_optimizer"):
-        path = f"{zero}.{section}"
-        yield from off(path, why, device=(device, "none", None))
-        yield from taken(
-            path,
-            "no effect",
-            STEERS,
-            nvme_path=TEXT_OR_NULL,
-            buffer_count=(WHOLE, 5 if section == "offload_param" else 4),
-            pin_memory=FLAG_OFF,
-        )
-    yield from taken(
-        f"{zero}.offload_param",
-        "no effect",
-        STEERS,
-        buffer_size=(SIZE, 100_000_000),
-        max_in_cpu=(SIZE, 1_000_000_000),
-    )
-    yield from taken(
-        f"{zero}.offload_optimizer",
-        "no effect",
-        STEERS,
-        pipeline_read=FLAG_OFF,
-        pipeline_write=FLAG_OFF,
-        fast_init=FLAG_OFF,
-        ratio=(FRACTION, 1.0),
-        super_offload=FLAG_OFF,
-        convert_grad_on_cpu=(FLAG, True),
-        cpuadam_cores_perc=(FRACTION, 0.8),
-    )
-    yield from taken(zero, "no effect", STEERS, save_muon_momentum_buffer_in_memory=FLAG_OFF)
-    yield from off(
-        zero,
-        "deprecated by DeepSpeed in favour of offload_optimizer and offload_param, and " + why,
-        cpu_offload=(optional(FLAG), None, False),
-        cpu_offload_param=(optional(FLAG), None, False),
-        cpu_offload_params=(optional(FLAG), None, False),
-        cpu_offload_use_pin_memory=(optional(FLAG), None, False),
-    )

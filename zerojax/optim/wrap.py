@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax
 
 from zerojax.config import ZeroConfig
 from zerojax.optim.loss_scale import LossScale, LossScaleState
+from zerojax.optim.norm import global_norm, norm_of
 
 
 class ZeroOptState(NamedTuple):
@@ -107,14 +109,17 @@ def wrap(
         return adopt(inner_tx.init(jax.tree.map(full_precision, params)), loss_scale=loss_scale)
 
     def update(
-        grads: optax.Updates, state: ZeroOptState, params: optax.Params | None = None, **extra: Any
+        grads: optax.Updates,
+        state: ZeroOptState,
+        params: optax.Params | None = None,
+        *,
+        square_sums: Sequence[jax.Array] | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
-        grads = jax.tree.map(full_precision, grads)
+        grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
         scale = state.loss_scale
-        if scale is not None:
-            inverse = 1 / scale.scale
-            grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
-        norm = optax.tree.norm(grads)
+        # Summed already where the gradients have left the device.
+        norm = global_norm(grads) if square_sums is None else norm_of(square_sums)
         if gradient_clipping:
             factor = jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
@@ -144,6 +149,12 @@ def wrap(
         )
 
     return ZeroTransformation(init, update)
+
+
+def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
+    """A gradient in float32 without the loss scale."""
+    grad = full_precision(grad)
+    return grad if loss_scale is None else grad * (1 / loss_scale.scale).astype(grad.dtype)
 
 
 def features(config: ZeroConfig) -> dict[str, Any]:

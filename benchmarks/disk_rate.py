@@ -1,0 +1,179 @@
+"""What a disk gives the offloaded state, beside plain sequential reads and writes of one file.
+
+python -m benchmarks.disk_rate [nvme_path] [--gigabytes 2] [--block-megabytes 16]
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from zerojax.offload.disk import DiskStore
+
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+TURNS = 5
+ORDERS = (
+    ("store_write", "plain_write", "store_read", "plain_read"),
+    ("plain_write", "store_write", "plain_read", "store_read"),
+)
+"""Of a turn: whoever is second finds the disk as the first has left it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """MB/s of each turn, the files not in memory at its beginning where ``cold``.
+
+    Plain: ``os.write`` and ``os.readv`` of the same blocks in one file, one after the other. A
+    turn's writes are over when the disk has all of it.
+    """
+
+    cold: bool
+    store_write: list[float]
+    store_read: list[float]
+    plain_write: list[float]
+    plain_read: list[float]
+
+    @property
+    def write(self) -> float:
+        """The store's over the plain rate: the median over turns, in which neighbours compare."""
+        return _ratio(self.store_write, self.plain_write)
+
+    @property
+    def read(self) -> float:
+        return _ratio(self.store_read, self.plain_read)
+
+    def __str__(self) -> str:
+        def line(what: str, store: list[float], plain: list[float], ratio: float) -> str:
+            return (
+                f"{what}: {statistics.median(store):.0f} MB/s, plain "
+                f"{statistics.median(plain):.0f} MB/s, ratio {ratio:.2f}"
+            )
+
+        lines = [
+            line("write", self.store_write, self.plain_write, self.write),
+            line("read", self.store_read, self.plain_read, self.read),
+        ]
+        note = [] if self.cold else ["the page cache may not be dropped here: reads may be from it"]
+        return "\n".join(lines + note)
+
+
+def measure(
+    nvme_path: str | os.PathLike[str],
+    *,
+    nbytes: int = 2 * 10**9,
+    block_bytes: int = 16 * 2**20,
+    buffer_count: int = 4,
+    turns: int = TURNS,
+) -> Rates:
+    """Reads and writes the same blocks through a :class:`DiskStore` and plainly, turn by turn."""
+    count = max(1, nbytes // block_bytes)
+    rng = np.random.default_rng(0)
+    data = [rng.integers(0, 256, block_bytes, np.uint8) for _ in range(min(count, 4))]
+    blocks = [data[i % len(data)] for i in range(count)]
+    found: dict[str, list[float]] = {}
+    cold = True
+    with (
+        DiskStore(nvme_path, buffer_count=buffer_count) as store,
+        tempfile.NamedTemporaryFile(dir=nvme_path) as plain,
+    ):
+        store.reserve(2 * count * block_bytes)
+        acts: dict[str, Callable[[], None]] = {
+            "store_write": lambda: _store_write(store, blocks),
+            "plain_write": lambda: _plain_write(plain.name, blocks),
+            "store_read": lambda: _store_read(store, count, buffer_count),
+            "plain_read": lambda: _plain_read(plain.name, count, block_bytes),
+        }
+        for turn in range(turns):
+            for name in ORDERS[turn % 2]:
+                cold &= _drop_caches()
+                _touch(2 * count * block_bytes)
+                begin = time.perf_counter()
+                acts[name]()
+                seconds = time.perf_counter() - begin
+                found.setdefault(name, []).append(count * block_bytes / 1e6 / seconds)
+    return Rates(cold=cold, **found)
+
+
+def _store_write(store: DiskStore, blocks: list[np.ndarray]) -> None:
+    for i, block in enumerate(blocks):
+        store.write(str(i), block)
+    store.wait()
+    _sync(store.path)
+
+
+def _store_read(store: DiskStore, count: int, ahead: int) -> None:
+    reads: deque[Future[np.ndarray]] = deque()
+    for i in range(count):
+        if len(reads) == ahead:
+            reads.popleft().result()
+        reads.append(store.read(str(i)))
+    for read in reads:
+        read.result()
+
+
+def _plain_write(path: str, blocks: list[np.ndarray]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for block in blocks:
+            file.write(block.data)
+        os.fdatasync(file.fileno())
+
+
+def _plain_read(path: str, count: int, block_bytes: int) -> None:
+    buffer = np.empty(block_bytes, np.uint8)
+    with open(path, "rb", buffering=0) as file:
+        for _ in range(count):
+            file.readinto(buffer.data)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.glob("0*"):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+
+
+def _drop_caches() -> bool:
+    os.sync()
+    try:
+        DROP_CACHES.write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def _touch(nbytes: int) -> None:
+    """A virtual machine gives free memory back within seconds; whoever is first then waits for it,
+    five times as long as for the disk. So that this is neither of the two.
+    """
+    np.ones(nbytes, np.uint8)
+
+
+def _ratio(store: list[float], plain: list[float]) -> float:
+    return statistics.median(s / p for s, p in zip(store, plain, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("nvme_path", nargs="?", default=tempfile.gettempdir())
+    parser.add_argument("--gigabytes", type=float, default=2)
+    parser.add_argument("--block-megabytes", type=int, default=16)
+    parser.add_argument("--buffer-count", type=int, default=4)
+    args = parser.parse_args()
+    rates = measure(
+        args.nvme_path,
+        nbytes=int(args.gigabytes * 1e9),
+        block_bytes=args.block_megabytes * 2**20,
+        buffer_count=args.buffer_count,
+    )
+    print(rates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What offload takes of the device and of the host, from compiling for GPUs that are not here.
+
+    python -m benchmarks.offload                     # everything, about a quarter of an hour
+    python -m benchmarks.offload --quick             # toy sizes, a minute
+    python -m benchmarks.offload --only sizes --record benchmarks/records
+
+GPTs of ``examples/gpt.py`` in bf16 with AdamW and rematerialised blocks, sequences of 1024, one a
+device, on H100s. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU. Exits with 1 where
+a limit is missed.
+"""
+
+import argparse
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.offload_largest import Largest, find_largest
+from benchmarks.offload_programs import Compiled, Costs, OffloadCase
+from benchmarks.offload_tables import (
+    NOTES,
+    Limit,
+    Rows,
+    largest_rows,
+    optimizer_rows,
+    overlap_rows,
+    size_rows,
+)
+from benchmarks.report import circumstances, console, write_json
+
+GIGA = 10**9
+SECTIONS = ("sizes", "optimizer", "overlap", "largest")
+RESERVE = 3 * GIGA // 2  # of a device's memory, for the CUDA context and the allocator
+SMALL = 4_000_000  # elements of a sub-group
+BOTH = OffloadCase(stage=3, optimizer=True, param=True, devices=1, scan=True, n_layer=48)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What to compile.
+
+    Attributes:
+      sizes: (name, case, bytes of device memory at most).
+      optimizer: with the optimizer offloaded.
+      overlap: cases whose copies are looked at.
+      modes, memories, reserve, ladder: see :func:`find_largest`.
+    """
+
+    sizes: list[tuple[str, OffloadCase, int]]
+    optimizer: list[OffloadCase]
+    overlap: list[OffloadCase]
+    modes: dict[str, OffloadCase]
+    memories: list[int]
+    reserve: int = RESERVE
+    ladder: tuple[tuple[int, int], ...] | None = None
+
+
+def full() -> Work:
+    """Everything."""
+
+    def both(layers: int, width: int, heads: int) -> OffloadCase:
+        return dataclasses.replace(BOTH, n_layer=layers, n_embd=width, n_head=heads)
+
+    def offloaded(stage: int, devices: int, **kw: Any) -> OffloadCase:
+        return dataclasses.replace(BOTH, stage=stage, devices=devices, param=False, **kw)
+
+    unrolled = {"scan": False, "n_layer": 6}
+    half = OffloadCase(stage=2, optimizer=True, scan=True)
+    modes = {
+        f"stage {s}, 8 GPUs" if s else "no ZeRO, 8 GPUs": OffloadCase(stage=s, scan=True)
+        for s in (0, 1, 2, 3)
+    }
+    for n, gpus in ((1, "1 GPU"), (8, "8 GPUs")):
+        modes[f"stage 2, optimizer offloaded, {gpus}"] = dataclasses.replace(half, devices=n)
+        modes[f"stage 3, both offloaded, {gpus}"] = dataclasses.replace(BOTH, devices=n)
+    return Work(
+        sizes=[
+            ("GPT-2 XL", BOTH, 3 * GIGA),
+            ("13B", both(40, 5120, 40), 6 * GIGA),
+            ("30B", both(60, 6656, 52), 10 * GIGA),
+            ("65B", both(80, 8192, 64), 16 * GIGA),
+            ("GPT-2 XL, unrolled", dataclasses.replace(BOTH, scan=False), 8 * GIGA),
+        ],
+        optimizer=[
+            *(offloaded(stage, n) for n in (1, 8) for stage in (1, 2, 3)),
+            *(offloaded(2, n, sub_group_size=SMALL) for n in (1, 8)),
+            *(offloaded(stage, 8, **unrolled) for stage in (1, 2, 3)),
+            offloaded(2, 1, **unrolled),
+        ],
+        overlap=[BOTH, dataclasses.replace(BOTH, devices=8), offloaded(2, 8)],
+        modes=modes,
+        memories=[24 * GIGA, 40 * GIGA, 80 * GIGA],
+    )
+
+
+def quick() -> Work:
+    """Toy sizes, which say nothing of real ones."""
+    both = dataclasses.replace(
+        BOTH,
+        n_layer=4,
+        n_head=4,
+        n_embd=512,
+        vocab_size=512,
+        block_size=256,
+        sub_group_size=SMALL,
+    )
+    optimizer = dataclasses.replace(both, stage=2, devices=8, param=False, sub_group_size=400_000)
+    return Work(
+        sizes=[("toy", both, GIGA // 5)],
+        optimizer=[optimizer],
+        overlap=[both],
+        modes={"both offloaded, 1 GPU": both},
+        memories=[GIGA // 5],
+        reserve=0,
+        ladder=((512, 4),),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """Tables by section, the limits, and the figures for JSON."""
+
+    tables: dict[str, Rows]
+    limits: list[Limit]
+    figures: dict[str, Any]
+
+    def missed(self) -> list[str]:
+        return [str(limit) for limit in self.limits if not limit.held]
+
+
+def run(
+    work: Work,
+    wanted: tuple[str, ...] = SECTIONS,
+    out: Console | None = None,
+    known: dict[OffloadCase, Costs] | None = None,
+) -> Results:
+    """Compile the wanted sections and print their tables as they are ready.
+
+    ``known``, if given, takes up the costs of all cases.
+    """
+    out = out or console()
+    tables: dict[str, Rows] = {}
+    limits: list[Limit] = []
+    figures: dict[str, Any] = {}
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task("")
+        costs = Compiled(
+            lambda what: progress.update(task, description=what), {} if known is None else known
+        )
+
+        def show(name: str, rows: Rows, bounds: list[Limit], found: Any) -> None:
+            tables[name], figures[name] = rows, found
+            limits.extend(bounds)
+            table = Table(*rows[0], title=name, caption=NOTES[name], caption_justify="left")
+            for row in rows[1:]:
+                table.add_row(*row)
+            out.print(table)
+
+        if "sizes" in wanted:
+            sizes = [(name, costs(case), limit) for name, case, limit in work.sizes]
+            show("sizes", *size_rows(sizes), [plain(c) for _, c, _ in sizes])
+        if "optimizer" in wanted:
+            pairs = [(costs(case), costs(without(case))) for case in work.optimizer]
+            show("optimizer", *optimizer_rows(pairs), [list(map(plain, pair)) for pair in pairs])
+        if "overlap" in wanted:
+            cases = [costs(case) for case in work.overlap]
+            rows, bounds = overlap_rows(cases)
+            show("overlap", rows, bounds, rows)
+        if "largest" in wanted:
+            ladder = {} if work.ladder is None else {"ladder": work.ladder}
+            found: list[Largest] = find_largest(
+                work.modes,
+                work.memories,
+                work.reserve,
+                costs,
+                lambda each: out.print(f"{each.mode}, {each.memory / GIGA:g} GB: found"),
+                **ladder,
+            )
+            rows, bounds = largest_rows(found)
+            show("largest", rows, bounds, rows)
+    return Results(tables=tables, limits=limits, figures=figures)
+
+
+def without(case: OffloadCase) -> OffloadCase:
+    """The same case with nothing offloaded."""
+    return dataclasses.replace(case, optimizer=False, param=False, sub_group_size=None)
+
+
+def plain(costs: Costs) -> dict[str, Any]:
+    """The figures of a case without its list of copies."""
+    found = dataclasses.asdict(costs)
+    for program in found["programs"]:
+        del program["copies"]
+    return found
+
+
+def markdown(results: Results) -> str:
+    """The record."""
+    found = circumstances()
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    parts = [
+        "# Memory under offload\n\n"
+        f"Date: {datetime.date.today()}. Command: `{found['command']}` (figures as JSON beside "
+        f"this file).\nMachine: {found['cores']} CPU cores, no GPU. Versions: {versions}.\n\n"
+        "Compiled by XLA:GPU for H100s that are not there. GPTs with rematerialised blocks, "
+        "sequences of 1024, one a device,\nbf16 compute with fp32 masters, AdamW. GB are 10^9 "
+        "bytes, of one device. Device bytes of a program: arguments, temporaries,\nresults that "
+        "take no argument's place, and what rests on the device meanwhile."
+    ]
+    for name, rows in results.tables.items():
+        rule = ["---", *("---:" for _ in rows[0][1:])]
+        lines = "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+        parts.append(f"## {name}\n\n{NOTES[name]}\n\n{lines}")
+    parts.append(f"Limits missed: {'; '.join(results.missed()) or 'none'}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload", description="Memory under offload."
+    )
+    parser.add_argument("--quick", action="store_true", help="toy sizes")
+    parser.add_argument("--only", action="append", choices=SECTIONS, help="may be repeated")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
+    options = parser.parse_args()
+    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    jax.config.update("jax_platforms", "cpu")
+    results = run(quick() if options.quick else full(), tuple(options.only or SECTIONS))
+    figures = results.figures | {"missed": results.missed()}
+    if options.json:
+        write_json(options.json, figures)
+    if options.record:
+        stem = options.record / f"{datetime.date.today()}-offload"
+        write_json(stem.with_suffix(".json"), figures)
+        stem.with_suffix(".md").write_text(markdown(results))
+    if missed := results.missed():
+        raise SystemExit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Compile all programs of one offloaded step for GPUs that are not there, and write down the bytes.
+
+    costs = compile_costs(OffloadCase(stage=3, optimizer=True, param=True, devices=1, scan=True))
+    costs.peak.device_bytes, costs.host_bytes
+
+The program is that of ``measure.py``. ``offload.py`` prints these figures, and the tests assert
+on them.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+import zerojax
+from benchmarks.measure import Case, create_state_of, train_step_of
+from zerojax.foresight.copies import HostCopy, host_copies, in_host
+from zerojax.foresight.hlo import parse
+from zerojax.offload.groups import LARGEST
+from zerojax.offload.places import DEVICE, HOST
+
+GRADIENTS, STEP = "gradients", "step"
+MOMENTS_AND_MASTER = 12  # bytes of an element's state under AdamW
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadCase(Case):
+    """What to compile.
+
+    Attributes:
+      optimizer, param: offloaded to the host.
+      sub_group_size: None for the config's default.
+    """
+
+    micro_batch: int = 1
+    optimizer: bool = False
+    param: bool = False
+    sub_group_size: int | None = None
+
+    @property
+    def where(self) -> str:
+        gpus = "one GPU" if self.devices == 1 else f"{self.devices} GPUs"
+        return f"stage {self.stage}, {gpus}" + ("" if self.scan else ", unrolled")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        places = {"offload_optimizer": self.optimizer, "offload_param": self.param}
+        zero: dict[str, Any] = {"stage": self.stage}
+        zero |= {key: {"device": "cpu"} for key, wanted in places.items() if wanted}
+        zero |= {} if self.sub_group_size is None else {"sub_group_size": self.sub_group_size}
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+        }
+
+    @property
+    def sub_group_bytes(self) -> int:
+        """Masters and moments of one sub-group."""
+        size = LARGEST if self.sub_group_size is None else min(self.sub_group_size, LARGEST)
+        return MOMENTS_AND_MASTER * size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one program takes of a device's memory. Sizes in bytes.
+
+    Attributes:
+      argument, temporary: as XLA's ``memory_analysis`` has them.
+      result: results that do not take the place of arguments; no part of the temporaries.
+      resting: on the device meanwhile, but no argument of this program.
+      host_temporary: beside what lies in host memory between programs.
+      copies: between device and host memory.
+      seconds: of compiling.
+    """
+
+    name: str
+    argument: int
+    temporary: int
+    result: int
+    resting: int
+    host_temporary: int
+    copies: tuple[HostCopy, ...] = dataclasses.field(repr=False)
+    seconds: float
+
+    @property
+    def device_bytes(self) -> int:
+        return self.argument + self.temporary + self.result + self.resting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a step takes of each device and of the host for it. Sizes in bytes.
+
+    Attributes:
+      parameters: how many there are.
+      state_bytes: masters, moments and the rest of the state that lie on the device.
+      between_bytes: compute parameters, and gradients, that lie on the device between programs.
+      host_bytes: at the most: state, compute parameters and gradients there.
+      programs: in the order they run.
+    """
+
+    case: OffloadCase
+    parameters: int
+    state_bytes: int
+    between_bytes: int
+    host_bytes: int
+    programs: tuple[Footprint, ...]
+
+    @property
+    def peak(self) -> Footprint:
+        return max(self.programs, key=lambda p: p.device_bytes)
+
+    @property
+    def gradients(self) -> Footprint:
+        """The program that makes the gradients; without offload the whole step."""
+        return self.programs[0]
+
+    @property
+    def updates(self) -> tuple[Footprint, ...]:
+        return self.programs[1:]
+
+    @property
+    def update_peak(self) -> Footprint:
+        return max(self.updates, key=lambda p: p.device_bytes)
+
+    @property
+    def sub_groups(self) -> float:
+        """How many sub-groups' bytes the updates hold beyond gradients and compute parameters."""
+        return (self.update_peak.device_bytes - self.between_bytes) / self.case.sub_group_bytes
+
+
+def compile_costs(
+    case: OffloadCase,
+    enough: Callable[[Footprint], bool] = lambda footprint: False,
+    note: Callable[[str], None] = lambda name: None,
+) -> Costs:
+    """Compile the programs of a case and measure them.
+
+    Args:
+      case: what to compile.
+      enough: told of each program; where it is True the others are left out.
+      note: told the name of each program before it is compiled.
+
+    Raises:
+      ImportError: the GPU compiler's wheels are not installed.
+    """
+    zero = zerojax.zero(case.config, mesh=zerojax.topology(case.device, case.devices))
+    state = zero.abstract_state(create_state_of(case.model), jax.random.key(0))
+    plan = zero.plan(state)
+    found: list[Footprint] = []
+    between = host = 0
+    lowered: Iterator[tuple[str, Any]] = zero(train_step_of(case.model)).programs(state, case.batch)
+    for name, program in lowered:
+        note(name)
+        began = time.perf_counter()
+        executable = program.compile()
+        seconds = time.perf_counter() - began
+        memory, text = executable.memory_analysis(), executable.as_text()
+        result = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        if name == GRADIENTS:
+            between = memory.argument_size_in_bytes + result
+            host = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
+        known = name in (GRADIENTS, STEP)
+        found.append(
+            Footprint(
+                name=name,
+                argument=memory.argument_size_in_bytes,
+                temporary=memory.temp_size_in_bytes,
+                result=result,
+                resting=0 if known else between - _of_between(text),
+                host_temporary=memory.host_temp_size_in_bytes,
+                copies=host_copies(text),
+                seconds=seconds,
+            )
+        )
+        if enough(found[-1]):
+            break
+    return Costs(
+        case=case,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        state_bytes=plan.bytes_in(DEVICE),
+        between_bytes=between,
+        host_bytes=plan.bytes_in(HOST) + host + max(each.host_temporary for each in found),
+        programs=tuple(found),
+    )
+
+
+class Compiled:
+    """Costs of cases, each compiled once.
+
+    Args:
+      note: told what is being compiled.
+      known: cases compiled before; others are added.
+    """
+
+    def __init__(self, note: Callable[[str], None], known: dict[OffloadCase, Costs]) -> None:
+        self._note, self._known = note, known
+
+    def __call__(self, case: OffloadCase, room: int | None = None) -> Costs:
+        """``room``: programs after one that takes more are left out."""
+        if case not in self._known:
+            size = f"{case.n_layer} layers of {case.n_embd}"
+            found = compile_costs(
+                case,
+                enough=lambda p: room is not None and p.device_bytes > room,
+                note=lambda name: self._note(f"compiling {case.where}, {size}: {name}"),
+            )
+            if found.peak.device_bytes > (room or found.peak.device_bytes):
+                return found  # not all of it
+            self._known[case] = found
+        return self._known[case]
+
+
+def _of_between(text: str) -> int:
+    """Bytes of an update program's arguments that are gradients and compute parameters: all that
+    it reads or replaces on the device. Its pieces of the state come as ``loaded``."""
+    hosted = in_host(text)
+    return sum(
+        shape.bytes
+        for each in parse(text).entry.instructions
+        if each.opcode == "parameter" and each.op_name.startswith(("written[", "read["))
+        if each.name not in hosted
+        for shape in each.shapes
+    )

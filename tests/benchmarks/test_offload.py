@@ -1,0 +1,118 @@
+"""What offload takes of the device, asserted on the very figures that the benchmark prints."""
+
+import functools
+import io
+
+import pytest
+from rich.console import Console
+
+from benchmarks.offload import GIGA, Results, full, markdown, quick, run
+from benchmarks.offload_largest import CLEARLY, LADDER, parameters, search
+from benchmarks.offload_programs import Costs, OffloadCase
+from benchmarks.offload_tables import Limit, overlap, parts
+
+gpu_compile = [
+    pytest.mark.gpu_compile,
+    pytest.mark.usefixtures("require_gpu_compiler"),
+    pytest.mark.xdist_group("offload"),  # one worker, so that each case is compiled once
+]
+BOTH = quick().sizes[0][1]
+
+
+@functools.cache
+def compiled() -> tuple[Results, dict[OffloadCase, Costs]]:
+    known: dict[OffloadCase, Costs] = {}
+    return run(quick(), out=Console(file=io.StringIO(), width=160), known=known), known
+
+
+def both() -> Costs:
+    return compiled()[1][BOTH]
+
+
+class TestCompiled:
+    pytestmark = gpu_compile
+
+    def test_all_sections_are_there_and_no_limit_is_missed(self) -> None:
+        found = compiled()[0]
+        assert list(found.tables) == ["sizes", "optimizer", "overlap", "largest"]
+        assert len(found.limits) == 3
+        assert not found.missed()
+        assert "Limits missed: none." in markdown(found)
+
+    def test_device_holds_next_to_nothing_between_programs(self) -> None:
+        found = both()
+        assert found.state_bytes < 1000
+        assert found.between_bytes < 0.01 * 4 * found.parameters
+        assert found.host_bytes == pytest.approx(16 * found.parameters, rel=0.01)
+
+    def test_updates_hold_three_halves_of_a_sub_group(self) -> None:
+        """A third more than the state: gradients and compute parameters stream, too."""
+        found = both()
+        assert 1 < found.sub_groups < 1.5 * 16 / 12 * 1.05
+
+    def test_loads_span_computation_in_the_forward_and_the_backward_loop(self) -> None:
+        loops = parts(both())
+        for name in ("gradients, forward loop", "gradients, backward loop"):
+            inward = overlap(loops[name], inward=True)
+            assert inward.bytes > 0
+            assert inward.products == inward.compute == 1, name
+            assert inward.fewest > 1
+
+    def test_gradients_leave_in_the_backward_loop_while_it_computes(self) -> None:
+        outward = overlap(parts(both())["gradients, backward loop"], inward=False)
+        assert outward.bytes > 0
+        assert outward.products == 1
+
+    def test_no_load_of_an_update_is_waited_for_alone(self) -> None:
+        """Each is under way over the update or over a copy the other way."""
+        moving = [u.copies for u in both().updates if any(not c.inward for c in u.copies)]
+        loads = [c for copies in moving for c in copies if c.inward]
+        assert loads
+        for copies in moving:
+            for load in (c for c in copies if c.inward):
+                others = (c for c in copies if not c.inward)
+                assert load.spans or any(load.beside(other) for other in others)
+
+
+def test_a_limit_says_whether_it_was_held() -> None:
+    assert str(Limit("toy", 1.0, 2.0)).endswith("held")
+    assert str(Limit("toy", 2.5, 2.0)) == "toy: 2.50 GB, limit 2.00: MISSED"
+
+
+def test_the_limits_are_those_of_the_full_run() -> None:
+    assert [(name, limit // GIGA) for name, _, limit in full().sizes] == [
+        ("GPT-2 XL", 3),
+        ("13B", 6),
+        ("30B", 10),
+        ("65B", 16),
+        ("GPT-2 XL, unrolled", 8),
+    ]
+
+
+SIZES = [parameters(*size) for size in LADDER]
+
+
+def test_the_ladder_rises() -> None:
+    assert sorted(SIZES) == SIZES
+    assert 0.1e9 < SIZES[0] < 0.2e9
+    assert SIZES[-1] > 500e9
+
+
+@pytest.mark.parametrize("room", [1e8, 2e9, 22.5e9, 38.5e9, 78.5e9, 1e14])
+@pytest.mark.parametrize(("fixed", "each"), [(0.5e9, 16), (1.0e9, 4.1), (0.7e9, 0.1)])
+def test_search_finds_the_last_that_fits(room: float, fixed: float, each: float) -> None:
+    true = [round(fixed + each * size) for size in SIZES]
+    known: dict[int, int] = {}
+    at, estimate = search(round(room), SIZES, known, true.__getitem__)
+    fits = [i for i, size in enumerate(true) if size <= room]
+    assert at == (fits[-1] if fits else -1)
+    assert len(known) <= 8
+    if estimate is not None:  # the next was left out for a reason
+        assert at + 1 not in known
+        assert estimate > CLEARLY * room
+
+
+def test_search_uses_what_earlier_searches_measured() -> None:
+    true = [16 * size for size in SIZES]
+    known = dict(enumerate(true))
+    assert search(true[5], SIZES, known, lambda at: pytest.fail("measured again")) == (5, None)

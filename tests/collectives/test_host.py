@@ -1,0 +1,93 @@
+"""Values that come in from host memory ahead of their use, and gradients that leave for it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import equations
+
+from zerojax.collectives.host import Ahead, Host, entry, fetched, on_host, sent
+from zerojax.collectives.shard import Away, Shard
+
+STACK = np.arange(12, dtype="float32").reshape(4, 3)
+
+
+class Twice:
+    """A :class:`Source` of twice the stack."""
+
+    def whole(self) -> jax.Array:
+        return jnp.asarray(2 * STACK)
+
+    def entry(self, index: Any) -> jax.Array:
+        return jnp.asarray(2 * STACK)[index]
+
+
+def kept(x: jax.Array, spec: Any) -> jax.Array:
+    return x
+
+
+def test_what_lies_there() -> None:
+    x = jnp.ones(3)
+    assert on_host(Away(x))
+    assert on_host(Shard(x, (None,), host=True))
+    assert not on_host(Shard(x, ("data",)))
+    assert not on_host(x)
+
+
+def test_there_and_back() -> None:
+    def around(x: jax.Array) -> Any:
+        away = sent(x)
+        return fetched(away), entry(away, 2)
+
+    moves = [
+        eqn.params["devices"][0]
+        for _, eqn in equations(jax.make_jaxpr(around)(STACK))
+        if eqn.primitive.name == "device_put"
+    ]
+    assert moves == [jax.memory.Space.Host, *[jax.memory.Space.Device] * 2]
+    whole, row = jax.jit(around)(STACK)
+    np.testing.assert_array_equal(whole, STACK)
+    np.testing.assert_array_equal(row, STACK[2])
+
+
+def test_a_source_brings_its_own() -> None:
+    np.testing.assert_array_equal(fetched(Twice()), 2 * STACK)
+    np.testing.assert_array_equal(entry(Twice(), 1), 2 * STACK[1])
+
+
+def test_a_gradient_leaves_with_its_sum() -> None:
+    host = Host(smallest=6, sums=lambda rows: rows**2)
+    assert host.takes(jnp.ones(3), times=2)
+    assert not host.takes(jnp.ones(3))
+    row, total = jax.jit(host.send)(jnp.arange(3.0))
+    np.testing.assert_array_equal(row, [0, 1, 2])
+    assert total == 5
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_iteration_has_its_entries(reverse: bool) -> None:
+    xs = [
+        jnp.asarray(STACK),
+        Away(jnp.asarray(STACK)),
+        Shard(Twice(), (None, None), host=True),  # type: ignore[arg-type]
+        Shard(jnp.asarray(STACK), (None, "data")),
+    ]
+    ahead = Ahead(xs, len(STACK), reverse, kept)
+
+    def body(come: Any, at: Any) -> Any:
+        index, rest = at
+        return ahead.fetch(index), ahead.merged(come, rest)
+
+    loop = (ahead.order(), ahead.rest())
+    _, got = lax.scan(body, ahead.first(), loop, length=len(STACK), reverse=reverse)
+    for y, factor in zip(got, [1, 1, 2, 1], strict=True):
+        np.testing.assert_array_equal(y, factor * STACK)
+
+
+def test_without_any_there_is_nothing_to_order() -> None:
+    ahead = Ahead([jnp.asarray(STACK)], len(STACK), False, kept)
+    assert ahead.order() is None
+    assert ahead.first() == []

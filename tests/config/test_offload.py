@@ -1,0 +1,258 @@
+"""Offload: what the sections become, what is refused, and what is told."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from zerojax.config import ConfigError, OffloadOptimizer, OffloadParam, ZeroConfig, load
+from zerojax.config.explain import explain
+from zerojax.config.keys import KEYS
+from zerojax.config.offload import OFFLOAD
+
+ZERO = "zero_optimization"
+DISK = {"device": "nvme", "nvme_path": "/disk"}
+
+
+def of(stage=3, **zero):
+    return {ZERO: {"stage": stage, **zero}}
+
+
+def notes(config):
+    return {note.key.removeprefix(f"{ZERO}."): note for note in config.notes}
+
+
+@pytest.mark.parametrize("section", OFFLOAD)
+def test_the_defaults_are_those_of_the_table(section):
+    for item in dataclasses.fields(OFFLOAD[section]):
+        if item.name != "device":
+            assert item.default == KEYS[f"{ZERO}.{section}.{item.name}"].default
+
+
+@pytest.mark.parametrize("section", OFFLOAD)
+def test_forms_of_a_keyword(section):
+    cls = OFFLOAD[section]
+    for given in ("cpu", {"device": "cpu"}, {}, cls()):
+        config = ZeroConfig.from_keywords(stage=3, **{section: given})
+        assert getattr(config, section) == cls()
+    for given in ("none", {"device": "none"}, {"device": None, "buffer_count": 8}, None):
+        assert ZeroConfig.from_keywords(**{section: given}) == ZeroConfig()
+    config = ZeroConfig.from_keywords(stage=3, **{section: DISK | {"buffer_count": 2}})
+    assert getattr(config, section) == cls(**DISK, buffer_count=2)
+
+
+@pytest.mark.parametrize("section", OFFLOAD)
+@pytest.mark.parametrize(
+    "given", [None, {}, {"device": None}, {"device": "none"}, {"device": "auto"}]
+)
+def test_what_is_none_in_a_json(section, given):
+    config = load(of(0, **{section: given}))
+    assert getattr(config, section) is None
+    rows, problems = explain(of(0, **{section: given}))
+    assert not problems
+    assert not [row for row in rows if "not judged" in row.why]
+
+
+def test_it_copies_hashes_and_replaces():
+    config = load(of(offload_optimizer={"device": "cpu", "compute_on": "host"}, offload_param=DISK))
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config
+        assert hash(twin) == hash(config)
+    without = dataclasses.replace(config, offload_param=None, offload_optimizer=None)
+    assert without != config
+    assert without == load(of())
+    with pytest.raises(ConfigError, match=r"^offload_param: .*set stage to 3"):
+        dataclasses.replace(config, stage=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.offload_param.device = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        (
+            of(0, offload_optimizer={"device": "cpu"}),
+            'offload_optimizer.device: "cpu" needs stage 1, 2 or 3, where the optimizer state is '
+            f"sharded, and the stage is 0; set {ZERO}.stage to 1, or the device to none",
+        ),
+        (
+            of(2, offload_param=DISK),
+            'offload_param.device: "nvme" needs stage 3, where parameters are sharded, and the '
+            f"stage is 2; set {ZERO}.stage to 3, or the device to none",
+        ),
+        (of(0, cpu_offload=True), 'cpu_offload: "cpu" needs stage 1, 2 or 3'),
+        (of(1, cpu_offload_param=True), 'cpu_offload_param: "cpu" needs stage 3'),
+        *(
+            (of(offload_param={"device": "nvme", "nvme_path": path}), "offload_param.nvme_path: ")
+            for path in (None, "", "auto")
+        ),
+        (
+            of(offload_optimizer={"device": "nvme"}),
+            'offload_optimizer.nvme_path: device "nvme" needs the folder to write to; give it',
+        ),
+        (
+            of(offload_optimizer={"device": "cpu", "ratio": 0}),
+            'offload_optimizer.ratio = 0.0 offloads nothing; set device to "none"',
+        ),
+        (
+            of(offload_optimizer={"device": "cpu", "ratio": 1.5}),
+            "offload_optimizer.ratio: expected a number from 0 to 1, got 1.5",
+        ),
+        (
+            of(offload_optimizer=DISK | {"ratio": 0.5}),
+            'offload_optimizer.ratio = 0.5 is for device "cpu"; with "nvme" leave it out',
+        ),
+        (
+            of(offload_optimizer=DISK | {"compute_on": "host"}),
+            'offload_optimizer.compute_on = "host" is for device "cpu"; with "nvme" leave it out',
+        ),
+        (
+            of(offload_optimizer={"device": "cpu", "compute_on": "gpu"}),
+            'offload_optimizer.compute_on: expected one of "device", "host" or null, got "gpu"',
+        ),
+        (
+            of(offload_param={"device": "gpu"}),
+            'offload_param.device: expected one of "none", "cpu", "nvme" or null, got "gpu"',
+        ),
+        (
+            of(offload_param=DISK | {"buffer_count": 1}),
+            "offload_param.buffer_count: expected a whole number of at least 2, got 1",
+        ),
+        (of(offload_param=DISK | {"max_in_cpu": -1}), "offload_param.max_in_cpu: expected"),
+        (of(offload_param=DISK | {"nvme_path": 3}), "offload_param.nvme_path: expected a string"),
+        (of(offload_param=DISK | {"ratio": 1.0}), "belongs at `zero_optimization.offload_optimi"),
+        (of(offload_optimizer={"compute_onn": 1}), "did you mean `zero_optimization.offload_opti"),
+        (of(offload_optimizer="cpu"), 'offload_optimizer: expected an object, got "cpu"'),
+        (
+            of(cpu_offload=True, offload_optimizer=DISK),
+            'cpu_offload = true says otherwise than zero_optimization.offload_optimizer.device = "n'
+            'vme"; take it out',
+        ),
+        (
+            of(cpu_offload=False, offload_optimizer={"device": "cpu"}),
+            "cpu_offload = false says oth",
+        ),
+        (of(cpu_offload=True, offload_optimizer={"device": "auto"}), '.device = "none"; take it'),
+        (of(cpu_offload_param=True, cpu_offload_params=False), "cpu_offload_params = false says"),
+        (of(sub_group_size=-1), "sub_group_size: expected a whole number of at least 0"),
+    ],
+)
+def test_what_a_json_cannot_say(zero, says):
+    with pytest.raises(ConfigError) as caught:
+        load(zero)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{ZERO}.")
+    assert says in problem
+    rows, problems = explain(zero)
+    assert problems == (problem,)
+    assert all(row.why in problem for row in rows if row.became in ("wrong", "refused"))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"offload_optimizer": "cpu"}, 'offload_optimizer: "cpu" needs stage 1, 2 or 3'),
+        ({"stage": 2, "offload_param": "cpu"}, "offload_param: .*; set stage to 3, or the device"),
+        ({"stage": 3, "offload_param": "nvme"}, 'offload_param.nvme_path: device "nvme" needs'),
+        ({"stage": 3, "offload_param": "disk"}, 'device: expected "cpu" or "nvme", got "disk"'),
+        ({"stage": 3, "offload_param": True}, "offload_param: expected OffloadParam, a mapping"),
+        ({"offload_param": {"devise": "cpu"}}, "offload_param.devise: .* mean `device`"),
+        ({"offload_optimizer": {"device": "none", "ratio": 2}}, "offload_optimizer.ratio: expect"),
+        ({"stage": 1, "offload_optimizer": {"ratio": 0.0}}, "offload_optimizer.ratio = 0.0 offloa"),
+        ({"stage": 1, "offload_optimizer": {"buffer_count": True}}, "buffer_count: expected a who"),
+        ({"cpu_checkpointing": 1}, "cpu_checkpointing: expected true or false"),
+        ({"sub_group_size": 0.5}, "sub_group_size: expected a whole number"),
+        ({"cpu_offload": True}, "cpu_offload: unknown keyword"),
+    ],
+)
+def test_what_keywords_cannot_say(keywords, says):
+    with pytest.raises(ConfigError, match=says):
+        ZeroConfig.from_keywords(**keywords)
+
+
+def test_the_classes_check_too():
+    with pytest.raises(ConfigError, match=r"^ratio = 0\.5 is for device"):
+        OffloadOptimizer(device="nvme", nvme_path="/disk", ratio=0.5)
+    with pytest.raises(ConfigError, match='expected "cpu" or "nvme", got "none"'):
+        OffloadParam(device="none")
+    with pytest.raises(ConfigError, match="expected OffloadParam or None"):
+        ZeroConfig(stage=3, offload_param="cpu")
+    with pytest.raises(ConfigError, match="expected OffloadOptimizer or None"):
+        ZeroConfig(stage=3, offload_optimizer=OffloadParam())
+
+
+def test_a_wrong_stage_is_the_only_thing_told():
+    for stage in (4, "auto"):
+        with pytest.raises(ConfigError) as caught:
+            load(of(stage, offload_param={"device": "cpu"}))
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"{ZERO}.stage: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "section"),
+    [
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_param", "offload_param"),
+        ("cpu_offload_params", "offload_param"),
+    ],
+)
+def test_old_switches(old, section):
+    config = load(of(**{old: True}))
+    assert config == load(of(**{section: {"device": "cpu"}}))
+    assert load(of(**{old: True, section: {"device": "cpu"}})) == config
+    assert load(of(**{old: True, section: None})) == config
+    assert notes(config)[old].status == "honoured"
+    assert "deprecated" in notes(config)[old].reason
+    for off in (False, None, "auto"):
+        assert load(of(0, **{old: off})) == load(of(0))
+
+
+def test_a_path_that_only_the_program_knows():
+    key = f"{ZERO}.offload_param.nvme_path"
+    given = of(offload_param={"device": "nvme", "nvme_path": "auto"})
+    assert load(given, auto={key: "/disk"}).offload_param.nvme_path == "/disk"
+    given = of(offload_param={"device": "cpu", "nvme_path": "auto"})
+    assert notes(load(given))["offload_param.nvme_path"].status == "resolved"
+
+
+def test_what_has_no_effect_is_noted():
+    idle = {"nvme_path": "/disk", "buffer_count": 8}
+    config = load(of(offload_param={"device": "cpu", "max_in_cpu": 1e6, **idle}))
+    told = notes(config)
+    for name in ("nvme_path", "buffer_count", "max_in_cpu"):
+        assert told[f"offload_param.{name}"].status == "no effect"
+        assert 'the device is "cpu"' in told[f"offload_param.{name}"].reason
+    assert told["offload_param.device"].status == "honoured"
+    off = notes(load(of(offload_optimizer={"device": "none", "ratio": 0, **idle})))
+    for name in ("nvme_path", "buffer_count", "ratio"):
+        assert off[f"offload_optimizer.{name}"].reason == "nothing of it is offloaded"
+    config = ZeroConfig.from_keywords(stage=3, offload_param={"nvme_path": "/disk"})
+    (note,) = config.notes
+    assert (note.key, note.status) == ("offload_param.nvme_path", "no effect")
+    assert dataclasses.replace(config, bf16=True).notes == (note,)
+    assert dataclasses.replace(config, offload_param=OffloadParam()).notes == ()
+
+
+def test_sub_groups():
+    told = notes(load(of(sub_group_size=1e9)))["sub_group_size"]
+    assert (told.status, told.reason) == ("no effect", "nothing is offloaded")
+    config = load(of(sub_group_size=1e9, offload_optimizer={"device": "cpu"}))
+    told = notes(config)["sub_group_size"]
+    assert (told.status, told.holds) == ("honoured", 1_000_000_000)
+    assert "an upper bound" in told.reason
+    assert "at most 33,554,432" in told.reason
+    (note,) = ZeroConfig(stage=3, sub_group_size=1000).notes
+    assert (note.key, note.reason) == ("sub_group_size", "nothing is offloaded")
+    assert ZeroConfig(stage=3, sub_group_size=1000, offload_param=OffloadParam()).notes == ()
+    assert ZeroConfig(sub_group_size=0) == ZeroConfig()
+    assert load(of(sub_group_size="auto")).sub_group_size == 1_000_000_000
+
+
+def test_activations():
+    config = load({"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert config.cpu_checkpointing
+    (note,) = [n for n in config.notes if "cpu_checkpointing" in n.key]
+    assert note.status == "honoured"
+    assert "residuals of rematerialised blocks in a scan are kept in host memory" in note.reason

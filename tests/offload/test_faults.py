@@ -1,0 +1,223 @@
+"""What goes wrong with a disk while a state on it is trained, and what is under way at once."""
+
+import errno
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from offload import killed
+from offload.training import BATCH, create, train_step, zero_for
+
+from zerojax.checkpoint import Checkpointer
+from zerojax.offload import disk_file
+from zerojax.offload.disk import DiskStore
+from zerojax.offload.disk_errors import DiskError, DiskStateError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+REMEDY = r"restore the last checkpoint \(Checkpointer.restore\)"
+
+
+def values(state: Any) -> list[np.ndarray]:
+    return [np.array(x) for x in jax.tree.leaves(state)]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for x, y in zip(values(a), values(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("missing", "is not there: make the folder"), ("file", "is a file: name a")]
+)
+def test_a_path_that_is_no_folder(tmp_path: Path, kind: str, said: str) -> None:
+    path = tmp_path / "disk"
+    if kind == "file":
+        path.touch()
+    with pytest.raises(DiskError, match=rf"nvme_path {path} {said}"):
+        zero_for(path).init(create)
+    plain = create()
+    with pytest.raises(DiskError, match=rf"nvme_path {path} {said}"):
+        zero_for(path)(train_step)(plain, BATCH)
+    values(plain)  # still there
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("may not mount a small disk here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_state_too_large_for_the_disk(small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(b"x" * 55_000)  # the state takes 11,520
+    with pytest.raises(DiskError, match=rf"{small_disk} has .* free and the state needs 0.0115 MB"):
+        zero_for(small_disk).init(create)
+
+
+def test_a_disk_that_fills_up_under_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by that step or the next; those after it ask for a checkpoint, room or not."""
+
+    def full(path: Path, data: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    zero = zero_for(tmp_path)
+    step, state = zero(train_step), zero.init(create)
+    state, _ = step(state, BATCH)
+    zero.states.shelf.store.wait()
+    monkeypatch.setattr(disk_file, "write", full)
+
+    def two() -> None:
+        step(step(state, BATCH)[0], BATCH)
+
+    with pytest.raises(DiskStateError, match=rf"No space left on device.*lost.*{REMEDY}"):
+        two()
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(DiskStateError, match=REMEDY):
+            two()
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink])
+def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    zero = zero_for(tmp_path)
+    step, state = zero(train_step), zero.init(create)
+    state, _ = step(state, BATCH)
+    store = zero.states.shelf.store
+    store.wait()
+    mu = state.opt_state.inner[0].mu["w"].leaf
+    harm(store._blocks[mu._key(0, 0)].file)
+    named = rf"opt_state\.inner\[0\]\.mu\['w'\].*is damaged.*{REMEDY}"
+    with pytest.raises(DiskStateError, match=named):
+        np.asarray(state.opt_state.inner[0].mu["w"])
+    with pytest.raises(DiskStateError, match=named):
+        step(state, BATCH)
+    with pytest.raises(DiskStateError, match=REMEDY):
+        step(state, BATCH)
+
+
+class Interruption(BaseException):
+    """As Ctrl-C makes one, at a known moment."""
+
+
+def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
+    left: list[int] = []
+
+    def event(kind: str, key: str, when: float) -> None:
+        if left and kind == "write issued":
+            left[0] -= 1
+            if not left[0]:
+                raise Interruption
+
+    nvme, folder = tmp_path / "nvme", tmp_path / "run"
+    nvme.mkdir()
+    zero = zero_for(nvme)
+    zero.states.shelf._store = DiskStore(nvme, buffer_count=2, on_event=event)
+    step, state = zero(train_step), zero.init(create)
+    state, _ = step(state, BATCH)
+    with Checkpointer(folder, zero) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        left.append(4)
+        with pytest.raises(Interruption):
+            step(state, BATCH)
+        left.clear()
+        for x in jax.tree.leaves((state.params, state.opt_state.inner[0].mu)):
+            with pytest.raises(DiskStateError, match=f"half updated.*interrupted.*{REMEDY}"):
+                np.asarray(x)
+        with pytest.raises(DiskStateError, match=f"half updated.*interrupted.*{REMEDY}"):
+            step(state, BATCH)
+        got = checkpointer.restore(zero.abstract_state(create))
+    want = zero.init(create)
+    for _ in range(2):
+        want, _ = step(want, BATCH)
+    assert_same(step(got, BATCH)[0], want)
+
+
+def test_two_on_one_path(tmp_path: Path) -> None:
+    """At the same time, and two states of one of them."""
+    first, second = zero_for(tmp_path), zero_for(tmp_path, gradient_clipping=1e-3)
+    steps = first(train_step), second(train_step)
+    states = [first.init(create), second.init(create), first.init(create, 2.0)]
+    for _ in range(3):
+        states = [steps[i % 2](state, BATCH)[0] for i, state in enumerate(states)]
+    assert len([*tmp_path.glob("zerojax-*")]) == 2
+    for i, state in enumerate(states):
+        alone = (first, second)[i % 2].init(create, 2.0 if i == 2 else 1.0)
+        for _ in range(3):
+            alone, _ = steps[i % 2](alone, BATCH)
+        assert_same(alone, state)
+    assert any((a != b).any() for a, b in zip(values(states[0]), values(states[2]), strict=True))
+
+
+def test_killed_while_it_writes(tmp_path: Path) -> None:
+    """The next run removes what is left, and goes on from the last checkpoint."""
+    nvme, folder = tmp_path / "nvme", tmp_path / "run"
+    nvme.mkdir()
+    done = subprocess.run(
+        [sys.executable, killed.__file__, str(folder), str(nvme)], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["begun", "saved"], done.stderr
+    assert done.returncode == -9
+    (left,) = nvme.glob("zerojax-*")
+    assert [*left.iterdir()]
+    zero = zero_for(nvme)
+    with Checkpointer(folder, zero) as checkpointer:
+        state = checkpointer.restore(zero.abstract_state(create))
+    assert not left.exists()
+    assert len([*nvme.glob("zerojax-*")]) == 1
+    step, want = zero(train_step), zero.init(create)
+    assert int(state.step) == 2
+    for _ in range(3):
+        want, _ = step(want, BATCH)
+    assert_same(step(state, BATCH)[0], want)
+
+
+def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    zero = zero_for(tmp_path)
+    zero.states.shelf._store = DiskStore(
+        tmp_path, buffer_count=2, on_event=lambda kind, key, when: told.append((kind, key))
+    )
+    step, state = zero(train_step), zero.init(create)
+    state, _ = step(state, BATCH)
+    zero.states.shelf.store.wait()
+    told.clear()
+    step(state, BATCH)
+    zero.states.shelf.store.wait()
+    issued = [(kind.split()[0], key) for kind, key in told if kind.endswith("issued")]
+    runs = [
+        (kind, [key for _, key in run])
+        for kind, run in itertools.groupby(issued, key=lambda event: event[0])
+    ]
+    (program,) = step._programs.values()
+    n = len(program.update.groups)
+    assert n > 3
+    assert [kind for kind, _ in runs] == ["read", "write"] * (n - 1)
+    reads, writes = ([set(keys) for _, keys in runs[i::2]] for i in (0, 1))
+    # Reads of groups 0 and 1, writes of 0, reads of 2, writes of 1, ... and of the last two.
+    groups = [writes[0], reads[0] - writes[0], *reads[1:]]
+    assert all(groups)
+    assert writes == [*groups[: n - 2], groups[n - 2] | groups[n - 1]]
+    keys = [key for kind, key in issued if kind == "read"]
+    assert len(keys) == len(set(keys)), "something was read twice"
+    assert sorted(keys) == sorted(key for kind, key in issued if kind == "write")

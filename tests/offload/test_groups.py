@@ -1,0 +1,145 @@
+"""Sub-groups: each leaf once, none too large, alike where that can be."""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.offload.groups import LARGEST, Group, Lying, cuts, groups
+from zerojax.offload.separate import Cluster
+
+MESH = zerojax.mesh(8)
+WHOLE = P()
+
+
+def lying(*shape: int, spec: P = WHOLE) -> Lying:
+    return Lying(shape, jnp.dtype(jnp.float32), spec, "host")
+
+
+def clusters_of(arrays: list[Lying], whole: tuple[int, ...] = ()) -> list[Cluster]:
+    """One cluster an array, by shape alike."""
+    return [
+        Cluster((i,), (i,), i not in whole and bool(x.shape), f"{x.shape}{x.spec}{i in whole}")
+        for i, x in enumerate(arrays)
+    ]
+
+
+def made(arrays: list[Lying], largest: int, whole: tuple[int, ...] = ()) -> list[Group]:
+    return groups(clusters_of(arrays, whole), arrays, MESH, largest)
+
+
+def pieces_of(found: list[Group], i: int) -> list[tuple[int, int | None]]:
+    return [(p.start, p.count) for g in found for p in g if p.cluster.inputs == (i,)]
+
+
+def size(found: Group, arrays: list[Lying]) -> int:
+    return sum(
+        (p.count or 0) * math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in found
+    )
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.integers(1, 3000),
+    st.booleans(),
+)
+def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) -> None:
+    arrays = [
+        lying(*(n * 8 if sharded and k == 0 else n for k, n in enumerate(shape)),
+              spec=P("data") if sharded else P())
+        for shape in shapes
+    ]  # fmt: skip
+    found = made(arrays, largest)
+    assert all(found)
+    for i, array in enumerate(arrays):
+        rows = array.rows(MESH)
+        ends = [0]
+        for start, count in pieces_of(found, i):
+            assert start == ends[-1]
+            assert count is not None
+            ends.append(start + count)
+        assert ends[-1] == rows[0]
+        width = math.prod(rows[1:])
+        assert cuts(array, MESH, largest) == [
+            (a * width, b * width) for a, b in itertools.pairwise(ends)
+        ]
+    for group in found:
+        widest = max(math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in group)
+        assert size(group, arrays) <= max(largest // 2, widest)
+        assert len({p.cluster.inputs for p in group}) == len(group)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "sizes"),
+    [
+        (12, 12, [12]),
+        (12, 5, [4, 4, 4]),  # 5, 5, 2 would be two programs
+        (13, 13, [13]),
+        (13, 5, [5, 5, 3]),  # a prime: nearly alike, and no more pieces than needed
+        (14, 6, [5, 5, 4]),  # 2 * 7 pieces would be too many
+        (25, 6, [5, 5, 5, 5, 5]),
+        (7, 1, [1] * 7),
+    ],
+)
+def test_pieces_are_alike_where_that_costs_little(rows: int, most: int, sizes: list[int]) -> None:
+    found = cuts(lying(rows, 10), MESH, 2 * 10 * most)
+    assert [(stop - start) // 10 for start, stop in found] == sizes
+
+
+def test_a_row_is_not_cut() -> None:
+    """Wider than a sub-group: the rows go one by one."""
+    found = made([lying(3, 100)], 50)
+    assert pieces_of(found, 0) == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_rows_are_those_of_a_device() -> None:
+    sharded = lying(16, 4, spec=P("data"))
+    assert sharded.local(MESH) == (2, 4)
+    assert sharded.axes() == ("data",)
+    assert cuts(sharded, MESH, 8) == [(0, 4), (4, 8)]
+    stack = lying(3, 16, 8, spec=P(None, None, "data"))
+    assert stack.rows(MESH) == (48, 1)
+
+
+def test_one_dimension_and_none() -> None:
+    arrays = [lying(100), lying()]
+    found = made(arrays, 64)
+    assert pieces_of(found, 0) == [(0, 25), (25, 25), (50, 25), (75, 25)]
+    assert pieces_of(found, 1) == [(0, None)]
+    assert cuts(lying(7), MESH, 8) == [(0, 4), (4, 7)]
+
+
+def test_whole_clusters_go_alone() -> None:
+    arrays = [lying(4, 4), lying(400, 4), lying(4, 4), lying(4, 4)]
+    found = made(arrays, 1000, whole=(1, 2))
+    assert [sorted(p.cluster.inputs[0] for p in g) for g in found] == [[0, 3], [2], [1]]
+    assert [[p.count for p in g] for g in found] == [[4, 4], [None], [None]]
+
+
+def test_a_cluster_whose_arrays_lie_differently_goes_whole() -> None:
+    arrays = [lying(16, 4, spec=P("data")), lying(16, 4)]
+    (group,) = groups([Cluster((0, 1), (0,), True, "")], arrays, MESH, 100)
+    assert [p.count for p in group] == [None]
+
+
+def test_small_leaves_share_a_group() -> None:
+    arrays = [lying(4) for _ in range(10)]
+    assert [len(g) for g in made(arrays, 24)] == [3, 3, 3, 1]
+    assert [len(g) for g in made(arrays, 10**9)] == [10]
+
+
+def test_no_sub_group_is_larger_than_the_largest() -> None:
+    """DeepSpeed's default of 1e9 elements would be 12 GB on the device."""
+    rows = LARGEST // 1024
+    found = made([lying(rows * 4, 1024)], 10**9)
+    assert [p.count for g in found for p in g] == [rows // 2] * 8
+
+
+def test_nothing() -> None:
+    assert made([], 100) == []

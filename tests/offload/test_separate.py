@@ -1,0 +1,171 @@
+"""An update taken apart gives what the whole of it gives, and any piece where it may be cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax.offload.separate import Cluster, Separated
+from zerojax.optim.loss_scale import LossScale
+from zerojax.optim.wrap import wrap
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SHAPES = ((4, 3), (3,), (5, 2))
+
+
+class Update:
+    """``tx`` around parameters of some shapes, as a function of flat gradients, parameters and
+    state; and the same taken apart."""
+
+    def __init__(self, tx: Any, shapes: Any = SHAPES, **features: Any) -> None:
+        tx, n = wrap(tx, **features), len(shapes)
+        params = {f"l{i}": jnp.full(shape, 0.1) for i, shape in enumerate(shapes)}
+        leaves, tree = jax.tree.flatten((params, params, tx.init(params)))
+
+        def update(*leaves: Any) -> list[Any]:
+            grads, params, state = jax.tree.unflatten(tree, leaves)
+            updates, state = tx.update(grads, state, params)
+            return jax.tree.leaves((optax.apply_updates(params, updates), state))
+
+        self.update, self.n = update, n
+        self.own = [i >= n and x.ndim > 0 for i, x in enumerate(leaves)]
+        self.separated = Separated(update, leaves, self.own)
+        rng = np.random.default_rng(0)
+        self.values = [
+            jnp.asarray(np.abs(rng.normal(size=x.shape)), x.dtype) if x.ndim and x.dtype != bool
+            else x for x in leaves
+        ]  # fmt: skip
+
+    def whole(self) -> list[Any]:
+        return jax.jit(self.update)(*self.values)
+
+    def apart(self, run: Callable[[Separated, Cluster, list[Any], Any], list[Any]]) -> list[Any]:
+        """``run`` makes the results of a cluster of its arguments and the prelude's scalars."""
+        separated = self.separated
+        light = [None if own else x for own, x in zip(self.own, self.values, strict=True)]
+        scalars, shared = jax.jit(separated.prelude)(light)
+        made = dict(zip(separated.shared, shared, strict=True))
+        for cluster in separated.clusters:
+            outs = run(separated, cluster, [self.values[i] for i in cluster.inputs], scalars)
+            assert not made.keys() & set(cluster.outputs)
+            made |= dict(zip(cluster.outputs, outs, strict=True))
+        return [made[i] for i in range(len(made))]
+
+
+def at_once(separated: Separated, cluster: Cluster, values: list[Any], scalars: Any) -> list[Any]:
+    return jax.jit(lambda v, s: separated.run(cluster.outputs, cluster.inputs, v, s))(
+        values, scalars
+    )
+
+
+def in_two(separated: Separated, cluster: Cluster, values: list[Any], scalars: Any) -> list[Any]:
+    """Flat halves of unequal size; whole where a cluster cannot be cut."""
+    if not cluster.elementwise:
+        return at_once(separated, cluster, values, scalars)
+    flat = [x.reshape(-1) for x in values]
+    m = flat[0].size // 2
+
+    @jax.jit
+    def run(piece: list[Any], scalars: Any) -> list[Any]:
+        shape = piece[0].shape
+        return separated.run(cluster.outputs, cluster.inputs, piece, scalars, shape)
+
+    pieces = [run([x[part] for x in flat], scalars) for part in (slice(m), slice(m, None))]
+    return [jnp.concatenate(x).reshape(values[0].shape) for x in zip(*pieces, strict=True)]
+
+
+def matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+FP16 = {"loss_scale": LossScale(), "gradient_clipping": 1.0}
+# An update, and for each of its clusters whether it can be cut.
+UPDATES: dict[str, tuple[Callable[[], Update], list[bool]]] = {
+    "adamw": (lambda: Update(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), gradient_clipping=1.0),
+              [True] * 3),
+    "fp16": (lambda: Update(optax.adamw(1e-3), **FP16), [True] * 3),
+    "momentum": (lambda: Update(optax.sgd(0.1, momentum=0.9)), [True] * 3),
+    "sgd": (lambda: Update(optax.sgd(0.1)), [True] * 3),
+    "lamb": (lambda: Update(optax.lamb(0.1)), [False] * 3),
+    "lion": (lambda: Update(optax.lion(0.1)), [True] * 3),
+    "clip first": (lambda: Update(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+                   [True] * 3),
+    "clip last": (lambda: Update(optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0))),
+                  [False]),
+    "mask": (lambda: Update(optax.adamw(0.1, mask=matrices)), [True] * 3),
+    # Four of them are the statistics that it does not keep, and sets to 0.
+    "adafactor": (lambda: Update(optax.adafactor(0.1, min_dim_size_to_factor=2)), [False] * 7),
+    # One condition around all of it.
+    "multisteps": (lambda: Update(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+                   [False]),
+    "noise": (lambda: Update(optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.1))),
+              [False] * 3),
+    "injected": (lambda: Update(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)),
+                 [True] * 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_parts_make_what_the_whole_makes(name: str) -> None:
+    make, cut = UPDATES[name]
+    update = make()
+    want = update.whole()
+    clusters = update.separated.clusters
+    assert [c.elementwise for c in clusters] == cut
+    for run in (at_once, in_two) if any(cut) else (at_once,):
+        got = update.apart(run)
+        assert len(got) == len(want)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), i
+            if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7, err_msg=str(i))
+
+
+def test_a_cluster_is_a_parameter_with_its_gradient_and_moments() -> None:
+    update = UPDATES["adamw"][0]()
+    for cluster in update.separated.clusters:
+        assert len(cluster.inputs) == 4
+        assert len(cluster.outputs) == 3
+        assert len({update.values[i].shape for i in cluster.inputs}) == 1
+    plain = Update(optax.sgd(0.1)).separated
+    assert all((len(c.inputs), len(c.outputs)) == (2, 1) for c in plain.clusters)
+
+
+def test_alike_clusters_have_one_key() -> None:
+    same = Update(optax.adamw(1e-3), ((4, 3),) * 20 + ((3, 4),), gradient_clipping=1.0)
+    assert len(same.separated.clusters) == 21
+    assert len({c.key for c in same.separated.clusters}) == 2
+    # The one decays and the other does not.
+    differ = Update(
+        optax.adamw(1e-3, mask={"l0": True, "l1": False}, weight_decay=0.1), ((4, 3),) * 2
+    )
+    assert len({c.key for c in differ.separated.clusters}) == 2
+
+
+def test_an_array_of_constants_is_not_cut() -> None:
+    table = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    separated = Separated(lambda p: [p * table], [jnp.ones((4, 3))], [True])
+    assert not separated.clusters[0].elementwise
+    (got,) = separated.run((0,), (0,), [jnp.ones((4, 3))], [])
+    np.testing.assert_array_equal(got, table)
+
+
+def test_scalars_of_a_parameter_stay_in_its_cluster() -> None:
+    """A norm of the parameter needs the parameter, so the prelude cannot make it."""
+    separated = Separated(
+        lambda g, p: [p - g * jnp.sum(p), jnp.sum(p), jnp.sum(g)],
+        [jnp.ones(6), jnp.ones(6)],
+        [False, True],
+    )
+    (cluster,) = separated.clusters
+    assert cluster.outputs == (0, 1)
+    assert not cluster.elementwise
+    assert separated.shared == (2,)
+    _, shared = separated.prelude([jnp.full(6, 2.0), None])
+    assert shared == [12.0]

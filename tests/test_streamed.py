@@ -1,0 +1,197 @@
+"""Offload changes no number: where the state lies is all that differs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from offload import equal
+from offload.equal import CASES, Case
+
+import zerojax
+
+SCRIPT = Path(equal.__file__)
+PROCESSES = 2
+
+
+@pytest.fixture(scope="module")
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What the script says of each case that this session is about, by name."""
+    wanted = {
+        item.callspec.params["case"].name
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "case" in getattr(item, "fixturenames", ())
+        and item.module is request.module
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("equal")
+    names = [case.name for case in sorted(CASES, key=lambda c: c.model) if case.name in wanted]
+    half = -(-len(names) // PROCESSES)
+    environment = os.environ | {"XLA_FLAGS": equal.FLAGS, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder / str(i)), *names[i * half : (i + 1) * half]],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(PROCESSES) if names[i * half : (i + 1) * half]
+    ]  # fmt: skip
+    said = [process.communicate()[0] for process in running]
+    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+    found = {line["case"]: line for line in map(json.loads, lines)}
+    missing = {"error": "\n".join(said)[-4000:] or "it said nothing"}
+    return {name: found.get(name, missing) for name in names}
+
+
+def marked(case: Case) -> Any:
+    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.repeats else [])
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_the_same_numbers(told: dict[str, dict[str, Any]], case: Case) -> None:
+    got = told[case.name]
+    assert "error" not in got, got["error"]
+    if case.exact:
+        assert not got["differs"]
+        assert got["losses"]
+    else:
+        assert got["far"] < 1e-5
+    assert got["fell"], "nothing was learnt"
+    assert got["places"] == sorted({"device", *case.places})
+    assert got["moved"] == 0, "a skipped step moved something"
+    assert (got["skipped"] > 2) == case.skips
+    assert got["skipped"] < equal.STEPS / 2
+    assert (got["pieces"] > 1) == case.cut
+
+
+def create() -> TrainState:
+    params = {"w": jnp.ones((16, 8)) / 4, "v": jnp.full(8, 0.1)}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+
+def train_step(state: TrainState, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return jnp.mean((batch @ params["w"] + params["v"]).astype(jnp.float32) ** 2)
+
+    value, grads = zerojax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def zero_for(tmp_path: Path, where: str, *, donate: bool = True, **keywords: Any) -> zerojax.Zero:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+    sections: dict[str, Any] = {
+        "cpu": {"offload_optimizer": "cpu"},
+        "both": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        "param": {"offload_param": "cpu"},
+        "nvme": {"offload_optimizer": nvme},
+    }[where]
+    return zerojax.zero(
+        stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(2), sub_group_size=60,
+        donate=donate, **sections, **keywords,
+    )  # fmt: skip
+
+
+def host(state: Any) -> list[np.ndarray]:
+    return [np.array(x) for x in jax.tree.leaves(state)]
+
+
+WHERE = pytest.mark.parametrize("where", ["cpu", "both", "param", "nvme"])
+
+
+@WHERE
+@pytest.mark.usefixtures("quick_compile")
+def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
+    zero = zero_for(tmp_path, where)
+    state = zero.init(create)
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
+    types = [type(x) for x in jax.tree.leaves(state)]
+    step = zero(train_step)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+        assert [x.sharding.memory_kind for x in jax.tree.leaves(state)] == kinds
+        assert [type(x) for x in jax.tree.leaves(state)] == types
+    assert len({*zip(kinds, types, strict=True)}) == 2
+
+
+@WHERE
+@pytest.mark.usefixtures("quick_compile")
+def test_a_state_that_was_used_up_is_refused(tmp_path: Path, where: str) -> None:
+    zero = zero_for(tmp_path, where)
+    old = zero.init(create)
+    step = zero(train_step)
+    new, _ = step(old, BATCH)
+    with pytest.raises(ValueError, match="this state was passed to an earlier step"):
+        step(old, BATCH)
+    step(new, BATCH)
+
+
+@pytest.mark.parametrize("where", ["cpu", "both", "param"])
+@pytest.mark.usefixtures("quick_compile")
+def test_a_state_that_is_kept_can_be_used_again(tmp_path: Path, where: str) -> None:
+    zero = zero_for(tmp_path, where, donate=False)
+    old = zero.init(create)
+    before = host(old)
+    step = zero(train_step)
+    new, loss = step(old, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, host(old), before)
+    again, same = step(old, BATCH)
+    assert loss == same
+    jax.tree.map(np.testing.assert_array_equal, host(again), host(new))
+    step(again, BATCH)
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    assert all(a.sharding == b.sharding for a, b in pairs)
+
+
+def test_what_lies_on_disk_cannot_be_kept(tmp_path: Path) -> None:
+    zero = zero_for(tmp_path, "nvme", donate=False)
+    state = zero.init(create)
+    with pytest.raises(ValueError, match=r"donate=False keeps .* leave it out, or offload to"):
+        zero(train_step)(state, BATCH)
+    host(state)
+
+
+@pytest.mark.parametrize("where", ["both", "nvme"])
+@pytest.mark.usefixtures("quick_compile")
+def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
+    """A plain one, whose own arrays live on, and one of another config."""
+    zero = zero_for(tmp_path, where)
+    step = zero(train_step)
+    plain = create()
+    want = host(step(zero.init(create), BATCH)[0])
+    jax.tree.map(np.testing.assert_array_equal, host(step(plain, BATCH)[0]), want)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(plain) if isinstance(x, jax.Array))
+    other = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(2))
+    jax.tree.map(np.testing.assert_array_equal, host(step(other.init(create), BATCH)[0]), want)
+    back, _ = other(train_step)(step(create(), BATCH)[0], BATCH)
+    assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(back))
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_copies_of_the_last_step_are_the_next_ones(tmp_path: Path) -> None:
+    """The masters are fetched to be updated, and not once more to compute with."""
+    zero = zero_for(tmp_path, "cpu", bf16=True)
+    state = zero.init(create)
+    step = zero(train_step)
+    state, _ = step(state, BATCH)
+    (program,) = step._programs.values()
+    params = jax.tree.leaves(state.params)
+    kept = program.copies.of(params)
+    assert all(x.dtype == jnp.bfloat16 and x.sharding.memory_kind == "device" for x in kept)
+    assert all(a is b for a, b in zip(kept, program.copies.of(params), strict=True))
+    for copy, master in zip(kept, params, strict=True):
+        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))
+    other = jax.tree.leaves(zero.init(create).params)
+    made = program.copies.of(other)
+    for copy, master in zip(made, other, strict=True):
+        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))

@@ -1,0 +1,117 @@
+"""Parameters that come in from host memory where they are used, gradients that leave for it.
+
+In a loop over layers a layer's parameters come in one iteration ahead, while the layer before is
+at work, forward and backward. A layer's gradients leave in the iteration that makes them. What a
+rematerialised block there keeps (:mod:`zerojax.collectives.residuals`) does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives.shard import Away, Shard
+
+
+def on_host(v: Any) -> bool:
+    """Whether a value of the body lies in host memory."""
+    return isinstance(v, Away) or (isinstance(v, Shard) and v.host)
+
+
+def sent(x: jax.Array) -> jax.Array:
+    """An array on its way to host memory."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A parameter that lies in no memory of the program's, but can be brought to the device."""
+
+    def whole(self) -> jax.Array: ...
+
+    def entry(self, index: Any) -> jax.Array: ...
+
+
+def fetched(x: Any) -> jax.Array:
+    """An array in host memory, or a :class:`Source`, brought to the device."""
+    return x.whole() if isinstance(x, Source) else jax.device_put(x, jax.memory.Space.Device)
+
+
+def entry(x: Any, index: Any) -> jax.Array:
+    """One entry of a stack there, brought to the device."""
+    if isinstance(x, Source):
+        return x.entry(index)
+    return fetched(lax.dynamic_index_in_dim(x, index, keepdims=False))
+
+
+@dataclass(frozen=True)
+class Host:
+    """How gradients leave.
+
+    Attributes:
+      smallest: arrays with fewer elements stay.
+      sums: the square sums of a gradient's rows, without the loss scale.
+    """
+
+    smallest: int
+    sums: Callable[[jax.Array], jax.Array]
+
+    def takes(self, x: jax.Array, times: int = 1) -> bool:
+        """Whether ``times`` such arrays are enough to leave."""
+        return x.size * times >= self.smallest
+
+    def send(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One row of a gradient on its way to the host, and its square sum."""
+        return sent(x), jnp.sum(self.sums(x[None]))
+
+
+class Ahead:
+    """The stacks in host memory that a loop reads, each read one iteration ahead.
+
+    Args:
+      xs: what the loop reads, stacked along the first dimension; some of it in host memory, a
+        :class:`Shard` or :class:`Away`.
+      length, reverse: of the loop.
+      constrain: pins an array to a spec.
+    """
+
+    def __init__(
+        self, xs: Sequence[Any], length: int, reverse: bool, constrain: Callable[..., jax.Array]
+    ) -> None:
+        self._xs, self._length, self._reverse = xs, length, reverse
+        self._constrain = constrain
+        self._hosts = [x for x in xs if on_host(x)]
+
+    def order(self) -> jax.Array | None:
+        """int [length], for each iteration the one that comes after it; its own for the last.
+        None where nothing has to come in."""
+        if not self._hosts:
+            return None
+        step = -1 if self._reverse else 1
+        return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
+
+    def fetch(self, index: Any) -> list[jax.Array]:
+        """The entries of the host stacks at ``index``, on the device."""
+        found = []
+        for x in self._hosts:
+            came = entry(x.value, index)
+            found.append(came if isinstance(x, Away) else self._constrain(came, x.spec[1:]))
+        return found
+
+    def first(self) -> list[jax.Array]:
+        """What the first iteration needs."""
+        return self.fetch(self._length - 1 if self._reverse else 0)
+
+    def rest(self) -> list[Any]:
+        """What the loop itself reads: the stacks that are on the device."""
+        return [x.value if isinstance(x, Shard) else x for x in self._xs if not on_host(x)]
+
+    def merged(self, come: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        """One iteration's entries of all stacks, in the order of ``xs``."""
+        came, here = iter(come), iter(rest)
+        return [next(came) if on_host(x) else next(here) for x in self._xs]

@@ -1,0 +1,96 @@
+"""What a step makes of the parameters it has just updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax import compat, marks
+from zerojax.parts import Parts
+
+_SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
+
+
+def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
+    """Refuses a step that goes on with its new parameters, which an update that comes after the
+    step, sub-group by sub-group, has not made yet.
+
+    Args:
+      jaxpr: of the step, with the :class:`zerojax.body.View` of ``given`` for an optimizer state.
+      given, made: the step's state and batch; the shapes of its results.
+      name: of the step.
+
+    Raises:
+      NotImplementedError: names what depends on the new parameters, and the remedy.
+    """
+    numbered = jax.tree.unflatten(
+        jax.tree.structure(given), list(range(len(jax.tree.leaves(given))))
+    )
+    updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
+    params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
+    marks_ = jax.tree.unflatten(jax.tree.structure(made), _reached(jaxpr, updates))
+    outs = jax.tree.unflatten(jax.tree.structure(made), list(jaxpr.outvars))
+    late = [
+        f"state{jax.tree_util.keystr(path)}"
+        for path, late in jax.tree_util.tree_leaves_with_path(marks_[0].rest)
+        if late
+    ]
+    late += [
+        f"its result{jax.tree_util.keystr(path)}"
+        for path, late in jax.tree_util.tree_leaves_with_path(marks_[1])
+        if late
+    ]
+    new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
+    late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
+    if late:
+        raise NotImplementedError(
+            f"{name} computes {', '.join(late[:3])} from the parameters it has just updated; under "
+            "offload the update is made after the step, sub-group by sub-group. Compute it from "
+            "the state that the step returns, or with the parameters before the update."
+        )
+
+
+def _reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
+    """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
+    found = set(start)
+    for eqn in jaxpr.eqns:
+        late = [not isinstance(v, core.Literal) and v in found for v in eqn.invars]
+        if any(late) and eqn.primitive in marks.CALLS:
+            inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+            start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
+            reached = _reached(inner, start)
+            found.update(v for v, is_late in zip(eqn.outvars, reached, strict=True) if is_late)
+        elif any(late):
+            found.update(eqn.outvars)
+    return [not isinstance(v, core.Literal) and v in found for v in jaxpr.outvars]
+
+
+def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
+    """Whether a result of a jaxpr is the sum of two of its arguments and nothing more."""
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def origin(v: Any) -> Any:
+        while not isinstance(v, core.Literal) and v in makers and makers[v].primitive.name in _SAME:
+            v = makers[v].invars[0]
+        return v
+
+    v = origin(out)
+    eqn = None if isinstance(v, core.Literal) else makers.get(v)
+    if eqn is None:
+        return False
+    if eqn.primitive in marks.CALLS:
+        inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+        at = {
+            outer: mine
+            for outer, mine in zip(map(origin, eqn.invars), inner.invars, strict=True)
+            if not isinstance(outer, core.Literal)
+        }
+        return (
+            one in at
+            and other in at
+            and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], at[one], at[other])
+        )
+    return eqn.primitive.name == "add" and {*map(origin, eqn.invars)} == {one, other}

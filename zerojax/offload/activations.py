@@ -1,0 +1,96 @@
+"""Activations on the host until the backward pass: by config, or by name in the user's blocks.
+
+With ``activation_checkpointing.cpu_checkpointing`` whatever the rematerialised blocks of a scan
+keep goes to the host, see :mod:`zerojax.collectives.residuals`. :func:`remat_policy` chooses what
+a block keeps, and can send it there from any block.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.config import ZeroConfig
+from zerojax.offload.places import PINNED
+
+SMALLEST = 2**16
+"""Elements that one device has of a residual for which the way to the host and back is taken: in
+bf16 two microseconds at 55 GB/s, about what it takes to start a copy."""
+
+_PLAIN = {
+    "nothing": "nothing_saveable",
+    "everything": "everything_saveable",
+    "dots": "dots_saveable",
+    "dots_no_batch": "dots_with_no_batch_dims_saveable",
+}
+_NAMED = ("names", "offload")
+
+
+def smallest_away(config: ZeroConfig) -> int | None:
+    """From how many elements a device on a residual leaves for the host; None where none does."""
+    return SMALLEST if config.cpu_checkpointing else None
+
+
+def remat_policy(policy: str) -> Callable[..., Any]:
+    """What a rematerialised block keeps for its backward pass, by name.
+
+    Args:
+      policy: one of
+
+        - ``"nothing"``: its inputs alone,
+        - ``"everything"``: whatever the backward pass needs,
+        - ``"dots"``: results of matrix products too,
+        - ``"dots_no_batch"``: those of products without batch dimensions, so not attention scores,
+        - ``"names:a,b"``: what ``jax.ad_checkpoint.checkpoint_name`` calls ``a`` or ``b``,
+        - ``"offload:a,b"``: the same, waiting in host memory.
+
+    Raises:
+      ValueError: there is no such policy, or no name after the colon.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, zerojax
+      >>> from flax import linen as nn
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> class Block(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         h = checkpoint_name(nn.Dense(64)(x), "hidden")
+      ...         return nn.Dense(16)(nn.gelu(h))
+      >>> block = nn.remat(Block, policy=zerojax.remat_policy("offload:hidden"))()
+      >>> x = jnp.ones((4, 16))
+      >>> params = block.init(jax.random.key(0), x)
+      >>> grads = jax.jit(jax.grad(lambda p: block.apply(p, x).sum()))(params)
+      >>> grads["params"]["Dense_0"]["kernel"].shape
+      (16, 64)
+    """
+    policies = jax.checkpoint_policies
+    kind, colon, rest = policy.partition(":")
+    if not colon and kind in _PLAIN:
+        found: Callable[..., Any] = getattr(policies, _PLAIN[kind])
+        return found
+    if kind not in _NAMED or not colon:
+        known = [*_PLAIN, *(f"{name}:a,b" for name in _NAMED)]
+        close = difflib.get_close_matches(kind, [*_PLAIN, *_NAMED], n=1)
+        meant = next((k for k in known if close and k.partition(":")[0] == close[0]), None)
+        raise ValueError(
+            f"no remat policy {policy!r}: "
+            + (f"did you mean {meant!r}? " if meant else "")
+            + f"There are {', '.join(map(repr, known))}."
+        )
+    names = [name.strip() for name in rest.split(",")]
+    if not all(names):
+        raise ValueError(
+            f"remat policy {policy!r} lacks a name: write '{kind}:a,b' for what checkpoint_name "
+            "calls a or b."
+        )
+    if kind == "names":
+        return policies.save_only_these_names(*names)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst=PINNED,
+    )

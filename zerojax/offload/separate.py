@@ -1,0 +1,222 @@
+"""An optimizer's update taken apart, so that it can be made a few leaves at a time.
+
+The update of the whole state is traced once. What depends on nothing but gradients and scalars
+(a norm, a schedule, a bias correction) is the *prelude*, made once a step. The rest falls into
+*clusters*: leaves that go into each other's results, as a rule one parameter with its gradient
+and its moments. Where a cluster's arithmetic is element by element, any piece of it can be
+updated alone; where it is not (a trust ratio, an orthogonalisation), the cluster is updated whole.
+Whatever the optimizer is made of, its own equations are run, so the numbers are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax import compat, marks
+from zerojax.collectives.elementwise import ELEMENTWISE
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Leaves that are updated together.
+
+    Attributes:
+      inputs: positions among the update's arguments.
+      outputs: positions among its results.
+      elementwise: any piece of it can be updated alone. All its arrays then have one shape.
+      key: equal for clusters that run the same program on the same shapes.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    elementwise: bool
+    key: str
+
+
+class Separated:
+    """``update(*leaves) -> results`` taken apart.
+
+    Args:
+      update: a function of flat arguments, with flat results.
+      arguments: their shapes and dtypes.
+      own: for each argument, whether it is one of many that should not be needed at once
+        (parameters, moments). Gradients are not, nor are scalars.
+      held: for each argument, whether it may go into the prelude only as a scalar made from it:
+        gradients.
+    """
+
+    def __init__(
+        self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
+    ) -> None:
+        traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
+        flat = jax.make_jaxpr(lambda *a: _inlined(traced, a))(*arguments)
+        self._jaxpr, self._consts = compat.open_jaxpr(flat)
+        self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
+        self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
+        self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
+        self._own = list(own)
+        self._find()
+
+    def _find(self) -> None:
+        invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
+        heavy = {v for v, own in zip(invars, self._own, strict=True) if own}
+        for eqn in self._jaxpr.eqns:
+            if any(v in heavy for v in _variables(eqn.invars)):
+                heavy.update(eqn.outvars)
+        self._heavy = heavy
+        leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
+        light = [i for i in range(len(outvars)) if i not in leaves]
+        groups: list[tuple[set[int], set[int], list[Any]]] = []
+        needed: dict[Any, None] = {}
+        for i in leaves:
+            inputs, eqns, scalars = self._slice(outvars[i])
+            needed.update(dict.fromkeys(scalars))
+            outputs = {i}
+            for other in [g for g in groups if g[0] & inputs]:
+                groups.remove(other)
+                inputs |= other[0]
+                outputs |= other[1]
+                eqns += other[2]
+            groups.append((inputs, outputs, eqns))
+        self.shared = tuple(light)
+        self.scalars = tuple(needed)
+        self.clusters = tuple(self._cluster(*g) for g in groups)
+
+    def _of_leaf(self, v: Any) -> bool:
+        return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
+
+    def _is_scalar(self, v: Any) -> bool:
+        """Made once a step: it depends on no parameter and no moment, and is one number."""
+        return v not in self._heavy and v.aval.ndim == 0
+
+    def _slice(self, v: Any) -> tuple[set[int], list[Any], list[Any]]:
+        """The arguments, equations and prelude's scalars that a result is made from."""
+        inputs: set[int] = set()
+        eqns: dict[int, Any] = {}
+        scalars: dict[Any, None] = {}
+        todo, seen = [v], set()
+        while todo:
+            x = todo.pop()
+            if isinstance(x, core.Literal) or x in seen:
+                continue
+            seen.add(x)
+            if self._is_scalar(x):
+                scalars[x] = None
+            elif x in self._at:
+                inputs.add(self._at[x])
+            elif x in self._maker:
+                eqns[id(self._maker[x])] = self._maker[x]
+                todo.extend(self._maker[x].invars)
+        return inputs, list(eqns.values()), list(scalars)
+
+    def _cluster(self, inputs: set[int], outputs: set[int], eqns: list[Any]) -> Cluster:
+        ins, outs = tuple(sorted(inputs)), tuple(sorted(outputs))
+        arrays = [self._jaxpr.invars[i] for i in ins] + [self._jaxpr.outvars[i] for i in outs]
+        shape = arrays[0].aval.shape
+        constants = set(self._jaxpr.constvars)
+        elementwise = bool(ins and shape) and (
+            all(v.aval.shape == shape for v in arrays)
+            and all(_by_element(e, shape, constants) for e in eqns)
+        )
+        values = [self._jaxpr.invars[i].aval for i in ins]
+        numbers = [v.aval for v in self.scalars]
+        traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
+        return Cluster(ins, outs, elementwise, str(traced))
+
+    def prelude(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs what comes before all clusters.
+
+        Args:
+          arguments: those of ``update``; parameters and moments are not read and may be None.
+
+        Returns:
+          The scalars that the clusters need, and the results at the positions ``shared``.
+        """
+        env = dict(zip(self._jaxpr.invars, arguments, strict=True))
+        targets = [*self.scalars, *(self._jaxpr.outvars[i] for i in self.shared)]
+        values = self._evaluate(targets, env, None)
+        return values[: len(self.scalars)], values[len(self.scalars) :]
+
+    def run(
+        self,
+        outputs: Sequence[int],
+        inputs: Sequence[int],
+        values: Sequence[Any],
+        scalars: Sequence[Any],
+        shape: tuple[int, ...] | None = None,
+    ) -> list[Any]:
+        """Runs one cluster, or a piece of it.
+
+        Args:
+          outputs, inputs: of the cluster.
+          values: its arguments; pieces of one ``shape`` where that is given.
+          scalars: the prelude's.
+        """
+        env = dict(zip(self.scalars, scalars, strict=True))
+        env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
+        return self._evaluate([self._jaxpr.outvars[i] for i in outputs], env, shape)
+
+    def _evaluate(
+        self, targets: Sequence[Any], env: dict[Any, Any], shape: tuple[int, ...] | None
+    ) -> list[Any]:
+        env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+        todo, needed = list(targets), dict[int, Any]()
+        while todo:
+            x = todo.pop()
+            if not isinstance(x, core.Literal) and x not in env and x in self._maker:
+                eqn = self._maker[x]
+                if id(eqn) not in needed:
+                    needed[id(eqn)] = eqn
+                    todo.extend(eqn.invars)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
+            values = [read(v) for v in eqn.invars]
+            params = eqn.primitive.get_bind_params(eqn.params)
+            if shape is not None and eqn.primitive.name == "broadcast_in_dim":
+                outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]
+            else:
+                outs = eqn.primitive.bind(*values, **params)
+                outs = outs if eqn.primitive.multiple_results else [outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in targets]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
+    """Whether a piece of the result needs no more than the same piece of the operands."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
+    if any(v in constants and v.aval.ndim for v in _variables(eqn.invars)):
+        return False
+    if eqn.primitive.name == "broadcast_in_dim":
+        return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
+    return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
+
+
+def _inlined(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr with what it calls written out."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        if eqn.primitive in marks.CALLS:
+            outs = _inlined(eqn.params[marks.CALLS[eqn.primitive]], values)
+        else:
+            outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]

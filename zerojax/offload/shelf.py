@@ -1,0 +1,118 @@
+"""Puts arrays where the plan has them, in host memory and on disk too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from zerojax.config import ZeroConfig
+from zerojax.offload.disk import DiskStore
+from zerojax.offload.disk_array import DiskLeaf
+from zerojax.offload.groups import Lying, cuts
+from zerojax.offload.places import DISK
+from zerojax.parts import Parts
+from zerojax.plan import Leaf, Plan
+
+SMALLEST, LARGEST = 2**26, 2**30
+"""Bytes of a state that one device makes at a time, where the state is born elsewhere: a sixteenth
+of it within these bounds, or one leaf."""
+
+
+class Shelf:
+    """Where a state is put.
+
+    Args:
+      config: names the disk, if there is one.
+      mesh: the devices.
+    """
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
+        self._config, self._mesh = config, mesh
+        self._store: DiskStore | None = None
+        self._number = itertools.count()
+
+    @property
+    def store(self) -> DiskStore:
+        """The disk that the config names, opened at its first use.
+
+        Raises:
+          DiskError: it cannot be used.
+        """
+        if self._store is None:
+            sections = (self._config.offload_optimizer, self._config.offload_param)
+            section = next(s for s in sections if s is not None and s.device == "nvme")
+            assert section.nvme_path is not None
+            self._store = DiskStore(section.nvme_path, buffer_count=section.buffer_count)
+        return self._store
+
+    def disk_leaf(
+        self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding
+    ) -> DiskLeaf:
+        """A new leaf on the disk, still empty."""
+        lying = Lying(tuple(shape), jnp.dtype(dtype), sharding.spec, DISK)
+        pieces = cuts(lying, self._mesh, self._config.sub_group_size)
+        name = f"{path} ({next(self._number)})"
+        return DiskLeaf(self.store, name, shape, dtype, sharding, pieces)
+
+    def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
+        """One array where it is to lie."""
+        if leaf.place != DISK:
+            return jax.device_put(x, sharding)
+        made = self.disk_leaf(leaf.path, np.shape(x), leaf.dtype, sharding)
+        made.fill(jax.device_put(x, sharding))
+        return made.advance()
+
+    def born(
+        self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts
+    ) -> Parts:
+        """Makes a state so that no device holds much of it at a time.
+
+        Args:
+          make: makes it, under ``jit``.
+          args: of ``make``.
+          plan: where it goes.
+          shapes: what ``make`` returns.
+        """
+        leaves, shardings = plan.all_leaves(), jax.tree.leaves(plan.shardings())
+        disk = [leaf for leaf in leaves if leaf.place == DISK]
+        if disk:
+            self.store.reserve(sum(self._bytes(leaf) for leaf in disk))
+        found: list[Any] = []
+        for some in _batches(leaves):
+
+            def chosen(*args: Any, some: list[int] = some) -> list[Any]:
+                all_ = jax.tree.leaves(make(*args))
+                return [all_[i] for i in some]
+
+            on_device = [shardings[i].with_memory_kind(None) for i in some]
+            made = jax.jit(chosen, out_shardings=on_device)(*args)
+            while made:
+                i, x = some[len(some) - len(made)], made.pop(0)
+                found.append(self.put(x, shardings[i], leaves[i]))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    def _bytes(self, leaf: Leaf) -> int:
+        """On this process's disk; an upper bound, as devices may hold the same."""
+        here = jax.local_device_count() if len(self._mesh.devices.flat) > 1 else 1
+        return min(leaf.bytes, leaf.bytes_per_device * here)
+
+
+def _batches(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Leaves that are made together, in order."""
+    sixteenth = sum(leaf.bytes_per_device for leaf in leaves) // 16
+    most = min(LARGEST, max(SMALLEST, sixteenth))
+    found: list[list[int]] = [[]]
+    size = 0
+    for i, leaf in enumerate(leaves):
+        if found[-1] and size + leaf.bytes_per_device > most:
+            found.append([])
+            size = 0
+        found[-1].append(i)
+        size += leaf.bytes_per_device
+    return found

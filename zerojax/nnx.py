@@ -66,7 +66,10 @@ def update(model: nnx.Module, optimizer: Any, parts: Parts, tx: Any) -> None:
     """Brings the user's own objects up to date, as ``nnx.jit`` does."""
     nnx.update(model, parts.params, parts.rest["model"])
     if optimizer.tx is tx:
-        nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
+        # Not nnx.update, which passes over what it does not take for an array: one on disk.
+        held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
+            variable.set_value(x)
         optimizer.step.set_value(parts.step)
     else:
         adopt(optimizer, parts, tx)

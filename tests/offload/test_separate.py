@@ -169,3 +169,15 @@ def test_scalars_of_a_parameter_stay_in_its_cluster() -> None:
     assert separated.shared == (2,)
     _, shared = separated.prelude([jnp.full(6, 2.0), None])
     assert shared == [12.0]
+
+
+def test_constants_tell_clusters_apart() -> None:
+    """Two leaves with the same program but for an array that the optimizer closes over."""
+    masks = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([0.0, 1.0])}
+
+    def update(g_a: Any, g_b: Any, p_a: Any, p_b: Any) -> list[Any]:
+        return [p_a - masks["a"] * g_a, p_b - masks["b"] * g_b]
+
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    found = Separated(update, [leaf] * 4, [False, False, True, True])
+    assert len({cluster.key for cluster in found.clusters}) == 2

@@ -126,7 +126,10 @@ class Separated:
         values = [self._jaxpr.invars[i].aval for i in ins]
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
-        return Cluster(ins, outs, elementwise, str(traced))
+        # The text of a jaxpr does not tell the values of its constants.
+        used = {v for e in eqns for v in _variables(e.invars)} & constants
+        own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
+        return Cluster(ins, outs, elementwise, str(traced) + own)
 
     def prelude(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs what comes before all clusters.

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.checkpoint_times import drop_caches
 from zerojax.offload.disk import DiskStore
 
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 TURNS = 5
 ORDERS = (
     ("store_write", "plain_write", "store_read", "plain_read"),
@@ -93,7 +93,7 @@ def measure(
         }
         for turn in range(turns):
             for name in ORDERS[turn % 2]:
-                cold &= _drop_caches()
+                cold &= drop_caches()
                 _touch(2 * count * block_bytes)
                 begin = time.perf_counter()
                 acts[name]()
@@ -137,15 +137,6 @@ def _sync(folder: Path) -> None:
     for path in folder.glob("0*"):
         with path.open("rb") as file:
             os.fdatasync(file.fileno())
-
-
-def _drop_caches() -> bool:
-    os.sync()
-    try:
-        DROP_CACHES.write_text("3")
-    except OSError:
-        return False
-    return True
 
 
 def _touch(nbytes: int) -> None:

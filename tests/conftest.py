@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +36,24 @@ def quick_compile() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that other users reach; pytest's own are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A file system of 24 MB; None where none may be mounted."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    yield tmp_path if mounted else None
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)

@@ -181,6 +181,13 @@ def masters_after(view: View, returned: Any) -> Any:
     )
 
 
+def cast(tree: Any, dtype: Any) -> Any:
+    """The floating leaves of a tree in another dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
 def constrainer(shardings: Any) -> Cut:
     """Constrains a tree to ``shardings``."""
     return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.accumulate import summed_up
-from zerojax.body import Body, View, collecting, constrainer
+from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
-from zerojax.collectives.host import Host, fetched, on_host
+from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.compiler import streaming
 from zerojax.extras import Static, join
 from zerojax.found import Found
@@ -117,10 +117,7 @@ class Collect:
         """What :class:`Collected` says. ``light`` is the optimizer state of one number a leaf."""
         config = self.config
         if config.compute_dtype is not None and config.auto_cast:
-            low = DTYPES[config.compute_dtype]
-            batch = jax.tree.map(
-                lambda x: x.astype(low) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
-            )
+            batch = cast(batch, DTYPES[config.compute_dtype])
         opt = self._state(light)
         args, kwargs = join(arrays, static)
         noted: list[jax.Array] = []
@@ -129,7 +126,7 @@ class Collect:
             return self.body(parts, collecting(self.cut), batch, args, kwargs)
 
         def evaluate(parts: Parts, batch: Any) -> Any:
-            return self._evaluate(body, parts, batch, noted)
+            return self._evaluate(body, parts, shards, batch, noted)
 
         there = iter(compute)
         all_ = [
@@ -138,6 +135,7 @@ class Collect:
             else next(there)
             for i, leaf in enumerate(self.plan.compute)
         ]
+        shards = self._shards(all_)  # here, not in each micro-batch
         params = jax.tree.unflatten(self.trees[0], all_)
         start = Parts(params, View(opt=opt), step, rest)
         empty = self._zeros(self.dtypes)
@@ -178,7 +176,12 @@ class Collect:
         return jax.tree.unflatten(self.trees[0], [jnp.zeros(x.shape, d) for x, d in leaves])
 
     def _evaluate(
-        self, body: Callable[..., Any], parts: Parts, batch: Any, noted: list[jax.Array]
+        self,
+        body: Callable[..., Any],
+        parts: Parts,
+        shards: Sequence[Any],
+        batch: Any,
+        noted: list[jax.Array],
     ) -> tuple[Parts, Any, jax.Array | None]:
         """Runs the body once, each parameter brought in and made whole where the stage has it.
 
@@ -206,11 +209,10 @@ class Collect:
                     lambda g: square_sums(unscaled(g, opt.loss_scale)),
                 )
         others = jax.tree.leaves((parts._replace(params=None), batch))
-        params = self._params(jax.tree.leaves(parts.params))
-        outs = self.inserter(closed, [*params, *others], replace)
+        outs = self.inserter(closed, [*shards, *others], replace)
         return *jax.tree.unflatten(jax.tree.structure(shape), outs), found.weight
 
-    def _params(self, params: Sequence[Any]) -> list[Any]:
+    def _shards(self, params: Sequence[Any]) -> list[Any]:
         """What the inserter is given of the parameters."""
         found: list[Any] = []
         for x, leaf in zip(params, self.plan.compute, strict=True):
@@ -237,4 +239,4 @@ class Collect:
         noted.append(square_sums(unscaled(g, opt.loss_scale)))
         if leaf.place == DEVICE:
             return g
-        return Shard(jax.device_put(g, jax.memory.Space.Host), spec, host=True, sums=noted[-1])
+        return Shard(sent(g), spec, host=True, sums=noted[-1])

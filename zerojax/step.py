@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,7 +17,7 @@ from zerojax import compat
 from zerojax import nnx as nnx_state
 from zerojax.accumulate import Evaluate, accumulate
 from zerojax.batch import BatchLayout
-from zerojax.body import Body, View, collecting, constrainer, masters_after, updating
+from zerojax.body import Body, View, cast, collecting, constrainer, masters_after, updating
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
@@ -79,9 +78,9 @@ class Program:
     ) -> tuple[Parts, Any, Signals]:
         compute, view = parts.params, View(opt=parts.opt_state)
         if self.compute_dtype is not None:
-            compute = self.to_shards(_cast(parts.params, self.compute_dtype))
+            compute = self.to_shards(cast(parts.params, self.compute_dtype))
             view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
-            batch = _cast(batch, self.compute_dtype) if self.config.auto_cast else batch
+            batch = cast(batch, self.compute_dtype) if self.config.auto_cast else batch
         start = parts._replace(params=compute, opt_state=view)
         gathered = self._gathered(compute)
         args, kwargs = join(arrays, static)
@@ -269,13 +268,6 @@ def _check_alive(step: jax.Array) -> None:
             "this state was passed to an earlier step, which took over its memory: go on with the "
             "state that the step returned, or keep both with zerojax.zero(..., donate=False)."
         )
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    """The floating leaves of a tree in another dtype."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
 
 
 def _once(config: ZeroConfig, accumulation: int) -> str:

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,19 +36,6 @@ def collected() -> Iterator[None]:
 def create(key: jax.Array) -> TrainState:
     params = {"w": jax.random.normal(key, (1024, 512))}  # 6 MB with its moments
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A file system of 24 MB; None where none may be mounted."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    yield tmp_path if mounted else None
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_the_run_is_told_and_goes_on(

@@ -3,8 +3,7 @@
 import gc
 import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,6 @@ def test_a_file_in_the_way(tmp_path: Path, zero: zerojax.Zero) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file cannot be written: .*Choose another folder"):
         Checkpointer(tmp_path / "file", zero)
-
-
-@pytest.fixture
-def open_to_all() -> Iterator[Path]:
-    """A folder that other users reach; pytest's own are not."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
 
 
 def as_nobody(folder: str) -> None:

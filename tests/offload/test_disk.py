@@ -1,7 +1,6 @@
 """Blocks on a disk: what comes back, what is under way at once, and what is noticed."""
 
 import errno
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -118,6 +117,20 @@ def test_what_was_read_is_the_callers_alone(store: DiskStore) -> None:
     assert block.write.result() is None
 
 
+@pytest.mark.parametrize("lock", ["_shutdown_lock", None])
+def test_a_leaf_may_be_collected_at_any_moment(store: DiskStore, lock: str | None) -> None:
+    """Also while its thread is within the store, or gives it work: forgetting takes no lock."""
+    store.write("w", noise(1000))
+    store.wait()
+    with getattr(store._writers, lock) if lock else store._alone:
+        forgotten = threading.Thread(target=store.forget, args=(["w"],), daemon=True)
+        forgotten.start()
+        forgotten.join(60)
+        assert not forgotten.is_alive()
+    store.wait()
+    assert not [*store.path.glob("0*")]
+
+
 def test_events(tmp_path: Path) -> None:
     told: list[tuple[str, str, float]] = []
     with DiskStore(tmp_path, buffer_count=1, on_event=lambda *event: told.append(event)) as store:
@@ -188,19 +201,6 @@ def test_damage_is_noticed(store: DiskStore, damage: Callable[[Path, Path], None
     damage(file, other)
     with pytest.raises(DiskStateError, match=rf"{file}, .* mu\.w, piece 0, .*{REMEDY}"):
         store.read("mu.w, piece 0").result()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A file system of 24 MB; None where none may be mounted."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    yield tmp_path if mounted else None
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def full_disk(path: Path, data: np.ndarray) -> None:

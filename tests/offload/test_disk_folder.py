@@ -3,8 +3,6 @@
 import gc
 import multiprocessing
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,6 @@ def test_no_folder(tmp_path: Path) -> None:
 def test_no_name() -> None:
     with pytest.raises(DiskError, match="nvme_path: the empty path"):
         Folder("")
-
-
-@pytest.fixture
-def open_to_all() -> Iterator[Path]:
-    """A folder that other users reach; pytest's own are not."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
 
 
 def as_nobody(folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from offload import killed
+from offload import killed_writer
 from offload.training import BATCH, create, train_step, zero_for
 
 from zerojax.checkpoint import Checkpointer
@@ -174,7 +174,9 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     nvme, folder = tmp_path / "nvme", tmp_path / "run"
     nvme.mkdir()
     done = subprocess.run(
-        [sys.executable, killed.__file__, str(folder), str(nvme)], capture_output=True, text=True
+        [sys.executable, killed_writer.__file__, str(folder), str(nvme)],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["begun", "saved"], done.stderr
     assert done.returncode == -9

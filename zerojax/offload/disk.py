@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -87,7 +88,8 @@ class DiskStore:
         self._room = threading.BoundedSemaphore(buffer_count)
         self._readers = ThreadPoolExecutor(buffer_count, "zerojax-read")
         self._writers = ThreadPoolExecutor(buffer_count, "zerojax-write")
-        self._alone = threading.RLock()  # a leaf may be collected while it is held
+        self._alone = threading.Lock()
+        self._forgotten: SimpleQueue[Iterable[str]] = SimpleQueue()
         self._numbers = itertools.count()
         self._failed: str | None = None
         self._closed = False
@@ -109,6 +111,7 @@ class DiskStore:
         Raises:
           DiskError: it has not.
         """
+        wait(self._tidy())
         free = self._folder.free
         if nbytes > free:
             raise DiskError(
@@ -125,6 +128,7 @@ class DiskStore:
         Raises:
           DiskStateError: an earlier write failed.
         """
+        self._tidy()
         self._room.acquire()
         try:
             self._check()
@@ -164,15 +168,12 @@ class DiskStore:
         return future
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Removes blocks in the background, once nothing is under way with them."""
-        with self._alone:
-            if self._closed:
-                return
-            blocks = [self._blocks.pop(key) for key in keys if key in self._blocks]
-            for block in blocks:
-                before: list[Future[Any]] = [*block.reads]
-                before += [block.write] if block.write else []
-                self._writers.submit(_remove, block.file, before)
+        """Has blocks removed at the next :meth:`write`, :meth:`reserve` or :meth:`wait`.
+
+        Safe in finalizers: they run at any moment, also while their thread holds a lock of the
+        store or of its threads, and this takes none.
+        """
+        self._forgotten.put(keys)
 
     def wait(self) -> None:
         """Returns when all that was written is with the operating system.
@@ -180,9 +181,10 @@ class DiskStore:
         Raises:
           DiskStateError: a write failed.
         """
+        removed = self._tidy()
         with self._alone:
             writing = set(self._writing)
-        wait(writing)
+        wait([*removed, *writing])
         self._check()
 
     def close(self) -> None:
@@ -192,6 +194,21 @@ class DiskStore:
         self._writers.shutdown()
         self._readers.shutdown()
         self._folder.remove()
+
+    def _tidy(self) -> list[Future[None]]:
+        """Removes forgotten blocks in the background, once nothing is under way with them."""
+        removed: list[Future[None]] = []
+        while not self._closed:
+            try:
+                keys = self._forgotten.get_nowait()
+            except Empty:
+                break
+            with self._alone:
+                for block in [self._blocks.pop(key) for key in keys if key in self._blocks]:
+                    before: list[Future[Any]] = [*block.reads]
+                    before += [block.write] if block.write else []
+                    removed.append(self._writers.submit(_remove, block.file, before))
+        return removed
 
     def _check(self) -> None:
         if self._closed:

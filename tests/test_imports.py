@@ -28,6 +28,7 @@ TESTED_BY = {
     "zerojax/marks.py": "test_mixed_precision.py",
     "zerojax/parts.py": "test_sharding.py",
     "zerojax/plan.py": "test_sharding.py",
+    "zerojax/planning.py": "test_sharding.py",
     "zerojax/report.py": "test_sharding.py",
     "zerojax/telemetry.py": "test_sharding.py",
     "zerojax/optim/wrap.py": "test_sharding.py",

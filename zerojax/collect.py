@@ -77,7 +77,6 @@ class Collect:
         self.body, self.plan, self.config = body, plan, plan.config
         self.accumulation, self.dtypes, self.trees = accumulation, dtypes, trees
         self.separated, self.signals = separated, signals
-        self.heavy = [bool(leaf.shape) for leaf in plan.leaves["opt_state"]]
         mesh = plan.lowering_mesh
         self.cut = constrainer(plan.on_device(plan.grads if accumulation > 1 else plan.params))
         self.inserter = Inserter(
@@ -155,7 +154,7 @@ class Collect:
             counted, out = summed.step, summed.out
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
         state = iter(light)
-        known = [None if heavy else next(state) for heavy in self.heavy]
+        known = [None if heavy else next(state) for heavy in self.plan.streamed]
         scalars, shared = self.separated.prelude([*grads, *[None] * len(grads), *known, *sums])
         for at, x in zip(self.separated.shared, shared, strict=True):
             known[at - len(grads)] = x
@@ -169,7 +168,8 @@ class Collect:
     def _state(self, light: Sequence[Any]) -> Any:
         """The optimizer state without its arrays."""
         left = iter(light)
-        return jax.tree.unflatten(self.trees[1], [None if h else next(left) for h in self.heavy])
+        known = [None if heavy else next(left) for heavy in self.plan.streamed]
+        return jax.tree.unflatten(self.trees[1], known)
 
     def _zeros(self, dtypes: Sequence[Any]) -> Any:
         leaves = zip(self.plan.compute, dtypes, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,12 @@ def inner(eqn: Any) -> Iterator[Any]:
 def holds(eqn: Any, name: str) -> bool:
     """Whether the equation is such a mark, or has one in it at any depth."""
     return is_mark(eqn, name) or any(holds(e, name) for jaxpr in inner(eqn) for e in jaxpr.eqns)
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation on other operands; its results."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]
 
 
 def bodies(eqn: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import plan as plans
+from zerojax import planning
 from zerojax.collectives import layout
 from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
@@ -115,7 +115,9 @@ class States:
             )
 
     def plan(self, opened: Opened) -> Plan:
-        return plans.make(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        return planning.make(
+            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
+        )
 
     def _own_specs(self, opened: Opened) -> tuple[Any, ...]:
         params = opened.parts.params

@@ -58,7 +58,6 @@ class Streamed:
         self.accumulation = sizes.accumulation
         self.layout = BatchLayout(self.plan.lowering_mesh, states.axis, sizes)
         self.copies = Copies(self.plan, states.shelf.disk_leaf)
-        self.heavy = [bool(leaf.shape) for leaf in self.plan.leaves["opt_state"]]
         self.trees: Any = (
             jax.tree.structure(opened.parts.params),
             jax.tree.structure(opened.parts.opt_state),
@@ -104,7 +103,7 @@ class Streamed:
         return Update(
             function,
             [*grads, *map(lying, params), *map(lying, state), *sums, *self.copies.lying],
-            [False] * n + [True] * n + self.heavy + [False] * n,
+            [False] * n + [True] * n + self.plan.streamed + [False] * n,
             [*range(n, 2 * n + m), *range(3 * n + m, 3 * n + m + len(self.copies.at))],
             self.plan,
             on_host=optimizer is not None and optimizer.compute_on == "host",
@@ -115,7 +114,7 @@ class Streamed:
     ) -> tuple[Parts, Any, Signals]:
         arrays, static = divide(args, kwargs)
         params, state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
-        light = [x for x, heavy in zip(state, self.heavy, strict=True) if not heavy]
+        light = [x for x, heavy in zip(state, self.plan.streamed, strict=True) if not heavy]
         made = self.collect(
             self.collect.given(self.copies.of(params)),
             light,
@@ -174,7 +173,7 @@ class Streamed:
         arrays, static = divide(args, kwargs)
         parts = abstract(parts, self.plan)
         state = jax.tree.leaves(parts.opt_state)
-        light = [x for x, heavy in zip(state, self.heavy, strict=True) if not heavy]
+        light = [x for x, heavy in zip(state, self.plan.streamed, strict=True) if not heavy]
         yield (
             "gradients",
             compat.lower_for(

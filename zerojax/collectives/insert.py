@@ -169,7 +169,7 @@ class Inserter:
                 ):
                     outs = self._equation(eqn, values, scope, wants, leaving)
                 else:
-                    outs = _bind(eqn, values)
+                    outs = marks.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -189,7 +189,7 @@ class Inserter:
         values = [self._shard_of(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
-        outs = _bind(eqn, values)
+        outs = marks.bind(eqn, values)
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
@@ -218,7 +218,7 @@ class Inserter:
         }:
             return self._on_shards(eqn, values, shards[0].spec)
         if name in _REDUCTIONS:
-            return _bind(eqn, [_plain(v) for v in values])
+            return marks.bind(eqn, [_plain(v) for v in values])
         if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
             return self._on_shards(eqn, values, spec)
         if eqn.primitive is prims.sharding_constraint_p and (
@@ -226,9 +226,9 @@ class Inserter:
         ):
             return shards  # flax unboxing a parameter with the user's own spec
         if name == "optimization_barrier":
-            outs = _bind(eqn, [_plain(v) for v in values])
+            outs = marks.bind(eqn, [_plain(v) for v in values])
             return [_like(v, o) for v, o in zip(values, outs, strict=True)]
-        return _bind(eqn, self._all_whole(values, scope))
+        return marks.bind(eqn, self._all_whole(values, scope))
 
     def _shard_of(self, v: Shard, scope: _Scope) -> Any:
         """What lies in host memory as it would be on the device: a shard, or whole."""
@@ -240,7 +240,7 @@ class Inserter:
         return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
-        outs = _bind(eqn, [_plain(v) for v in values])
+        outs = marks.bind(eqn, [_plain(v) for v in values])
         return [Shard(self.constrain(o, spec), spec) for o in outs]
 
     def _call(
@@ -372,8 +372,3 @@ def _plain(value: Any) -> Any:
 
 def _like(value: Any, new: jax.Array) -> Any:
     return Shard(new, value.spec) if isinstance(value, Shard) else new
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return out if eqn.primitive.multiple_results else [out]

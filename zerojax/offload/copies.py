@@ -59,7 +59,7 @@ class Copies:
         if not known:
             self._kept = []  # before new ones are made
             rests = [x.leaf if isinstance(x, DiskArray) else x for x in masters]
-            arrays = [*rests, *(self._empty(leaf) for leaf in self.leaves)]
+            arrays = [*rests, *self._empty()]
             self._update.run(arrays, ())
             made = arrays[len(masters) :]
             self.keep(params, [x.advance() if isinstance(x, DiskLeaf) else x for x in made])
@@ -85,11 +85,19 @@ class Copies:
             for leaf in self._plan.compute
         ]
 
-    def _empty(self, leaf: Leaf) -> Any:
-        sharding = self._plan.sharding(leaf)
-        if leaf.place == DISK:
-            return self._disk_leaf(f"{leaf.path} in {leaf.dtype}", leaf.shape, leaf.dtype, sharding)
-        return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)()
+    def _empty(self) -> list[Any]:
+        """Room for the copies."""
+        here = [leaf for leaf in self.leaves if leaf.place != DISK]
+        zeros = jax.jit(
+            lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in here],
+            out_shardings=[self._plan.sharding(leaf) for leaf in here],
+        )
+        made = iter(zeros())
+        return [self._on_disk(leaf) if leaf.place == DISK else next(made) for leaf in self.leaves]
+
+    def _on_disk(self, leaf: Leaf) -> DiskLeaf:
+        name = f"{leaf.path} in {leaf.dtype}"
+        return self._disk_leaf(name, leaf.shape, leaf.dtype, self._plan.sharding(leaf))
 
 
 def lying(leaf: Leaf) -> Lying:

@@ -26,11 +26,11 @@ class Reads:
         self._programs = programs
         self._wanted = [(p, i) for p in group for i in programs.loaded(p)]
         self._reads = {
-            i: [arrays[i].read(k) for k in _pieces(arrays[i], p)]
+            i: [arrays[i].read(k) for k in _pieces(programs, i, arrays[i], p)]
             for p, i in self._wanted
             if programs.on_disk(i)
         }
-        self._shapes = {i: arrays[i] for i in self._reads}
+        self._leaves = {i: arrays[i] for i in self._reads}
 
     def merged(self, came: Sequence[Any]) -> list[Any]:
         """All that the program takes: what came from host memory, and what came from the disk."""
@@ -38,7 +38,7 @@ class Reads:
         return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
 
     def _put(self, i: int, piece: Piece) -> jax.Array:
-        leaf, parts = self._shapes[i], [read.result() for read in self._reads.pop(i)]
+        leaf, parts = self._leaves[i], [read.result() for read in self._reads.pop(i)]
         if piece.count is None:
             shape, sharding = leaf.shape, leaf.sharding
         else:
@@ -69,21 +69,15 @@ def write(programs: Programs, group: Group, going: Sequence[Any], arrays: Sequen
             if p.count is None:
                 leaf.fill(made)
             else:
-                (k,) = _pieces(leaf, p)
+                (k,) = _pieces(programs, i, leaf, p)
                 leaf.write(k, made)
 
 
-def _pieces(leaf: DiskLeaf, piece: Piece) -> list[int]:
+def _pieces(programs: Programs, i: int, leaf: DiskLeaf, piece: Piece) -> list[int]:
     """Which of a leaf's pieces on disk a piece of the update is."""
     if piece.count is None:
         return list(range(len(leaf.cuts)))
-    width = leaf.cuts[-1][1] // _rows(leaf)
-    return [k for k, (start, _) in enumerate(leaf.cuts) if start == piece.start * width]
-
-
-def _rows(leaf: DiskLeaf) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
+    return [[start for start, _ in leaf.cuts].index(piece.start * programs.row_size(i))]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -62,6 +62,11 @@ class Piece:
 Group = tuple[Piece, ...]
 
 
+def goes_whole(group: Group) -> bool:
+    """Whether it is a cluster that passes through the device as a whole, not cut into rows."""
+    return any(p.count is None for p in group)
+
+
 def groups(
     clusters: Sequence[Cluster], lying: Sequence[Lying], mesh: Mesh, largest: int
 ) -> list[Group]:

@@ -46,8 +46,6 @@ class Separated:
       arguments: their shapes and dtypes.
       own: for each argument, whether it is one of many that should not be needed at once
         (parameters, moments). Gradients are not, nor are scalars.
-      held: for each argument, whether it may go into the prelude only as a scalar made from it:
-        gradients.
     """
 
     def __init__(
@@ -182,12 +180,10 @@ class Separated:
 
         for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
             values = [read(v) for v in eqn.invars]
-            params = eqn.primitive.get_bind_params(eqn.params)
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]
             else:
-                outs = eqn.primitive.bind(*values, **params)
-                outs = outs if eqn.primitive.multiple_results else [outs]
+                outs = [*marks.bind(eqn, values)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in targets]
 
@@ -219,7 +215,6 @@ def _inlined(closed: Any, args: Sequence[Any]) -> list[Any]:
         if eqn.primitive in marks.CALLS:
             outs = _inlined(eqn.params[marks.CALLS[eqn.primitive]], values)
         else:
-            outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
+            outs = [*marks.bind(eqn, values)]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]

@@ -8,6 +8,7 @@ the first and the last overlap; what is in device memory at a time is three halv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
-from zerojax.offload.groups import Group, Lying, Piece
+from zerojax.offload.groups import Group, Lying, Piece, goes_whole
 from zerojax.offload.places import DISK, HOST, PINNED
 from zerojax.offload.separate import Separated
-
-DEVICE_SPACE, HOST_SPACE = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 class Ids(NamedTuple):
@@ -118,8 +118,8 @@ class Programs:
         (written, coming, going)``, each a list in the order of :meth:`ids`."""
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._made:
-            whole = any(p.count is None for p in group)
-            self._made[key] = self._whole(group[0]) if whole else self._advance(group, coming)
+            made = self._whole(group[0]) if goes_whole(group) else self._advance(group, coming)
+            self._made[key] = made
         return self._made[key]
 
     def _signature(self, group: Group) -> Any:
@@ -145,6 +145,10 @@ class Programs:
         lying = self._lying[i]
         kind = PINNED if lying.place == HOST else None
         return NamedSharding(self._mesh, lying.spec, memory_kind=kind)
+
+    def row_size(self, i: int) -> int:
+        """Elements of a row of an array, on each device."""
+        return math.prod(self._lying[i].rows(self._mesh)[1:])
 
     def piece_spec(self, i: int) -> PartitionSpec:
         """How a piece of an array lies: every device's rows under one another."""
@@ -178,7 +182,7 @@ class Programs:
                 for i, x in zip((*ids.written, *ids.read), (*written, *read), strict=True)
             }
             came = {
-                i: jax.device_put(_rows(arrays[i], next_starts[k], p.count), DEVICE_SPACE)
+                i: fetched(_rows(arrays[i], next_starts[k], p.count))
                 for k, p in enumerate(coming)
                 for i in self.streamed(p)
                 if self._is(i, HOST)
@@ -190,20 +194,14 @@ class Programs:
                     ready[i] if i in ready else self._here(_rows(arrays[i], starts[k], p.count))
                     for i in p.cluster.inputs
                 ]
-                for i, new in zip(
-                    self.targets(p),
-                    self._run(p, values, scalars),
-                    strict=True,
-                ):
+                for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
                     if self._is(i, DISK):
                         gone[i] = new
                         continue
                     # Not before the next rows are out: else XLA copies the array to keep both.
                     at = starts[k] + (_after(came[i]) if i in came else 0)
-                    space = HOST_SPACE if self._is(i, HOST) else DEVICE_SPACE
-                    arrays[i] = lax.dynamic_update_slice_in_dim(
-                        arrays[i], jax.device_put(new, space), at, 0
-                    )
+                    new = sent(new) if self._is(i, HOST) else fetched(new)
+                    arrays[i] = lax.dynamic_update_slice_in_dim(arrays[i], new, at, 0)
             return (
                 [arrays[i].reshape(x.shape) for i, x in zip(ids.written, written, strict=True)],
                 [came[i] for i in ids.coming],
@@ -215,9 +213,6 @@ class Programs:
 
         def pieces(numbers: Sequence[int]) -> list[PartitionSpec]:
             return [self.piece_spec(i) for i in numbers]
-
-        def on_device(found: list[PartitionSpec]) -> list[NamedSharding]:
-            return [NamedSharding(mesh, spec) for spec in found]
 
         none = PartitionSpec()
         mapped = jax.shard_map(
@@ -233,13 +228,13 @@ class Programs:
             compiler_options=self._options,
             out_shardings=(
                 [self.sharding(i) for i in ids.written],
-                on_device(pieces(ids.coming)),
-                on_device(pieces(ids.going)),
+                [self.piece_sharding(i) for i in ids.coming],
+                [self.piece_sharding(i) for i in ids.going],
             ),
         )
 
     def _here(self, x: Any) -> Any:
-        return jax.device_put(x, HOST_SPACE) if self._on_host else x
+        return sent(x) if self._on_host else x
 
     def _run(self, p: Piece, values: list[Any], scalars: list[Any]) -> list[Any]:
         c = p.cluster
@@ -249,7 +244,7 @@ class Programs:
         from jax.experimental.compute_on import compute_on
 
         with compute_on("device_host"):
-            return jax.jit(run)(values, [jax.device_put(s, HOST_SPACE) for s in scalars])
+            return jax.jit(run)(values, [sent(s) for s in scalars])
 
     def _whole(self, p: Piece) -> Callable[..., Any]:
         ids, c = self.ids((p,), ()), p.cluster
@@ -260,7 +255,7 @@ class Programs:
         ) -> tuple[list[Any], list[Any], list[Any]]:
             numbers = (*ids.written, *ids.read, *ids.loaded)
             arrays = dict(zip(numbers, (*written, *read, *loaded), strict=True))
-            values = [jax.device_put(arrays[i], DEVICE_SPACE) for i in c.inputs]
+            values = [fetched(arrays[i]) for i in c.inputs]
             news = self._separated.run(c.outputs, c.inputs, values, scalars)
             found = dict(zip(targets, news, strict=True))
             return [found[i] for i in ids.written], [], [found[i] for i in ids.going]

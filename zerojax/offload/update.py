@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,43 @@ import numpy as np
 
 from zerojax.compiler import streaming
 from zerojax.offload.disk_stream import Reads, write
-from zerojax.offload.groups import Group, Lying, Piece, groups
+from zerojax.offload.groups import Group, Lying, Piece, goes_whole, groups
 from zerojax.offload.separate import Separated
 from zerojax.offload.stream import Programs
 from zerojax.plan import Plan
+
+
+class Call:
+    """A program, and which arrays it takes: updates one sub-group and brings the next one in."""
+
+    def __init__(self, programs: Programs, group: Group, coming: Group) -> None:
+        self.group, self.coming = group, coming
+        self.ids, self.program = programs.ids(group, coming), programs.get(group, coming)
+        self._starts = _starts(group), _starts(coming)
+
+    def __call__(
+        self, arrays: Sequence[Any], loaded: Sequence[Any], scalars: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """What is written, what came in and what goes to the disk."""
+        written = [arrays[i] for i in self.ids.written]
+        read = [arrays[i] for i in self.ids.read]
+        return self.program(written, read, loaded, *self._starts, list(scalars))
+
+
+class Turn(NamedTuple):
+    """One sub-group's turn.
+
+    Attributes:
+      load: brings it in from host memory, where the turn before did not.
+      update: updates it, and brings the next one in.
+      after: the next one.
+      done: arrays that nobody needs after it.
+    """
+
+    load: Call | None
+    update: Call
+    after: Group
+    done: tuple[int, ...]
 
 
 class Update:
@@ -24,8 +57,7 @@ class Update:
       function: of flat arguments; its results are flat, too.
       lying: each argument, and then those arrays that are only written.
       own: for each argument, whether it is one of those of which not all are needed at once.
-      target: for each result, the number of the array that it replaces; None where it is one
-        that the prelude makes.
+      target: for each result, the number of the array that it replaces.
       plan: of the state; says what mesh to lower for.
       on_host: compute on the host.
     """
@@ -44,8 +76,26 @@ class Update:
         self.separated = Separated(function, shapes, own)
         self.lying = lying
         self.programs = Programs(self.separated, lying, target, mesh, streaming(plan.mesh), on_host)
-        self.groups = groups(self.separated.clusters, lying, mesh, largest)
-        self.last = {id(p.cluster): p for group in self.groups for p in group}
+        self.turns = [*self._turns(groups(self.separated.clusters, lying, mesh, largest))]
+
+    def _turns(self, found: Sequence[Group]) -> Iterator[Turn]:
+        last = {id(p.cluster): p for group in found for p in group}
+        came = False  # with the turn before
+        for group, after in zip(found, [*found[1:], ()], strict=True):
+            load = None if came or goes_whole(group) else Call(self.programs, (), group)
+            came = not (goes_whole(group) or goes_whole(after))
+            done = [
+                i
+                for p in group
+                if last[id(p.cluster)] is p
+                for i in {*p.cluster.inputs}.difference(self.programs.targets(p))
+            ]
+            yield Turn(
+                load if load and load.ids.coming else None,
+                Call(self.programs, group, after if came else ()),
+                after,
+                tuple(done),
+            )
 
     def run(self, arrays: list[Any], scalars: Sequence[Any]) -> None:
         """Replaces what is to be replaced among ``arrays``; those are donated.
@@ -57,72 +107,41 @@ class Update:
         """
         came: list[Any] = []
         reads: Reads | None = None
-        for before, group, after in _neighbours(self.groups):
-            if before is None or _whole(before):
-                came = self._load(group, arrays)
+        for turn in self.turns:
+            group, ids = turn.update.group, turn.update.ids
+            if turn.load:
+                came = turn.load(arrays, [], [])[1]
             reads = reads or Reads(self.programs, group, arrays)
             loaded = reads.merged(came)
             # On their way while this sub-group is updated.
-            reads = None if after is None else Reads(self.programs, after, arrays)
-            coming = () if after is None or _whole(group) or _whole(after) else after
-            ids = self.programs.ids(group, coming)
-            written, came, going = self.programs.get(group, coming)(
-                [arrays[i] for i in ids.written],
-                [arrays[i] for i in ids.read],
-                loaded,
-                _starts(group),
-                _starts(coming),
-                list(scalars),
-            )
+            reads = Reads(self.programs, turn.after, arrays)
+            written, came, going = turn.update(arrays, loaded, scalars)
             del loaded
             for i, x in zip(ids.written, written, strict=True):
                 arrays[i] = x
             write(self.programs, group, going, arrays)
             del going
-            for p in group:
-                if p.count is None or self.last[id(p.cluster)] is p:
-                    self._drop(p, arrays)
-
-    def _drop(self, piece: Piece, arrays: list[Any]) -> None:
-        """Lets go of what nobody needs once the last piece of a cluster is through: gradients."""
-        kept = self.programs.targets(piece)
-        for i in piece.cluster.inputs:
-            if i not in kept:
+            for i in turn.done:  # gradients
                 arrays[i] = None
-
-    def _load(self, group: Group, arrays: list[Any]) -> list[Any]:
-        """The first sub-group, or one after a cluster that went through as a whole."""
-        ids = self.programs.ids((), group)
-        if _whole(group) or not ids.coming:
-            return []
-        load = self.programs.get((), group)
-        return load([], [arrays[i] for i in ids.read], [], _starts(()), _starts(group), [])[1]
 
     def traced(self) -> Iterator[tuple[str, Any]]:
         """Every program of the update, each once, traced for abstract arguments."""
-        seen = set()
+        calls = [call for turn in self.turns for call in (turn.load, turn.update) if call]
         scalars = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.separated.scalars]
-        for before, group, after in _neighbours(self.groups):
-            coming = () if after is None or _whole(group) or _whole(after) else after
-            pairs = [(group, coming)]
-            first = before is None or _whole(before)
-            if first and not _whole(group) and self.programs.ids((), group).coming:
-                pairs.insert(0, ((), group))
-            for a, b in pairs:
-                program: Any = self.programs.get(a, b)
-                if id(program) in seen:
-                    continue
-                seen.add(id(program))
-                ids = self.programs.ids(a, b)
-                traced = program.trace(
-                    [self._abstract(i) for i in ids.written],
-                    [self._abstract(i) for i in ids.read],
-                    [self._abstract_piece(i, p) for p in a for i in self.programs.loaded(p)],
-                    jax.ShapeDtypeStruct((len(a),), jnp.int32),
-                    jax.ShapeDtypeStruct((len(b),), jnp.int32),
-                    scalars,
-                )
-                yield f"update {len(seen)}", traced
+        each: dict[int, Call] = {}
+        for call in calls:
+            each.setdefault(id(call.program), call)
+        for number, call in enumerate(each.values(), 1):
+            program: Any = call.program
+            traced = program.trace(
+                [self._abstract(i) for i in call.ids.written],
+                [self._abstract(i) for i in call.ids.read],
+                [self._abstract_piece(i, p) for p in call.group for i in self.programs.loaded(p)],
+                jax.ShapeDtypeStruct((len(call.group),), jnp.int32),
+                jax.ShapeDtypeStruct((len(call.coming),), jnp.int32),
+                scalars,
+            )
+            yield f"update {number}", traced
 
     def _abstract(self, i: int) -> Any:
         x = self.lying[i]
@@ -136,19 +155,6 @@ class Update:
             self.lying[i].dtype,
             sharding=self.programs.piece_sharding(i),
         )
-
-
-def _neighbours(found: Sequence[Group]) -> Iterator[tuple[Group | None, Group, Group | None]]:
-    for k, group in enumerate(found):
-        yield (
-            found[k - 1] if k else None,
-            group,
-            found[k + 1] if k + 1 < len(found) else None,
-        )
-
-
-def _whole(group: Group) -> bool:
-    return any(p.count is None for p in group)
 
 
 def _starts(group: Group) -> np.ndarray:

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerojax", "pallas_kernels", "examples", "benchmarks", "tests")
 
-# The one place for what jax does not export.
-PRIVATE = {"zerojax/compat.py"}
+# The one place of each package for what jax does not export.
+PRIVATE = {"zerojax/compat.py", "pallas_kernels/compat.py"}
 
 # Tested elsewhere than in the test file of the same name.
 TESTED_BY = {
@@ -40,6 +40,9 @@ TESTED_BY = {
     "zerojax/optim/scaling.py": "optim/test_named.py",
     "zerojax/cli/export.py": "cli/test_export_command.py",
     "zerojax/cli/bar.py": "cli/test_inspect.py",
+    "pallas_kernels/arguments.py": "kernels/test_fused_adamw.py",
+    "pallas_kernels/elementwise.py": "kernels/test_fused_adamw.py",
+    "pallas_kernels/measured.py": "kernels/test_dispatch.py",
 }
 # Folders whose tests are not a file a module.
 TESTED_TOGETHER = {
@@ -190,6 +193,8 @@ def test_every_module_is_tested(package: str) -> None:
         where = path.relative_to(ROOT)
         inside = path.relative_to(ROOT / package)
         mirror = tests / inside.parent / f"test_{path.name}"
+        if package == "pallas_kernels":  # a folder a kernel, a test file a folder
+            mirror = tests / "kernels" / f"test_{Path(inside.parts[0]).stem}.py"
         together = TESTED_TOGETHER.get(str(where.parent))
         if mirror.exists() or (together and any((tests / together).glob("test_*.py"))):
             continue

@@ -208,7 +208,9 @@ def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
             moved += sum(a is not b for (name, a), (_, b) in pairs if "rest" not in name)
         arrays, skipped = now, overflows
     (program,) = step._programs.values()
-    groups = program.update.groups if "sub_group_size" in keywords else []
+    groups = (
+        [turn.update.group for turn in program.update.turns] if "sub_group_size" in keywords else []
+    )
     pieces = [piece.cluster.outputs for group in groups for piece in group]
     return {
         "losses": losses,

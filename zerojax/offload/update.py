@@ -81,7 +81,7 @@ class Update:
     def _turns(self, found: Sequence[Group]) -> Iterator[Turn]:
         last = {id(p.cluster): p for group in found for p in group}
         came = False  # with the turn before
-        for group, after in zip(found, [*found[1:], ()], strict=True):
+        for group, after in zip(found, [*found, ()][1:], strict=True):
             load = None if came or goes_whole(group) else Call(self.programs, (), group)
             came = not (goes_whole(group) or goes_whole(after))
             done = [

@@ -1,5 +1,20 @@
 """Fused kernels for NVIDIA GPUs, written with Pallas (Mosaic GPU). Knows nothing of zerojax.
 
-Empty for now: each kernel will be a folder of its own with ``api.py``, ``reference.py`` and
-its implementation, and is added where it beats what XLA makes of plain JAX.
+Each is one public function, ``implementation=None | "mosaic_gpu" | "xla"``, and a folder:
+``api.py``, ``reference.py`` (plain JAX, the definition), ``mosaic_gpu.py`` and ``arguments.py``
+(the shapes that tests and benchmark share).
 """
+
+from pallas_kernels.activations import bias_gelu as bias_gelu
+from pallas_kernels.activations import swiglu as swiglu
+from pallas_kernels.attention import attention as attention
+from pallas_kernels.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
+from pallas_kernels.fused_adamw import AdamWResult as AdamWResult
+from pallas_kernels.fused_adamw import fused_adamw as fused_adamw
+from pallas_kernels.grad_norm_finite import NormFinite as NormFinite
+from pallas_kernels.grad_norm_finite import grad_norm_finite as grad_norm_finite
+from pallas_kernels.norms import layer_norm as layer_norm
+from pallas_kernels.norms import rms_norm as rms_norm
+from pallas_kernels.quantize import Quantized as Quantized
+from pallas_kernels.quantize import dequantize_blockwise as dequantize_blockwise
+from pallas_kernels.quantize import quantize_blockwise as quantize_blockwise

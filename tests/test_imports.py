@@ -43,6 +43,7 @@ TESTED_BY = {
     "pallas_kernels/arguments.py": "kernels/test_fused_adamw.py",
     "pallas_kernels/elementwise.py": "kernels/test_fused_adamw.py",
     "pallas_kernels/measured.py": "kernels/test_dispatch.py",
+    "pallas_kernels/varying.py": "kernels/test_norms.py",
 }
 # Folders whose tests are not a file a module.
 TESTED_TOGETHER = {

@@ -1,0 +1,188 @@
+"""Activations that read and write memory once: GELU of x + bias with dropout, and SwiGLU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activations import mosaic_gpu, reference
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.elementwise import SMALLEST
+from pallas_kernels.varying import alike
+
+GELU = "bias_gelu"
+SWIGLU = "swiglu"
+
+
+class _How(NamedTuple):
+    approximate: bool
+    rate: float
+    chosen: Implementation
+
+
+def bias_gelu(
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    approximate: bool = True,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""GELU of a sum, and dropout of what it gives.
+
+    .. math::
+
+        z = x + b, \quad
+        y = \tfrac12 z \left(1 + \tanh\left(\sqrt{2 / \pi} (z + 0.044715 z^3)\right)\right)
+        \quad\text{or}\quad
+        y = \tfrac12 z \left(1 + \operatorname{erf}(z / \sqrt 2)\right), \\
+        y' = y m / (1 - r), \quad m \sim \operatorname{Bernoulli}(1 - r)
+
+    Source: Hendrycks and Gimpel, arXiv:1606.08415; DeepSpeed's ``gelu_kernels.cu`` and
+    ``dropout_kernels.cu``. Computed in float32. The backward pass keeps x, the bias and the key
+    and computes the rest again. XLA draws the mask, in both passes, a byte an element.
+
+    With ``"mosaic_gpu"``, widths below 128 are left to XLA, and ``jax.shard_map`` needs
+    ``check_vma=False``.
+
+    Args:
+      x: floats [..., width].
+      bias: :math:`b`, floats [width]; None is 0.
+      approximate: the form with tanh, else the exact one.
+      dropout_rate: :math:`r`, at least 0 and below 1.
+      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Returns:
+      In the shape and dtype of x.
+
+    Raises:
+      ValueError: x is empty, the bias has another shape, the rate is out of range, the key is
+        missing, or the implementation does not work here.
+      TypeError: an array is not of floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> bias_gelu(jnp.array([-1.0, 0.0, 1.0]), jnp.ones(3)).round(3)
+      Array([0.   , 0.841, 1.955], dtype=float32)
+    """
+    x = _floats(GELU, "x", x)
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(f"{GELU}: x has shape {x.shape}; it needs at least one row of one element")
+    bias = None if bias is None else _floats(GELU, "bias", bias)
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(f"{GELU}: bias has shape {bias.shape}, the width of x is {x.shape[-1]}")
+    rate = float(dropout_rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{GELU}: dropout_rate is {rate}; it must be at least 0 and below 1")
+    if rate > 0 and dropout_key is None:
+        raise ValueError(f"{GELU}: dropout_rate is {rate}, so pass a dropout_key (or the rate 0)")
+    chosen = choose(GELU, implementation)
+    how = _How(approximate, rate, "xla" if x.shape[-1] < SMALLEST else chosen)
+    x, bias = alike(x, bias)
+    return _bias_gelu(x, bias, dropout_key if rate > 0 else None, how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _bias_gelu(x: Any, bias: Any, key: Any, how: _How) -> jax.Array:
+    kept = _kept(x, key, how)
+    if how.chosen == "xla":
+        return reference.bias_gelu(x, bias, kept, how.approximate, how.rate).astype(x.dtype)
+    made = mosaic_gpu.bias_gelu(_rows(x), bias, _rows(kept), how.approximate, how.rate)
+    return made.reshape(x.shape)
+
+
+def _forward(x: Any, bias: Any, key: Any, how: _How) -> Any:
+    return _bias_gelu(x, bias, key, how), (x, bias, key)
+
+
+def _backward(how: _How, saved: Any, dy: jax.Array) -> Any:
+    x, bias, key = saved
+    kept = _kept(x, key, how)
+    total: jax.Array | None
+    if how.chosen == "xla":
+        dz = reference.bias_gelu_backward(x, bias, kept, dy, how.approximate, how.rate)
+        total = reference.over_rows(dz)
+    else:
+        arrays = (_rows(x), bias, _rows(kept), _rows(dy))
+        dz, total = mosaic_gpu.bias_gelu_backward(*arrays, how.approximate, how.rate)
+    dx = dz.reshape(x.shape).astype(x.dtype)
+    return dx, None if total is None or bias is None else total.astype(bias.dtype), None
+
+
+_bias_gelu.defvjp(_forward, _backward)
+
+
+def _kept(x: jax.Array, key: Any, how: _How) -> jax.Array | None:
+    return None if key is None else jax.random.bernoulli(key, 1 - how.rate, x.shape)
+
+
+def _rows(x: Any) -> Any:
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+def swiglu(gate: jax.Array, up: jax.Array, *, implementation: str | None = None) -> jax.Array:
+    r"""The gated activation of Llama's feed-forward layers.
+
+    .. math::
+
+        y = g \, \sigma(g) \, u
+
+    Source: Shazeer, arXiv:2002.05202; Liger's ``swiglu.py``. Computed in float32. The backward pass
+    keeps both arguments only, and computes both cotangents in one pass.
+
+    With ``"mosaic_gpu"``, arrays of fewer than 128 elements are left to XLA, and ``jax.shard_map``
+    needs ``check_vma=False``.
+
+    Args:
+      gate, up: :math:`g, u`, floats of one shape and dtype.
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Returns:
+      In their shape and dtype.
+
+    Raises:
+      ValueError: they are empty, their shapes differ, or the implementation does not work here.
+      TypeError: they are not of floats, or their dtypes differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> swiglu(jnp.array([0.0, 1.0]), jnp.full(2, 2.0)).round(3)
+      Array([0.   , 1.462], dtype=float32)
+    """
+    gate, up = _floats(SWIGLU, "gate", gate), _floats(SWIGLU, "up", up)
+    if gate.shape != up.shape or gate.size == 0:
+        raise ValueError(
+            f"{SWIGLU}: gate has shape {gate.shape}, up {up.shape}; they must be one, not empty"
+        )
+    if gate.dtype != up.dtype:
+        raise TypeError(f"{SWIGLU}: gate has dtype {gate.dtype}, up {up.dtype}; cast one of them")
+    chosen = choose(SWIGLU, implementation)
+    gate, up = alike(gate, up)
+    return _swiglu(gate, up, "xla" if gate.size < SMALLEST else chosen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _swiglu(gate: jax.Array, up: jax.Array, chosen: Implementation) -> jax.Array:
+    if chosen == "xla":
+        return reference.swiglu(gate, up).astype(gate.dtype)
+    return mosaic_gpu.swiglu(gate, up)
+
+
+def _swiglu_backward(chosen: Implementation, saved: Any, dy: jax.Array) -> Any:
+    made = (reference if chosen == "xla" else mosaic_gpu).swiglu_backward(*saved, dy)
+    return tuple(x.astype(dy.dtype) for x in made)
+
+
+_swiglu.defvjp(lambda gate, up, chosen: (_swiglu(gate, up, chosen), (gate, up)), _swiglu_backward)
+
+
+def _floats(kernel: str, name: str, x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{kernel}: {name} has dtype {x.dtype}; it must be of floats")
+    return x

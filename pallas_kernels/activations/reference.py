@@ -1,0 +1,104 @@
+"""GELU of a sum and SwiGLU as they are defined, in plain JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_CUBE = 0.044715
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+_FAR = 20.0
+"""Beyond it both forms of GELU are 0 or the identity in float32; its square does not overflow."""
+
+
+def erf(x: Any) -> Any:
+    """The error function."""
+    return lax.erf(x)
+
+
+def gelu(z: Any, approximate: bool, erf: Callable[[Any], Any] = erf) -> tuple[Any, Any]:
+    r"""GELU and its derivative, float32.
+
+    ``approximate``: :math:`\tfrac12 (1 + \tanh u) = \sigma(2 u)`, which loses no digits where z is
+    negative.
+    """
+    near = lax.clamp(jnp.full(z.shape, -_FAR), z, jnp.full(z.shape, _FAR))
+    square = near * near
+    if approximate:
+        share = lax.logistic(_SLOPE * near * (1 + _CUBE * square))
+        slope = share * (1 - share) * (_SLOPE * (1 + 3 * _CUBE * square))
+    else:
+        share = 0.5 * (1 + erf(near * math.sqrt(0.5)))
+        slope = jnp.exp(-0.5 * square) * (1 / math.sqrt(2 * math.pi))
+    return z * share, share + near * slope
+
+
+def dropped(x: Any, kept: Any, rate: float) -> Any:
+    """``x`` where ``kept``, made larger for what is lost, else 0; all of it if ``kept`` is None."""
+    return x if kept is None else jnp.where(kept, x * (1 / (1 - rate)), jnp.zeros(x.shape, x.dtype))
+
+
+def bias_gelu(
+    x: Any,
+    bias: Any,
+    kept: Any,
+    approximate: bool,
+    rate: float,
+    erf: Callable[[Any], Any] = erf,
+) -> Any:
+    """The formula of :func:`pallas_kernels.bias_gelu`, for any piece of it.
+
+    Args:
+      x: of any shape.
+      bias: like x, or to be broadcast to it; None is 0.
+      kept: bool like x, what dropout leaves; None is all.
+      approximate: the form with tanh.
+      rate: of dropout.
+      erf: the error function.
+
+    Returns:
+      float32 like x.
+    """
+    return dropped(gelu(_sum(x, bias), approximate, erf)[0], kept, rate)
+
+
+def bias_gelu_backward(
+    x: Any,
+    bias: Any,
+    kept: Any,
+    dy: Any,
+    approximate: bool,
+    rate: float,
+    erf: Callable[[Any], Any] = erf,
+) -> Any:
+    """The cotangent of ``x + bias``, float32 like x."""
+    dy = dropped(dy.astype(jnp.float32), kept, rate)
+    return dy * gelu(_sum(x, bias), approximate, erf)[1]
+
+
+def _sum(x: Any, bias: Any) -> Any:
+    x = x.astype(jnp.float32)
+    return x if bias is None else x + bias.astype(jnp.float32)
+
+
+def swiglu(gate: Any, up: Any) -> Any:
+    """The formula of :func:`pallas_kernels.swiglu`, float32."""
+    g = gate.astype(jnp.float32)
+    return g * lax.logistic(g) * up.astype(jnp.float32)
+
+
+def swiglu_backward(gate: Any, up: Any, dy: Any) -> tuple[Any, Any]:
+    """The cotangents of both, float32."""
+    g, u, dy = (x.astype(jnp.float32) for x in (gate, up, dy))
+    share = lax.logistic(g)
+    return dy * u * (share * (1 + g * (1 - share))), dy * (g * share)
+
+
+def over_rows(dz: jax.Array) -> jax.Array:
+    """The cotangent of the bias, float32 [width]."""
+    return jnp.sum(dz, axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)

@@ -1,0 +1,1 @@
+from pallas_kernels.attention.api import attention as attention

@@ -1,0 +1,157 @@
+"""Attention: no kernel of this package, but the choice among those that others have."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Target, target
+
+NAME = "attention"
+_BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20", "NVIDIA T")
+_THERE_ARE = "there are None, 'cudnn', 'xla' and 'tokamax'"
+
+
+def attention(
+    q: jax.typing.ArrayLike,
+    k: jax.typing.ArrayLike,
+    v: jax.typing.ArrayLike,
+    *,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Attention of each head, with queries' heads in groups that share keys and values.
+
+    .. math:: \mathrm{softmax}(s \, q k^\top + b) \, v
+
+    Source: Vaswani et al., arXiv:1706.03762; grouped heads, Ainslie et al., arXiv:2305.13245.
+    ``"cudnn"`` and ``"xla"`` are :func:`jax.nn.dot_product_attention`, ``"tokamax"`` is
+    :func:`tokamax.dot_product_attention` with the choice left to it. All but ``"xla"`` work
+    without the [batch, heads, queries, keys] matrix in memory.
+
+    Args:
+      q: floats [batch, queries, heads, d].
+      k, v: of the same dtype, [batch, keys, key heads, d]; ``heads`` is a multiple of
+        ``key heads``, and consecutive heads of ``q`` share one of them.
+      bias: :math:`b`, floats, broadcast to [batch, heads, queries, keys]. ``"cudnn"`` rounds it to
+        the dtype of ``q``.
+      mask: bool, broadcast likewise; False leaves a key out.
+      is_causal: query i sees keys 0 to i alone.
+      scale: :math:`s`, by default :math:`1 / \sqrt{d}`.
+      implementation: None takes ``"cudnn"`` on NVIDIA GPUs since Ampere if JAX finds cuDNN and that
+        takes these arguments (bf16 or fp16; d a multiple of 8, up to 128, since Hopper 256), else
+        ``"xla"``. ``"tokamax"`` is a package of its own.
+
+    Returns:
+      Like ``q``.
+
+    Raises:
+      ValueError: shapes do not fit; the implementation is unknown, or does not work here.
+      TypeError: dtypes differ, or are not of floats (of the mask: bool).
+      ImportError: tokamax is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> q, k = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 2, 1, 8))
+      >>> attention(q, k, k, is_causal=True).shape
+      (1, 2, 4, 8)
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _check(q, k, v)
+    bias = None if bias is None else _check_over("bias", jnp.asarray(bias), q, k, jnp.floating)
+    mask = None if mask is None else _check_over("mask", jnp.asarray(mask), q, k, jnp.bool_)
+    keywords: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+
+    def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # It broadcasts over batch and heads alone.
+        length = (q.shape[1], k.shape[1])
+        b, m = (
+            None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *length))
+            for x in (None if bias is None else bias.astype(q.dtype), mask)
+        )
+        return jax.nn.dot_product_attention(q, k, v, b, m, **keywords, implementation="cudnn")
+
+    if implementation == "tokamax":
+        return _tokamax()(q, k, v, bias, mask, **keywords)
+    if implementation == "cudnn" or implementation is None:
+        reason = _refusal(target(), cudnn, q, k, v)
+        if reason is None:
+            return cudnn(q, k, v)
+        if implementation == "cudnn":
+            raise ValueError(
+                f"{NAME}: implementation 'cudnn' {reason}. Leave it None; {_THERE_ARE}."
+            )
+    elif implementation != "xla":
+        raise ValueError(f"{NAME}: unknown implementation {implementation!r}; {_THERE_ARE}.")
+    return jax.nn.dot_product_attention(q, k, v, bias, mask, **keywords, implementation="xla")
+
+
+def _refusal(at: Target, cudnn: Callable[..., jax.Array], *arrays: jax.Array) -> str | None:
+    """Why cuDNN cannot do it; None if it can."""
+    new = "NVIDIA" in at.kind and not any(name in at.kind for name in _BEFORE_AMPERE)
+    if at.platform != "gpu" or not new:
+        return f"needs an NVIDIA GPU, Ampere or newer, and this runs on {at.platform} ({at.kind})"
+    if arrays[0].dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, and q, k and v are {arrays[0].dtype}"
+    try:
+        # JAX knows what it takes; more for gradients than without.
+        jax.eval_shape(lambda *x: jax.vjp(cudnn, *x)[0], *arrays)
+    except (NotImplementedError, RuntimeError) as error:
+        return f"does not work here: {error}".rstrip(".")
+    return None
+
+
+def _tokamax() -> Callable[..., jax.Array]:
+    try:
+        return importlib.import_module("tokamax").dot_product_attention
+    except ModuleNotFoundError as error:
+        if error.name != "tokamax":
+            raise
+        raise ImportError(
+            f"{NAME}: implementation 'tokamax' needs that package: pip install tokamax "
+            "(Python 3.12 or newer). Or leave it None."
+        ) from error
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{NAME}: {name} has dtype {x.dtype}, no floats")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{NAME}: q is {q.dtype} and {name} {x.dtype}; cast one to the other")
+        if x.ndim != 4 or not x.size:
+            raise ValueError(
+                f"{NAME}: {name} has shape {x.shape}, not [batch, length, heads, d], none of them 0"
+            )
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{NAME}: q has shape {q.shape}, k {k.shape} and v {v.shape}; k and v have to be "
+            "alike, and have q's batch and d"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{NAME}: q has {q.shape[2]} heads, no multiple of the {k.shape[2]} of k and v"
+        )
+
+
+def _check_over(name: str, x: jax.Array, q: jax.Array, k: jax.Array, kind: Any) -> jax.Array:
+    """``x`` with four axes."""
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(
+            f"{NAME}: {name} has dtype {x.dtype}; a mask is of bool, and what is added is a bias"
+        )
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    found = (1,) * (4 - x.ndim) + x.shape
+    if len(found) != 4 or any(a not in (1, b) for a, b in zip(found, wanted, strict=True)):
+        raise ValueError(
+            f"{NAME}: {name} has shape {x.shape}, which does not broadcast to [batch, heads, "
+            f"queries, keys] = {wanted}"
+        )
+    return x.reshape(found)

@@ -1,0 +1,89 @@
+"""What jax 0.10 and 0.11 do differently for Mosaic GPU, and what they do not export."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+# The simulator is in jax 0.10, but not exported; in neither are the races that it has seen.
+from jax._src import config as _config
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks
+from jax._src.pallas.mosaic_gpu.interpret import params as _params
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+IN_PLACE = jax.version.__version_info__ >= (0, 11)
+"""Whether a kernel can write over its arguments; before, results have buffers of their own."""
+
+
+class RaceError(Exception):
+    """Two threads of a simulated kernel use the same memory, one of them to write."""
+
+
+@contextlib.contextmanager
+def simulator(**changes: Any) -> Iterator[None]:
+    """Runs the kernels traced within it in JAX's GPU simulator, on the CPU.
+
+    Reads beyond an array are errors, memory that nobody wrote holds NaN, and so do results before
+    the kernel writes them.
+
+    Raises:
+      RaceError: at the end, if a kernel within had a race.
+    """
+    params = _params.InterpretGPUParams(
+        **{
+            "detect_races": True,
+            "out_of_bounds_reads": "raise",
+            "uninitialized_memory": "nan",
+            **changes,
+        }
+    )
+    _callbacks.reset_gpu_interpret_mode_state()
+    try:
+        with _params.force_gpu_interpret_mode(params):
+            yield
+        if _callbacks._races is not None and _callbacks._races.races_found:
+            raise RaceError("a kernel in the simulator had a race; its lines are in the output")
+    finally:
+        _callbacks.reset_gpu_interpret_mode_state()
+
+
+def simulated() -> bool:
+    """Whether a kernel traced now runs in the simulator."""
+    return _config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def laid_out(x: Any, layout: Any) -> Any:
+    """A value of a kernel in a layout; the simulator of jax 0.10 knows none."""
+    return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)
+
+
+def launch(
+    body: Callable[..., None],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    over: Mapping[int, int],
+    **keywords: Any,
+) -> list[jax.Array]:
+    """Runs ``body(*input refs, *output refs)`` as a Mosaic GPU kernel.
+
+    Args:
+      over: for an output the input that it is written over. Where jax cannot do that, it is a
+        buffer of its own; the body has to be right for both.
+    """
+    if not IN_PLACE or not over:
+        return [*plgpu.kernel(body, out_type=[*outputs], **keywords)(*inputs)]
+    refs = {i: jax.new_ref(inputs[i]) for i in over.values()}
+    fresh = [k for k in range(len(outputs)) if k not in over]
+
+    def in_place(*args: Any) -> None:
+        ins, made = args[: len(inputs)], iter(args[len(inputs) :])
+        body(*ins, *(ins[over[k]] if k in over else next(made) for k in range(len(outputs))))
+
+    arguments = [refs.get(i, x) for i, x in enumerate(inputs)]
+    made = iter(
+        plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)(*arguments)
+    )
+    return [refs[over[k]][...] if k in over else next(made) for k in range(len(outputs))]

@@ -1,0 +1,1 @@
+from pallas_kernels.cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy

@@ -1,0 +1,173 @@
+"""Projection and cross-entropy, a chunk of tokens at a time, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.cross_entropy.reference import project
+from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
+from pallas_kernels.varying import alike
+
+SMALLEST = 128
+"""Tokens of a chunk at least: matrix products of fewer do not fill a GPU."""
+ALIGNED = 8
+"""Vocabularies are filled up to a multiple: matrix products of others are slow on GPUs."""
+
+
+class Rows(NamedTuple):
+    """An implementation of :mod:`pallas_kernels.cross_entropy.rows`."""
+
+    statistics: Callable[[jax.Array, jax.Array, int, bool], Statistics]
+    gradient: Callable[[jax.Array, jax.Array, int, jax.Array, Factors, Any], jax.Array]
+
+
+class Settings(NamedTuple):
+    """What is no array, see :func:`pallas_kernels.softmax_cross_entropy`."""
+
+    rows: Rows
+    chunk: int
+    vocabulary_last: bool
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+def chunk_of(tokens: int, width: int, vocabulary: int) -> int:
+    """Tokens of a chunk, so that its logits have about as many elements as all of ``hidden``.
+
+    Example:
+      >>> chunk_of(32768, 4096, 128256)
+      2048
+    """
+    wanted = max(SMALLEST, -(-tokens * width // vocabulary))
+    return min(tokens, 1 << (wanted - 1).bit_length())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def losses(
+    settings: Settings,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """float32 [t], of hidden [t, d], weight [v, d] or [d, v], labels int32 [t], bias [v]."""
+    return _forward(settings, hidden, weight, labels, bias)[0]
+
+
+def _forward(
+    settings: Settings,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    smoothing = settings.label_smoothing
+    filled, filled_bias, vocabulary = _fill(settings, weight, bias)
+
+    def of_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+        h, y = chunk
+        known = _known(settings, y, vocabulary)
+        logits = project(h, filled, filled_bias, settings.vocabulary_last)
+        lse, picked, total = settings.rows.statistics(logits, known, vocabulary, smoothing != 0)
+        loss = lse - (1 - smoothing) * picked
+        if total is not None:
+            loss -= smoothing / vocabulary * total
+        if settings.z_loss:
+            loss += settings.z_loss * lse * lse
+        skipped = jnp.where(y == settings.ignore_index, 0, jnp.nan)
+        # Were lse itself kept, XLA would run its kernel once for it, and once for the loss.
+        return None, tuple(jnp.where(known == SKIP, *x) for x in ((skipped, loss), (0, lse)))
+
+    with jax.named_scope("cross_entropy"):
+        chunks = (_cut(settings, hidden, 0), _cut(settings, labels, settings.ignore_index))
+        _, (found, lse) = lax.scan(of_chunk, None, chunks)
+        found, lse = (x.reshape(-1)[: len(labels)] for x in (found, lse))
+    return found, (hidden, weight, labels, bias, lse)
+
+
+def _backward(
+    settings: Settings, kept: tuple[Any, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array | None]:
+    hidden, weight, labels, bias, lse = kept
+    smoothing = settings.label_smoothing
+    filled, filled_bias, vocabulary = _fill(settings, weight, bias)
+
+    def of_chunk(sums: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        d_weight, d_bias = sums
+        h, y, ell, g = chunk
+        known = _known(settings, y, vocabulary)
+        g = jnp.where(known == SKIP, jnp.where(y == settings.ignore_index, 0, jnp.nan), g)
+        logits = project(h, filled, filled_bias, settings.vocabulary_last)
+        factors = Factors(
+            probability=g * (1 + 2 * settings.z_loss * ell) if settings.z_loss else g,
+            label=g * (1 - smoothing),
+            # Zero in all rows but those that are skipped, whose g it has to be.
+            uniform=jnp.where(known == SKIP, g, g * (smoothing / vocabulary)),
+        )
+        d = settings.rows.gradient(logits, known, vocabulary, ell, factors, h.dtype)
+        pair = (h, d) if settings.vocabulary_last else (d, h)
+        d_weight += _product(*pair, 0, 0)
+        if d_bias is not None:
+            d_bias += jnp.sum(d, axis=0, dtype=jnp.float32)
+        d_h = _product(d, filled, 1, settings.vocabulary_last)
+        return (d_weight, d_bias), d_h.astype(h.dtype)
+
+    with jax.named_scope("cross_entropy_backward"):
+        chunks = (
+            _cut(settings, hidden, 0),
+            _cut(settings, labels, settings.ignore_index),
+            _cut(settings, lse, 0),
+            _cut(settings, cotangent, 0),
+        )
+        both = (filled, filled_bias)
+        zeros = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in both]
+        sums: tuple[Any, ...] = tuple(alike(labels, *zeros)[1:])
+        (d_weight, d_bias), d_hidden = lax.scan(of_chunk, sums, chunks)
+    d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: len(hidden)]
+    d_weight = d_weight[: weight.shape[0], : weight.shape[1]].astype(weight.dtype)
+    if bias is not None:
+        d_bias = d_bias[:vocabulary].astype(bias.dtype)
+    return d_hidden, d_weight, None, d_bias
+
+
+losses.defvjp(_forward, _backward)
+
+
+def _fill(
+    settings: Settings, weight: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, int]:
+    """Weight and bias for a multiple of :data:`ALIGNED` words, and how many there are."""
+    vocabulary = weight.shape[settings.vocabulary_last]
+    if missing := -vocabulary % ALIGNED:
+        more = [(0, 0), (0, missing)] if settings.vocabulary_last else [(0, missing), (0, 0)]
+        weight = jnp.pad(weight, more)
+        bias = None if bias is None else jnp.pad(bias, (0, missing))
+    return weight, bias, vocabulary
+
+
+def _known(settings: Settings, labels: jax.Array, vocabulary: int) -> jax.Array:
+    """Labels; :data:`SKIP` for those that are ignored or not in the vocabulary."""
+    good = (labels != settings.ignore_index) & (labels >= 0) & (labels < vocabulary)
+    return jnp.where(good, labels, SKIP)
+
+
+def _cut(settings: Settings, x: jax.Array, fill: int) -> jax.Array:
+    """[chunks, tokens of a chunk, ...], the last one filled up."""
+    missing = -len(x) % settings.chunk
+    if missing:
+        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    return x.reshape(-1, settings.chunk, *x.shape[1:])
+
+
+def _product(x: jax.Array, y: jax.Array, axis_x: int, axis_y: int) -> jax.Array:
+    """Of matrices, over one axis of each, float32."""
+    return lax.dot_general(
+        x, y, (((axis_x,), (axis_y,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,175 @@
+"""What is done with a chunk's logits, each row read once, for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
+from pallas_kernels.tiles import Tile
+
+SMALLEST = tiles.WARPGROUP
+"""Words of a vocabulary at least."""
+# All threads wait for each other before and after a tile is written: then it is a large one.
+_READ, _WRITTEN = 8 * tiles.WARPGROUP, 16 * tiles.WARPGROUP
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class _Row:
+    """How a row of logits is cut: tiles of one size, so that threads can keep sums of their own.
+
+    Attributes:
+      count: of the tiles that begin at multiples of their size.
+      last: the tile that reaches the row's end and back, if there is one.
+      inside: its elements within the vocabulary.
+    """
+
+    def __init__(self, width: int, vocabulary: int, largest: int) -> None:
+        self.size = min(largest, 2 ** int(math.log2(vocabulary)))
+        self.vector = min(tiles.vector_of(4, width), self.size // tiles.WARPGROUP)
+        self.layout = plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
+        self.count, rest = divmod(vocabulary, self.size)
+        start = width - self.size
+        again = self.count * self.size - start
+        self.last = Tile(start, self.size, again, self.vector) if rest else None
+        self.inside = vocabulary - start
+
+    def tile(self, k: Any) -> Tile:
+        return Tile(k * self.size, self.size, 0, self.vector)
+
+    def full(self, value: Any) -> Any:
+        return compat.laid_out(jnp.full((self.size,), value, jnp.float32), self.layout)
+
+    def places(self) -> Any:
+        return compat.laid_out(lax.broadcasted_iota("int32", (self.size,), 0), self.layout)
+
+    def within(self, value: Any, fill: float, first: int = 0) -> Any:
+        """Of the last tile, from ``first``; ``fill`` before, and beyond the vocabulary."""
+        places = self.places()
+        good = lax.ge(places, first) & lax.lt(places, self.inside)
+        return jnp.where(good, value, self.full(fill))
+
+
+def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
+    """As :func:`pallas_kernels.cross_entropy.rows.statistics`, in one pass."""
+    cut = _Row(logits.shape[1], vocabulary, _READ)
+
+    def step(z: Any, sums: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Each thread keeps the maximum that it has seen, and a sum relative to it."""
+        most, parts = sums
+        apart = z - most
+        # One exponential, of what is negative. Equal infinities would be apart by NaN.
+        low = jnp.exp(jnp.minimum(apart, -apart))
+        low = jnp.where(z == most, cut.full(1.0), low)
+        return jnp.maximum(most, z), jnp.where(z > most, parts * low + 1.0, parts + low)
+
+    def body(logit: Any, label: Any, *results: Any) -> None:
+        row = lax.axis_index("row")
+        y = label[row]
+
+        def add(k: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            z = tiles.load(logit, (row,), cut.tile(k))
+            return *step(z, sums[:2]), *(t + z for t in sums[2:])
+
+        @pl.when(y != SKIP)
+        def _() -> None:
+            sums = (cut.full(_LOWEST), cut.full(0.0), *([cut.full(0.0)] if total else []))
+            most, parts, *totals = lax.fori_loop(0, cut.count, add, sums)
+            if cut.last is not None:
+                z = tiles.load(logit, (row,), cut.last)
+                most, parts = step(cut.within(z, -jnp.inf, cut.last.again), (most, parts))
+                totals = [t + cut.within(z, 0.0, cut.last.again) for t in totals]
+            top = jnp.max(most)
+            parts = jnp.where(most == top, parts, parts * jnp.exp(most - top))
+            lse = top + jnp.log(jnp.sum(parts))
+            made = (lse, logit[row, y], *map(jnp.sum, totals))
+            for result, value in zip(results, made, strict=True):
+                result[row] = value
+
+        @pl.when(y == SKIP)
+        def _() -> None:
+            for result in results:
+                result[row] = jnp.float32(0)
+
+    outputs = [jax.ShapeDtypeStruct(labels.shape, jnp.float32)] * (3 if total else 2)
+    found = _launch(body, [logits, labels], outputs, {}, "statistics")
+    return Statistics(found[0], found[1], found[2] if total else None)
+
+
+def gradient(
+    logits: jax.Array,
+    labels: jax.Array,
+    vocabulary: int,
+    lse: jax.Array,
+    factors: Factors,
+    dtype: Any,
+) -> jax.Array:
+    """As :func:`pallas_kernels.cross_entropy.rows.gradient`; float32 over the logits."""
+    cut = _Row(logits.shape[1], vocabulary, _WRITTEN)
+
+    def body(logit: Any, label: Any, *refs: Any) -> None:
+        row = lax.axis_index("row")
+        *numbers, result = refs
+        y = label[row]
+        lse, probability, of_label, uniform = (ref[row] for ref in numbers)
+
+        def write(tile: Tile, value: Any) -> None:
+            value = cut.within(value, 0.0) if tile is cut.last else value
+            result[row, pl.ds(tile.start, tile.size)] = value.astype(dtype)
+
+        def of(tile: Tile, z: Any) -> Any:
+            here = cut.places() == jnp.full((cut.size,), y - tile.start, jnp.int32)
+            mine = jnp.where(here, cut.full(of_label), cut.full(0.0))
+            return jnp.exp(z - lse) * probability - mine - uniform
+
+        def each(function: Callable[[Tile], Any]) -> None:
+            def one(k: Any, _: None) -> None:
+                write(cut.tile(k), function(cut.tile(k)))
+
+            lax.fori_loop(0, cut.count, one, None)
+
+        @pl.when(y != SKIP)
+        def _() -> None:
+            # Before any of it is written over.
+            late = None if cut.last is None else tiles.load(logit, (row,), cut.last)
+            each(lambda tile: of(tile, tiles.load(logit, (row,), tile)))
+            if cut.last is not None:
+                write(cut.last, of(cut.last, late))
+
+        @pl.when(y == SKIP)
+        def _() -> None:
+            each(lambda tile: cut.full(uniform))
+            if cut.last is not None:
+                write(cut.last, cut.full(uniform))
+
+    over = {0: 0} if jnp.dtype(dtype) == logits.dtype else {}
+    like = jax.ShapeDtypeStruct(logits.shape, dtype)
+    return _launch(body, [logits, labels, lse, *factors], [like], over, "gradient")[0]
+
+
+def _launch(
+    body: Callable[..., None],
+    inputs: list[jax.Array],
+    outputs: list[jax.ShapeDtypeStruct],
+    over: dict[int, int],
+    name: str,
+) -> list[jax.Array]:
+    """One block a row."""
+    return compat.launch(
+        body,
+        inputs,
+        outputs,
+        over,
+        grid=(len(inputs[0]),),
+        grid_names=("row",),
+        compiler_params=tiles.params(),
+        kernel_name=f"cross_entropy_{name}",
+    )

@@ -1,0 +1,72 @@
+"""Which implementation of a kernel runs."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+
+from pallas_kernels import compat
+from pallas_kernels.measured import FASTER
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+class Target(NamedTuple):
+    """What a function traced now is for: ``"cpu"``, ``"gpu"`` or ``"tpu"``, and the device kind."""
+
+    platform: str
+    kind: str
+
+
+def target() -> Target:
+    """Within ``shard_map`` what its mesh is made of, there or not; else the default device."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None:
+        return Target(device.platform, device.device_kind)
+    found = jax.devices()[0]
+    return Target("gpu" if found.platform in ("cuda", "gpu") else found.platform, found.device_kind)
+
+
+def available(at: Target) -> tuple[Implementation, ...]:
+    """What works there. Mosaic GPU needs a Hopper or a newer GPU, or the simulator."""
+    new = at.platform == "gpu" and any(
+        name in at.kind for name in ("H100", "H200", "GH200", "B200")
+    )
+    return ("xla", "mosaic_gpu") if new or compat.simulated() else ("xla",)
+
+
+def choose(kernel: str, asked: str | None) -> Implementation:
+    """The implementation to run.
+
+    Args:
+      kernel: its name.
+      asked: what the caller wants; None is the fastest one by measurement on this kind of device
+        (:mod:`pallas_kernels.measured`).
+
+    Raises:
+      ValueError: it is unknown, or does not work here.
+
+    Example:
+      >>> choose("rms_norm", None)
+      'xla'
+      >>> choose("rms_norm", "cuda")
+      Traceback (most recent call last):
+        ...
+      ValueError: rms_norm: unknown implementation 'cuda'; there are None, 'mosaic_gpu' and 'xla'.
+    """
+    at = target()
+    works = available(at)
+    if asked is None:
+        fast = any(name in at.kind for name in FASTER.get(kernel, ()))
+        return "mosaic_gpu" if fast and "mosaic_gpu" in works else "xla"
+    if asked == "xla" or asked == "mosaic_gpu":
+        if asked in works:
+            return asked
+        raise ValueError(
+            f"{kernel}: implementation {asked!r} needs an H100, H200 or B200, and this runs on "
+            f"{at.platform} ({at.kind}), where there are: {', '.join(works)}. Leave it None."
+        )
+    raise ValueError(
+        f"{kernel}: unknown implementation {asked!r}; there are None, 'mosaic_gpu' and 'xla'."
+    )

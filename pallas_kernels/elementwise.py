@@ -1,0 +1,135 @@
+"""Element-by-element functions of many arrays in one pass over memory, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.tiles import Tile
+
+PER_LAUNCH = 32
+"""Groups of arrays that one launch takes: each has code of its own in the kernel."""
+SMALLEST = tiles.WARPGROUP
+"""Elements of an array at least."""
+
+Function = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+def elementwise(
+    function: Function,
+    scalars: jax.Array,
+    groups: Sequence[Sequence[jax.Array]],
+    dtypes: Sequence[Any],
+    over: dict[int, int],
+    *,
+    name: str,
+    run: int | None = None,
+) -> list[list[jax.Array]]:
+    """``[function(scalars, arrays) for arrays in groups]``.
+
+    Args:
+      function: of the scalars (float32 []) and one tile of each array of a group, in its dtype;
+        its results are cast.
+      scalars: float32 [k].
+      groups: arrays of one size within a group, 128 elements or more; as many, and of the same
+        dtypes, in every group.
+      dtypes: of the results.
+      over: for a result the array of the group that it is written over where it can be.
+      run: the scalar that is 0 where nothing is to be done, for results that are all ``over``.
+
+    Returns:
+      For each group its results, in the shape of its first array.
+    """
+    found: list[list[jax.Array]] = []
+    for first in range(0, len(groups), PER_LAUNCH):
+        part = groups[first : first + PER_LAUNCH]
+        found += _launch(function, scalars, part, dtypes, over, name, run)
+    return found
+
+
+def _launch(
+    function: Function,
+    scalars: jax.Array,
+    groups: Sequence[Sequence[jax.Array]],
+    dtypes: Sequence[Any],
+    over: dict[int, int],
+    name: str,
+    run: int | None,
+) -> list[list[jax.Array]]:
+    flat = [[x.reshape(-1) for x in arrays] for arrays in groups]
+    sizes = [arrays[0].size for arrays in flat]
+    n_in, n_out = len(flat[0]), len(dtypes)
+    itemsize = max(jnp.dtype(d).itemsize for d in (*dtypes, *(x.dtype for x in flat[0])))
+    vector = tiles.vector_of(itemsize)
+    largest = tiles.WARPGROUP * vector * 2
+    blocks = [max(1, size // largest) for size in sizes]
+    starts = [sum(blocks[:k]) for k in range(len(blocks))]
+
+    def body(values: Any, *refs: Any) -> None:
+        block = lax.axis_index("block")
+        numbers = [values[i] for i in range(scalars.size)]
+
+        def work(
+            ins: Sequence[Any], outs: Sequence[Any], found: Sequence[Tile], begin: Any
+        ) -> None:
+            # All reads of what another tile of this block writes come first.
+            late = [[tiles.load(r, (), t) for r in ins] for t in found if t.again]
+            for tile in (t for t in found if not t.again):
+                moved = tile._replace(start=begin + tile.start)
+                write(outs, moved, function(numbers, [tiles.load(r, (), moved) for r in ins]))
+            for tile, read in zip((t for t in found if t.again), late, strict=True):
+                write(outs, tile, function(numbers, read))
+
+        def write(outs: Sequence[Any], tile: Tile, made: Sequence[Any]) -> None:
+            for ref, value in zip(outs, made, strict=True):
+                ref[pl.ds(tile.start, tile.size)] = value.astype(ref.dtype)
+
+        def group(k: int) -> None:
+            ins = refs[k * n_in : (k + 1) * n_in]
+            outs = refs[len(flat) * n_in + k * n_out :][:n_out]
+            last = starts[k] + blocks[k] - 1
+            at = (block - starts[k]) * largest
+
+            @pl.when((starts[k] <= block) & (block < last))
+            def _() -> None:
+                work(ins, outs, [Tile(0, largest, 0, vector)], at)
+
+            @pl.when(block == last)
+            def _() -> None:
+                begin = (blocks[k] - 1) * largest
+                rest = [
+                    t._replace(start=t.start + begin)
+                    for t in tiles.tiles(sizes[k] - begin, largest, vector)
+                ]
+                work(ins, outs, rest, 0)
+
+        def all_groups() -> None:
+            for k in range(len(flat)):
+                group(k)
+
+        if run is not None and compat.IN_PLACE:
+            pl.when(numbers[run] != 0)(all_groups)
+        else:
+            all_groups()
+
+    outputs = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes for dtype in dtypes]
+    made = compat.launch(
+        body,
+        [scalars, *(x for arrays in flat for x in arrays)],
+        outputs,
+        {k * n_out + o: 1 + k * n_in + i for k in range(len(flat)) for o, i in over.items()},
+        grid=(sum(blocks),),
+        grid_names=("block",),
+        compiler_params=tiles.params(),
+        kernel_name=name,
+    )
+    return [
+        [x.reshape(arrays[0].shape) for x in made[k * n_out : (k + 1) * n_out]]
+        for k, arrays in enumerate(groups)
+    ]

@@ -1,0 +1,128 @@
+"""AdamW: unscaling, clipping, moments, decay, update and the low-precision copy in one pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.elementwise import SMALLEST
+from pallas_kernels.fused_adamw import mosaic_gpu, reference
+
+NAME = "fused_adamw"
+
+
+class AdamWResult(NamedTuple):
+    """After the update, trees like the parameters; ``copy`` is None if none was asked for."""
+
+    params: Any
+    mu: Any
+    nu: Any
+    copy: Any
+
+
+def fused_adamw(
+    grads: Any,
+    params: Any,
+    mu: Any,
+    nu: Any,
+    *,
+    count: jax.typing.ArrayLike,
+    learning_rate: jax.typing.ArrayLike,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    decoupled: bool = True,
+    scale: jax.typing.ArrayLike = 1.0,
+    run: jax.typing.ArrayLike = True,
+    copy_dtype: Any = None,
+    implementation: str | None = None,
+) -> AdamWResult:
+    r"""One step of AdamW, or of Adam with L2 decay, in place where the caller donates.
+
+    .. math::
+
+        g' = s g \; [+ \lambda p], \quad
+        \mu' = \beta_1 \mu + (1 - \beta_1) g', \quad
+        \nu' = \beta_2 \nu + (1 - \beta_2) g'^2, \\
+        p' = p - \eta \left(\frac{\mu' / (1 - \beta_1^t)}
+            {\sqrt{\nu' / (1 - \beta_2^t)} + \epsilon} \; [+ \lambda p]\right)
+
+    Source: Loshchilov and Hutter, arXiv:1711.05101; the decay is the second bracket with
+    ``decoupled``, else the first (DeepSpeed's FusedAdam, ``adam_w_mode``). Computed in float32.
+
+    With ``"mosaic_gpu"``, leaves of like dtypes share launches, up to 32 of them; those of fewer
+    than 128 elements are left to XLA. jax 0.10 cannot write over arguments: there the results
+    have buffers of their own.
+
+    Args:
+      grads: tree of floating-point arrays.
+      params, mu, nu: trees like it, of floating-point arrays; leaf by leaf of the same shapes.
+      count: :math:`t`, int []: updates including this one, from 1.
+      learning_rate, b1, b2, eps, weight_decay: :math:`\eta, \beta_1, \beta_2, \epsilon, \lambda`.
+      decoupled: see the formula.
+      scale: :math:`s`, 1 over the loss scale times the factor of clipping.
+      run: bool [], False leaves everything as it is: the step overflowed.
+      copy_dtype: of a copy of the new parameters, for the next forward pass.
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Raises:
+      ValueError: trees or shapes differ; the implementation does not work here.
+      TypeError: an array is not of floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> p, g, zeros = jnp.ones(3), jnp.full(3, 0.5), jnp.zeros(3)
+      >>> fused_adamw(g, p, zeros, zeros, count=1, learning_rate=0.1).params
+      Array([0.9, 0.9, 0.9], dtype=float32)
+    """
+    leaves = _leaves(grads, params, mu, nu)
+    chosen = choose(NAME, implementation)
+    t = jnp.asarray(count, jnp.float32)
+    b1, b2 = (jnp.asarray(b, jnp.float32) for b in (b1, b2))
+    values = (scale, learning_rate, weight_decay, b1, b2, eps, 1 - b1**t, 1 - b2**t, run)
+    scalars = [jnp.asarray(x, jnp.float32) for x in values]
+    copy = None if copy_dtype is None else jnp.dtype(copy_dtype)
+    made: list[list[jax.Array]] = [[] for _ in leaves]
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, arrays in enumerate(leaves):
+        if chosen == "mosaic_gpu" and arrays[0].size >= SMALLEST:
+            alike[tuple(x.dtype for x in arrays)].append(i)
+            continue
+        after = reference.update(scalars, arrays, decoupled)
+        made[i] = [x.astype(old.dtype) for x, old in zip(after, arrays[1:], strict=True)]
+        made[i] += [] if copy is None else [after[0].astype(copy)]
+    for indices in alike.values():
+        group = [leaves[i] for i in indices]
+        found = mosaic_gpu.update(jnp.stack(scalars), group, decoupled, copy)
+        for i, results in zip(indices, found, strict=True):
+            made[i] = results
+    tree = jax.tree.structure(params)
+    columns = [jax.tree.unflatten(tree, column) for column in zip(*made, strict=True)]
+    return AdamWResult(*columns, *([None] if copy is None else []))
+
+
+def _leaves(grads: Any, params: Any, mu: Any, nu: Any) -> list[list[jax.Array]]:
+    """Gradient, parameter and moments of each leaf."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    if not paths:
+        raise ValueError(f"{NAME}: there are no parameters")
+    columns = []
+    for name, other in (("grads", grads), ("params", params), ("mu", mu), ("nu", nu)):
+        found: Any = jax.tree.structure(other)
+        if found != tree:
+            raise ValueError(f"{NAME}: {name} is a tree {found}, params one {tree}")
+        columns.append([jnp.asarray(x) for x in jax.tree.leaves(other)])
+        for (path, x), y in zip(paths, columns[-1], strict=True):
+            where = name + jax.tree_util.keystr(path)
+            if y.shape != jnp.shape(x):
+                raise ValueError(
+                    f"{NAME}: {where} has shape {y.shape}, the parameter {jnp.shape(x)}"
+                )
+            if not jnp.issubdtype(y.dtype, jnp.floating):
+                raise TypeError(f"{NAME}: {where} has dtype {y.dtype}; only floats are updated")
+    return [list(arrays) for arrays in zip(*columns, strict=True)]

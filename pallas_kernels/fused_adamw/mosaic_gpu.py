@@ -1,0 +1,42 @@
+"""AdamW in one pass over memory, for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import elementwise
+from pallas_kernels.fused_adamw import reference
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def root(x: Any) -> Any:
+    """The square root of what is not negative: jax 0.10 has none for Mosaic."""
+    found = x * lax.rsqrt(jnp.maximum(x, _TINY))
+    return jnp.where(x == jnp.inf, x, found)  # inf * 0 is not
+
+
+def update(
+    scalars: jax.Array, leaves: Sequence[Sequence[jax.Array]], decoupled: bool, copy: Any
+) -> list[list[jax.Array]]:
+    """As :func:`reference.update` for each leaf, and the copy in another dtype, if any."""
+
+    def function(numbers: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        after = reference.update(numbers, arrays, decoupled, root)
+        return after if copy is None else [*after, after[0]]
+
+    dtypes = [x.dtype for x in leaves[0][1:]] + ([] if copy is None else [copy])
+    return elementwise.elementwise(
+        function,
+        scalars,
+        leaves,
+        dtypes,
+        {0: 1, 1: 2, 2: 3},
+        name="fused_adamw",
+        run=None if copy is not None else reference.SCALARS.index("run"),
+    )

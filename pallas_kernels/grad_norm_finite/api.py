@@ -1,0 +1,61 @@
+"""The norm of all gradients, and whether they are finite, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.elementwise import SMALLEST
+from pallas_kernels.grad_norm_finite import mosaic_gpu, reference
+
+NAME = "grad_norm_finite"
+
+
+class NormFinite(NamedTuple):
+    """``square_sum``, float32 []: of all elements; ``finite``, bool []: every one of them is."""
+
+    square_sum: jax.Array
+    finite: jax.Array
+
+
+def grad_norm_finite(grads: Any, *, implementation: str | None = None) -> NormFinite:
+    r"""Square sum :math:`\sum_i g_i^2` and finiteness of a tree of gradients.
+
+    They are asked for separately as squares may overflow where the gradients do not. Source:
+    DeepSpeed's ``CheckOverflow`` and ``get_global_norm`` (runtime/utils.py), which take a pass
+    each.
+
+    With ``"mosaic_gpu"``, leaves share launches, up to 32 of them; those of fewer than 128
+    elements are left to XLA. Within ``shard_map`` it is of the shards; add and ``and`` over them.
+
+    Args:
+      grads: tree of floating-point arrays; summed up in float32.
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Raises:
+      TypeError: a leaf is not of floats.
+      ValueError: the implementation does not work here.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> grad_norm_finite({"w": jnp.array([3.0, 4.0])})
+      NormFinite(square_sum=Array(25., dtype=float32), finite=Array(True, dtype=bool))
+    """
+    pairs = jax.tree_util.tree_flatten_with_path(grads)[0]
+    for path, x in pairs:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            where = jax.tree_util.keystr(path)
+            raise TypeError(f"{NAME}: grads{where} has dtype {x.dtype}; gradients are floats")
+    leaves = [x for _, x in pairs]
+    chosen = choose(NAME, implementation)
+    smallest = SMALLEST if chosen == "mosaic_gpu" else float("inf")
+    large = [x for x in leaves if x.size >= smallest]
+    found = [reference.of_leaf(x) for x in leaves if x.size < smallest]
+    found += [mosaic_gpu.of_leaves(large)] if large else []
+    total, finite = jnp.zeros((), jnp.float32), jnp.asarray(True)
+    for square_sum, whole in found:
+        total, finite = total + square_sum, finite & whole
+    return NormFinite(total, finite)

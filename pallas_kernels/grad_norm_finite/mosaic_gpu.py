@@ -1,0 +1,91 @@
+"""The square sum of many leaves and whether they are finite, each leaf read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.elementwise import PER_LAUNCH
+from pallas_kernels.tiles import Tile
+
+_STRIP = 8
+"""Tiles that a block sums up."""
+
+
+def of_leaves(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Square sum of all leaves, float32 [], and whether all elements are finite, bool [].
+
+    Each block writes a sum of squares, and one of :math:`x - x`: 0, or NaN where ``x`` is not
+    finite, however large the squares are.
+    """
+    found = [
+        _launch(leaves[first : first + PER_LAUNCH]) for first in range(0, len(leaves), PER_LAUNCH)
+    ]
+    sums, zeros = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    return jnp.sum(sums), jnp.sum(zeros) == 0
+
+
+def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    flat = [x.reshape(-1) for x in leaves]
+    vectors = [tiles.vector_of(x.dtype.itemsize) for x in flat]
+    sizes = [tiles.WARPGROUP * v for v in vectors]
+    strips = [_STRIP * size for size in sizes]
+    blocks = [max(1, x.size // strip) for x, strip in zip(flat, strips, strict=True)]
+    starts = [sum(blocks[:k]) for k in range(len(blocks))]
+
+    def body(*refs: Any) -> None:
+        block = lax.axis_index("block")
+        sums, zeros = refs[len(flat) :]
+
+        def leaf(k: int) -> None:
+            ref, vector, size, strip = refs[k], vectors[k], sizes[k], strips[k]
+            last = starts[k] + blocks[k] - 1
+
+            @pl.when((starts[k] <= block) & (block < last))
+            def _() -> None:
+                begin = (block - starts[k]) * strip
+                kept = [Tile(begin + i * size, size, 0, vector) for i in range(_STRIP)]
+                _note(ref, kept, sums, zeros, block)
+
+            @pl.when(block == last)
+            def _() -> None:
+                begin = (blocks[k] - 1) * strip
+                rest = tiles.tiles(flat[k].size - begin, size, vector)
+                moved = [t._replace(start=t.start + begin) for t in rest]
+                _note(ref, moved, sums, zeros, block)
+
+        for k in range(len(flat)):
+            leaf(k)
+
+    out = jax.ShapeDtypeStruct((sum(blocks),), jnp.float32)
+    return compat.launch(
+        body,
+        flat,
+        [out, out],
+        {},
+        grid=(sum(blocks),),
+        grid_names=("block",),
+        compiler_params=tiles.params(),
+        kernel_name="grad_norm_finite",
+    )
+
+
+def _note(ref: Any, found: Sequence[Tile], sums: Any, zeros: Any, block: Any) -> None:
+    """Writes the block's two sums; tiles of one shape are added before threads have to talk."""
+    by_shape: dict[tuple[int, int], list[Any]] = {}
+    for tile in found:
+        x = tiles.load(ref, (), tile).astype(jnp.float32)
+        fresh = tiles.fresh(tile)
+        x = x if fresh is None else jnp.where(fresh, x, jnp.zeros_like(x))
+        both = [x * x, x - x]
+        known = by_shape.setdefault((tile.size, tile.vector), both)
+        if known is not both:
+            by_shape[tile.size, tile.vector] = [a + b for a, b in zip(known, both, strict=True)]
+    sums[block] = sum(jnp.sum(squares) for squares, _ in by_shape.values())
+    zeros[block] = sum(jnp.sum(nothing) for _, nothing in by_shape.values())

@@ -1,0 +1,173 @@
+"""Layer norm and RMS norm, with the dropout and the sum before them, in one pass over memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.norms import mosaic_gpu, passes
+from pallas_kernels.norms.reference import How
+from pallas_kernels.varying import alike
+
+LAYER = "layer_norm"
+RMS = "rms_norm"
+
+
+def layer_norm(
+    x: jax.typing.ArrayLike,
+    scale: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    *,
+    residual: jax.typing.ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    eps: float = 1e-6,
+    implementation: str | None = None,
+) -> Any:
+    r"""Layer norm over the last dimension; with a residual also the sum that is normalized.
+
+    .. math::
+
+        h = r + x \frac{m}{1 - p}, \quad m \sim \operatorname{Bernoulli}(1 - p), \quad
+        \mu = \operatorname{mean}(h), \quad \sigma^2 = \operatorname{mean}((h - \mu)^2), \\
+        y = w \frac{h - \mu}{\sqrt{\sigma^2 + \epsilon}} + b
+
+    and :math:`h = x` without a residual. Source: Ba, Kiros and Hinton, arXiv:1607.06450; Liger's
+    ``layer_norm.py`` and DeepSpeed's ``normalize_kernels.cu``, ``dropout_kernels.cu``. Computed in
+    float32, but y is made of h as it is returned, in the dtype of x.
+
+    The backward pass keeps h, two float32 numbers a row, the scale and the key. It reads h and the
+    cotangents once, and writes float32 sums of the scale's and the bias's for some hundred blocks.
+    XLA draws the mask of dropout, in both passes; it costs writing and reading a byte an element
+    each time.
+
+    With ``"mosaic_gpu"``, widths below 128 or above 16384 are left to XLA. In ``jax.shard_map`` it
+    needs ``check_vma=False``.
+
+    Args:
+      x: floats [..., width].
+      scale: :math:`w`, floats [width].
+      bias: :math:`b`, floats [width]; None is 0.
+      residual: :math:`r`, like x.
+      dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
+      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      eps: :math:`\epsilon`, not negative; 1e-6 as in flax (torch has 1e-5).
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Returns:
+      y, or (y, h) if there is a residual; in the shape and dtype of x.
+
+    Raises:
+      ValueError: x is empty, shapes do not fit, a number is out of range, the key is missing,
+        dropout has no residual, or the implementation does not work here.
+      TypeError: an array is not of floats, or residual has another dtype than x.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> layer_norm(jnp.array([1.0, 2.0, 3.0]), jnp.ones(3), jnp.full(3, 0.5)).round(3)
+      Array([-0.725,  0.5  ,  1.725], dtype=float32)
+    """
+    rate = float(dropout_rate)
+    return _norm(LAYER, x, scale, bias, residual, rate, dropout_key, eps, implementation)
+
+
+def rms_norm(
+    x: jax.typing.ArrayLike,
+    scale: jax.typing.ArrayLike,
+    *,
+    residual: jax.typing.ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    eps: float = 1e-6,
+    implementation: str | None = None,
+) -> Any:
+    r"""RMS norm over the last dimension; with a residual also the sum that is normalized.
+
+    .. math::
+
+        h = r + x \frac{m}{1 - p}, \quad m \sim \operatorname{Bernoulli}(1 - p), \quad
+        y = w \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}}
+
+    Source: Zhang and Sennrich, arXiv:1910.07467; Liger's ``rms_norm.py`` and
+    ``fused_add_rms_norm.py``. The rest is as in :func:`layer_norm`, but one number a row is kept.
+
+    Args:
+      x: floats [..., width].
+      scale: :math:`w`, floats [width].
+      residual: :math:`r`, like x.
+      dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
+      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      eps: :math:`\epsilon`, not negative; 1e-6 as in flax.
+      implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
+
+    Returns:
+      y, or (y, h) if there is a residual; in the shape and dtype of x.
+
+    Raises:
+      ValueError, TypeError: as :func:`layer_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> y, h = rms_norm(jnp.array([1.0, 5.0]), jnp.ones(2), residual=jnp.array([0.0, 2.0]))
+      >>> y.round(1), h
+      (Array([0.2, 1.4], dtype=float32), Array([1., 7.], dtype=float32))
+    """
+    rate = float(dropout_rate)
+    return _norm(RMS, x, scale, None, residual, rate, dropout_key, eps, implementation)
+
+
+def _norm(
+    name: str,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    residual: Any,
+    rate: float,
+    key: jax.Array | None,
+    eps: float,
+    implementation: str | None,
+) -> Any:
+    x, scale, bias, residual = (
+        _floats(name, of, value)
+        for of, value in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual))
+    )
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(f"{name}: x has shape {x.shape}; it needs at least one row of one element")
+    width = x.shape[-1]
+    for of, value in (("scale", scale), ("bias", bias)):
+        if value is not None and value.shape != (width,):
+            raise ValueError(f"{name}: {of} has shape {value.shape}, the width of x is {width}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"{name}: residual has shape {residual.shape}, x has {x.shape}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(
+            f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; cast one of them"
+        )
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}: dropout_rate is {rate}; it must be at least 0 and below 1")
+    if rate > 0 and residual is None:
+        raise ValueError(
+            f"{name}: dropout_rate is {rate} without a residual; dropout is of what is added to one"
+        )
+    if rate > 0 and key is None:
+        raise ValueError(f"{name}: dropout_rate is {rate}, so pass a dropout_key (or the rate 0)")
+    if not 0 <= float(eps) < math.inf:
+        raise ValueError(f"{name}: eps is {eps}; it must be finite and not negative")
+    chosen = choose(name, implementation)
+    if not mosaic_gpu.SMALLEST <= width <= mosaic_gpu.LARGEST:
+        chosen = "xla"
+    dtype = None if bias is None else bias.dtype
+    how = How(name, name == LAYER, float(eps), rate, dtype, chosen)
+    arrays = alike(x, scale, bias, residual, key if rate > 0 else None)
+    return passes.norm(*arrays, how)
+
+
+def _floats(name: str, of: str, x: Any) -> Any:
+    x = x if x is None and of in ("bias", "residual") else jnp.asarray(x)
+    if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: {of} has dtype {x.dtype}; it must be of floats")
+    return x

@@ -1,0 +1,72 @@
+"""What tests and benchmark normalize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Measured
+from pallas_kernels.norms.api import LAYER, RMS, layer_norm, rms_norm
+
+TESTED: tuple[tuple[int, ...], ...] = (
+    (1, 1),
+    (3, 127),
+    (128,),
+    (2, 3, 131),
+    (5, 257),
+    (8, 256),
+    (3, 1000),
+    (2, 1600),
+)
+"""Too narrow, one row, rows that blocks take one, two and four at a time, ragged widths."""
+
+
+def _layer(implementation: str) -> Callable[..., Any]:
+    def call(x: Any, scale: Any, bias: Any) -> Any:
+        return layer_norm(x, scale, bias, implementation=implementation)
+
+    return call
+
+
+def _rms(implementation: str) -> Callable[..., Any]:
+    def call(x: Any, scale: Any) -> Any:
+        return rms_norm(x, scale, implementation=implementation)
+
+    return call
+
+
+def _and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:
+    def both(implementation: str) -> Callable[..., Any]:
+        def run(dy: Any, *arguments: Any) -> Any:
+            y, vjp = jax.vjp(call(implementation), *arguments)
+            return y, vjp(dy)
+
+        return run
+
+    return both
+
+
+def _measured(width: int) -> list[Measured]:
+    x = jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)
+    number = jax.ShapeDtypeStruct((width,), jnp.float32)
+    found = []
+    for name, call, numbers in ((LAYER, _layer, [number] * 2), (RMS, _rms, [number])):
+        shape, once = f"4096 x {width}", x.size * 2
+        # Forward: x comes, y goes. Backward: x and dy come, dx goes. The rest is little.
+        found += [
+            Measured(name, f"{shape}, forward", call, (x, *numbers), bytes=2 * once),
+            Measured(
+                name,
+                f"{shape}, forward and backward",
+                _and_backward(call),
+                (x, x, *numbers),
+                bytes=5 * once,
+            ),
+        ]
+    return found
+
+
+MEASURED = (*_measured(1600), *_measured(4096), *_measured(16384))

@@ -1,0 +1,130 @@
+"""Cotangents of normalized rows in one pass over memory, for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.norms.reference import Backward, How, dropped, normalized
+from pallas_kernels.norms.row import Row, flat, launch
+
+BLOCKS = 264
+"""At most: two for each multiprocessor of an H100, as many as its registers allow. Each leaves sums
+over its rows, which have to be added up."""
+
+
+def backward(
+    h: jax.Array,
+    weight: jax.Array,
+    mean: jax.Array | None,
+    scale: jax.Array,
+    kept: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None,
+    how: How,
+) -> Backward:
+    """As :func:`pallas_kernels.norms.reference.backward`."""
+    width = h.shape[-1]
+    rows = h.size // width
+    cut = Row(width, h.dtype.itemsize)
+    at_once = cut.together(rows, 2)
+    groups = rows // at_once
+    blocks = min(groups, BLOCKS)
+    added = ["weight"] if how.bias is None else ["weight", "bias"]
+
+    def body(*sums: Any, **refs: Any) -> None:
+        block = lax.axis_index("block")
+
+        def read(name: str, row: Any, k: Any) -> Any:
+            return tiles.load(refs[name], (row,), cut.tile(k))
+
+        def group(first: Any) -> None:
+            lines = [first + i for i in range(at_once)]
+            known: list[list[Any]] = [[] for _ in lines]
+            if cut.held:
+                pairs = [
+                    [(read("h", row, k), read("dy", row, k)) for k in range(cut.count)]
+                    for row in lines
+                ]
+                known = pairs
+            scales = [refs["scale"][row] for row in lines]
+            means = [refs["mean"][row] if how.centered else None for row in lines]
+
+            def values(i: int, k: Any) -> tuple[Any, Any]:
+                """The normalized row, and dy."""
+                z, d = known[i][k] if cut.held else [read(n, lines[i], k) for n in ("h", "dy")]
+                return normalized(z.astype(jnp.float32), means[i], scales[i]), d.astype(jnp.float32)
+
+            def add(k: Any, totals: Any) -> Any:
+                w = tiles.load(refs["weight"], (), cut.tile(k)).astype(jnp.float32)
+                after = []
+                for i, old in enumerate(totals):
+                    hat, d = values(i, k)
+                    g = cut.fresh(k, d * w)
+                    after.append([a + b for a, b in zip(old, (g * hat, g), strict=False)])
+                return after
+
+            zeros = [[cut.zeros()] * (2 if how.centered else 1) for _ in lines]
+            # Of a row, what is taken off for its variance, and for its mean.
+            off = [[cut.mean(total) for total in totals] for totals in cut.each(add, zeros)]
+
+            def write(k: Any, _: None) -> None:
+                w = tiles.load(refs["weight"], (), cut.tile(k)).astype(jnp.float32)
+                totals = [compat.laid_out(ref[cut.own(k)], cut.layout) for ref in sums]
+                for i, row in enumerate(lines):
+                    hat, d = values(i, k)
+                    totals = [a + b for a, b in zip(totals, (d * hat, d), strict=False)]
+                    g = d * w - hat * off[i][0]
+                    g = (g - off[i][1] if how.centered else g) * scales[i]
+                    if dh is not None:
+                        g = g + read("dh", row, k).astype(jnp.float32)
+                        refs["d_residual"][row, cut.part(k)] = g.astype(h.dtype)
+                    if kept is not None:
+                        g = dropped(g, read("kept", row, k) != 0, how.rate)
+                    if dh is None or kept is not None:
+                        refs["dx"][row, cut.part(k)] = g.astype(h.dtype)
+                for ref, total in zip(sums, totals, strict=True):
+                    ref[cut.own(k)] = total
+
+            cut.each(write)
+
+        def clear(k: Any, _: None) -> None:
+            for ref in sums:
+                ref[cut.own(k)] = cut.zeros()
+
+        def turn(i: Any, _: None) -> None:
+            at = block + i * blocks
+            pl.when(at < groups)(lambda: group(at * at_once))
+
+        def leave(k: Any, _: None) -> None:
+            for name, ref in zip(added, sums, strict=True):
+                refs[f"d_{name}"][block, cut.part(k)] = compat.laid_out(ref[cut.own(k)], cut.layout)
+
+        cut.each(clear)
+        lax.fori_loop(0, -(-groups // blocks), turn, None)
+        cut.each(leave)
+
+    inputs = {"h": flat(h), "dy": flat(dy), "dh": flat(dh), "kept": flat(kept)}
+    inputs |= {"weight": weight, "scale": scale.reshape(-1)}
+    inputs |= {"mean": None if mean is None else mean.reshape(-1)}
+    like = jax.ShapeDtypeStruct((rows, width), h.dtype)
+    outputs: dict[str, Any] = {
+        # With a residual and no dropout they are the same.
+        "dx": like if dh is None or kept is not None else None,
+        "d_residual": None if dh is None else like,
+    }
+    outputs |= {f"d_{name}": jax.ShapeDtypeStruct((blocks, width), jnp.float32) for name in added}
+    scratch = [cut.sums() for _ in added]
+    made = launch(f"{how.name}_backward", body, inputs, outputs, blocks, scratch)
+    d_residual = None if dh is None else made["d_residual"].reshape(h.shape)
+    return Backward(
+        made["dx"].reshape(h.shape) if "dx" in made else d_residual,
+        d_residual,
+        jnp.sum(made["d_weight"], axis=0),
+        None if how.bias is None else jnp.sum(made["d_bias"], axis=0),
+    )

@@ -1,0 +1,42 @@
+"""Normalization with gradients: what is kept for the backward pass, and who computes it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from pallas_kernels.norms import mosaic_gpu, mosaic_gpu_backward, reference
+from pallas_kernels.norms.reference import How
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def norm(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> Any:
+    """See :func:`pallas_kernels.layer_norm`; ``key`` is None where nothing is dropped."""
+    return _forward(x, weight, bias, residual, key, how)[0]
+
+
+def _forward(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> Any:
+    kept = _kept(x, key, how)
+    run = reference.forward if how.chosen == "xla" else mosaic_gpu.forward
+    found = run(x, weight, bias, residual, kept, how)
+    result = found.y if residual is None else (found.y, found.h)
+    return result, (found.h, weight, found.mean, found.scale, key)
+
+
+def _backward(how: How, saved: Any, cotangents: Any) -> Any:
+    h, weight, mean, scale, key = saved
+    dy, dh = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents, None)
+    kept = _kept(h, key, how)
+    run = reference.backward if how.chosen == "xla" else mosaic_gpu_backward.backward
+    found = run(h, weight, mean, scale, kept, dy, dh, how)
+    d_bias = None if how.bias is None else found.bias.astype(how.bias)
+    return found.x, found.scale.astype(weight.dtype), d_bias, found.residual, None
+
+
+norm.defvjp(_forward, _backward)
+
+
+def _kept(x: jax.Array, key: Any, how: How) -> jax.Array | None:
+    return None if key is None else jax.random.bernoulli(key, 1 - how.rate, x.shape)

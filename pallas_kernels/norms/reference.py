@@ -1,0 +1,134 @@
+"""Normalization of rows as it is defined, in plain JAX."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dispatch import Implementation
+
+
+class How(NamedTuple):
+    """What is no array, see :func:`pallas_kernels.layer_norm`.
+
+    Attributes:
+      name: of the function.
+      centered: whether the mean is taken off, as layer norm does.
+      eps: what is added to the variance.
+      rate: of dropout.
+      bias: its dtype, if there is one.
+      chosen: the implementation.
+    """
+
+    name: str
+    centered: bool
+    eps: float
+    rate: float
+    bias: Any
+    chosen: Implementation
+
+
+class Forward(NamedTuple):
+    """Results of the forward pass.
+
+    Attributes:
+      y: the result, like x.
+      h: what was normalized, like x.
+      mean: of h, float32 [...]; None if it is not taken off.
+      scale: :math:`1 / \\sigma`, float32 [...].
+    """
+
+    y: Any
+    h: Any
+    mean: Any
+    scale: Any
+
+
+class Backward(NamedTuple):
+    """Cotangents.
+
+    Attributes:
+      x: like it.
+      residual: like it; None if there is none.
+      scale: float32 [width].
+      bias: float32 [width]; None if there is none.
+    """
+
+    x: Any
+    residual: Any
+    scale: Any
+    bias: Any
+
+
+def dropped(x: Any, kept: Any, rate: float) -> Any:
+    """``x`` where ``kept``, made larger for what is lost, else 0; all of it if ``kept`` is None."""
+    return x if kept is None else jnp.where(kept, x * (1 / (1 - rate)), jnp.zeros(x.shape, x.dtype))
+
+
+def normalized(h: Any, mean: Any, scale: Any) -> Any:
+    """h, float32, with the mean 0, if there is one, and the variance 1."""
+    return (h if mean is None else h - mean) * scale
+
+
+def forward(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    kept: jax.Array | None,
+    how: How,
+) -> Forward:
+    """Rows of x [..., width]; ``kept`` is bool like it, what dropout leaves, None is all."""
+    h = x
+    if residual is not None:
+        added = dropped(x.astype(jnp.float32), kept, how.rate)
+        h = (residual.astype(jnp.float32) + added).astype(x.dtype)
+    z = h.astype(jnp.float32)
+    mean = jnp.mean(z, axis=-1, keepdims=True) if how.centered else None
+    apart = z if mean is None else z - mean
+    scale = lax.rsqrt(jnp.mean(apart * apart, axis=-1, keepdims=True) + how.eps)
+    y = normalized(z, mean, scale) * weight.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return Forward(y.astype(x.dtype), h, None if mean is None else mean[..., 0], scale[..., 0])
+
+
+def backward(
+    h: jax.Array,
+    weight: jax.Array,
+    mean: jax.Array | None,
+    scale: jax.Array,
+    kept: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None,
+    how: How,
+) -> Backward:
+    r"""Cotangents of everything, from those of y and, if it is a result, of h.
+
+    .. math::
+
+        \hat h = (h - \mu) / \sigma, \quad g = w \, dy, \\
+        dx = (g - \operatorname{mean}(g) - \hat h \operatorname{mean}(g \hat h)) / \sigma + dh, \\
+        dw = \sum dy \, \hat h, \quad db = \sum dy
+
+    ``mean(g)`` is there for layer norm only.
+    """
+    scale = scale[..., None]
+    hat = normalized(h.astype(jnp.float32), None if mean is None else mean[..., None], scale)
+    d = dy.astype(jnp.float32)
+    g = d * weight.astype(jnp.float32)
+    off = hat * jnp.mean(g * hat, axis=-1, keepdims=True)
+    if how.centered:
+        off += jnp.mean(g, axis=-1, keepdims=True)
+    total = (g - off) * scale
+    if dh is not None:
+        total += dh.astype(jnp.float32)
+    rows = tuple(range(h.ndim - 1))
+    return Backward(
+        dropped(total, kept, how.rate).astype(h.dtype),
+        None if dh is None else total.astype(h.dtype),
+        jnp.sum(d * hat, axis=rows),
+        None if how.bias is None else jnp.sum(d, axis=rows),
+    )

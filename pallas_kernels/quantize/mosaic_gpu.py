@@ -1,0 +1,142 @@
+"""Blockwise quantisation in one pass over memory, for NVIDIA GPUs.
+
+A warp takes a block: its largest element is found by five exchanges between the warp's threads,
+and no thread waits for another warp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.quantize import reference
+
+WARPS, LANES = 4, 32
+SMALLEST = WARPS
+"""Blocks at least: there are as many warps."""
+LONGEST = 2048
+"""Elements of a block at most: a thread holds 64 of them."""
+AT_ONCE = 32
+"""Elements that a thread reads before it waits for one of them."""
+
+
+def fits(blocks: int, block_size: int) -> bool:
+    """Whether the kernels take so many blocks of that size."""
+    return blocks >= SMALLEST and block_size <= LONGEST
+
+
+def _layout(width: int, *dtypes: Any) -> Any:
+    """Of [4, width]: row i in the registers of warp i, up to 16 bytes in a row of each thread."""
+    vector = math.gcd(16 // max(jnp.dtype(d).itemsize for d in dtypes), width // LANES)
+    tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def _load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
+    if compat.simulated():
+        return ref[at]
+    index = () if compat.IN_PLACE else ((),)  # jax 0.10 wants one, 0.11 none
+    return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # no shared memory
+
+
+def _launch(
+    name: str,
+    work: Callable[..., None],
+    inputs: list[jax.Array],
+    outputs: list[jax.ShapeDtypeStruct],
+    block_size: int,
+) -> list[jax.Array]:
+    """Runs ``work(starts, refs)`` so that each block is in a tile of 4 from one of the starts.
+
+    The tiles of one call are to be loaded together. The last one reaches back, where the number of
+    blocks, the first dimension of all arrays, is no multiple of 4.
+    """
+    blocks = inputs[0].shape[0]
+    together = max(1, AT_ONCE * LANES // block_size)
+    each = together * WARPS
+    programs = max(1, blocks // each)
+
+    def body(*refs: Any) -> None:
+        program = lax.axis_index("program")
+
+        def some(begin: Any, count: int) -> None:
+            starts = [*range(0, count - WARPS + 1, WARPS)]
+            starts += [count - WARPS] if count % WARPS else []
+            for i in range(0, len(starts), together):
+                work([begin + start for start in starts[i : i + together]], refs)
+
+        if programs > 1:
+            pl.when(program < programs - 1)(lambda: some(program * each, each))
+        begin = (programs - 1) * each
+        pl.when(program == programs - 1)(lambda: some(begin, blocks - begin))
+
+    return compat.launch(
+        body,
+        inputs,
+        outputs,
+        {},
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=tiles.params(unsafe_no_auto_barriers=True),
+        kernel_name=name,
+    )
+
+
+def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Array, jax.Array]:
+    """As :func:`reference.quantize` for whole blocks [blocks, block_size]."""
+    blocks, size = x.shape
+    width = size * bits // 8
+    arrays = [x] if noise is None else [x, noise]
+    layout = _layout(width, *(a.dtype for a in arrays))
+
+    def work(starts: list[Any], refs: Any) -> None:
+        *ins, codes, scales = refs
+        loaded = [
+            [
+                [_load(r, (pl.ds(start, WARPS), pl.ds(i, width)), layout) for r in ins]
+                for i in range(0, size, width)
+            ]
+            for start in starts
+        ]
+        for start, halves in zip(starts, loaded, strict=True):
+            at = pl.ds(start, WARPS)
+            values, drawn = [h[0] for h in halves], [h[1] for h in halves if len(h) > 1]
+            codes[at, pl.ds(0, width)], scales[at] = reference.quantize(values, drawn, bits)
+
+    outputs = [
+        jax.ShapeDtypeStruct((blocks, width), jnp.int8),
+        jax.ShapeDtypeStruct((blocks,), jnp.float32),
+    ]
+    codes, scales = _launch("quantize_blockwise", work, arrays, outputs, size)
+    return codes, scales
+
+
+def dequantize(codes: jax.Array, scales: jax.Array, bits: int, dtype: Any) -> jax.Array:
+    """As :func:`reference.dequantize`, the parts put together and cast."""
+    blocks, width = codes.shape
+    size = width * 8 // bits
+    layout = _layout(width, dtype)
+
+    def work(starts: list[Any], refs: Any) -> None:
+        codes, scales, out = refs
+        loaded = [
+            (
+                _load(codes, (pl.ds(start, WARPS), pl.ds(0, width)), layout),
+                _load(scales, (pl.ds(start, WARPS),), layout.reduce(1)),
+            )
+            for start in starts
+        ]
+        for start, (code, scale) in zip(starts, loaded, strict=True):
+            for i, x in enumerate(reference.dequantize(code, scale, bits)):
+                out[pl.ds(start, WARPS), pl.ds(i * width, width)] = x.astype(out.dtype)
+
+    outputs = [jax.ShapeDtypeStruct((blocks, size), dtype)]
+    return _launch("dequantize_blockwise", work, [codes, scales], outputs, size)[0]

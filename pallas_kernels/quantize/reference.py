@@ -1,0 +1,73 @@
+"""Blockwise quantisation as it is defined, in plain JAX.
+
+A block of 4-bit codes is two parts, its halves: byte i holds element i in its low and element
+i + block_size / 2 in its high bits. So no code has to move between the threads of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LIMIT = {8: 127, 4: 7}
+"""The largest code of so many bits; the smallest is minus that."""
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def parts(x: Any, bits: int) -> list[Any]:
+    """The whole blocks [blocks, block_size], or their halves for 4 bits."""
+    if bits == 8:
+        return [x]
+    half = x.shape[1] // 2
+    return [x[:, :half], x[:, half:]]
+
+
+def quantize(values: Sequence[Any], noise: Sequence[Any], bits: int) -> tuple[Any, Any]:
+    """The formula of :func:`pallas_kernels.quantize_blockwise`, for any blocks.
+
+    Args:
+      values: parts of the blocks, floats [blocks, any].
+      noise: of each part int16 like it, uniform; or nothing.
+      bits: of a code, 8 or 4.
+
+    Returns:
+      Codes, int8 like a part, and scales, float32 [blocks].
+    """
+    values = [x.astype(jnp.float32) for x in values]
+    largest = jnp.max(jnp.abs(values[0]), axis=1)
+    for x in values[1:]:
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(x), axis=1))
+    scale = largest * jnp.float32(1 / LIMIT[bits])
+    scale = jnp.where(scale < _TINY, jnp.zeros(scale.shape), scale)  # NaN is not less
+    scale = jnp.where(scale == jnp.inf, jnp.full(scale.shape, jnp.nan), scale)
+    good = scale > 0
+    inverse = jnp.where(good, 1 / jnp.where(good, scale, jnp.ones(scale.shape)), scale)
+    codes = []
+    for i, x in enumerate(values):
+        factor = lax.broadcast_in_dim(inverse, x.shape, (0,))
+        x = jnp.where(factor > 0, x * factor, jnp.zeros(x.shape))
+        if noise:
+            x = x + (noise[i].astype(jnp.float32) + 0.5) * (1 / 2**16)
+        most = jnp.full(x.shape, float(LIMIT[bits]))
+        x = lax.clamp(-most, lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), most)
+        codes.append(x.astype(jnp.int32))
+    packed = codes[0] if bits == 8 else (codes[0] & 15) | (codes[1] << 4)
+    return packed.astype(jnp.int8), scale
+
+
+def dequantize(codes: Any, scale: Any, bits: int) -> list[Any]:
+    """Parts of the blocks, float32, see :func:`quantize`."""
+    codes = codes.astype(jnp.int32)
+    found = [codes] if bits == 8 else [(codes << 28) >> 28, codes >> 4]
+    factor = lax.broadcast_in_dim(scale, codes.shape, (0,))
+    return [x.astype(jnp.float32) * factor for x in found]
+
+
+def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform int16."""
+    bits = jax.random.bits(key, shape, jnp.uint16)
+    return lax.bitcast_convert_type(bits, jnp.int16)

@@ -1,0 +1,307 @@
+"""Layer norm and RMS norm: every implementation against the formulas in float64."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from kernels.running import (
+    IMPLEMENTATIONS,
+    assert_close,
+    compiled_for_h100,
+    kernels_in,
+    random,
+    run,
+)
+
+from pallas_kernels.norms import layer_norm, mosaic_gpu_backward, rms_norm, row
+from pallas_kernels.norms.arguments import MEASURED, TESTED
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+EPS = 1e-3
+RATE = 0.25
+
+
+def call_of(name: str, implementation: str, **keywords: Any) -> Callable[..., Any]:
+    """Of x, scale, bias and a residual; RMS norm leaves the bias alone."""
+
+    def call(x: Any, scale: Any, bias: Any, residual: Any) -> Any:
+        more = {"residual": residual, "implementation": implementation, "eps": EPS, **keywords}
+        if name == "layer_norm":
+            return layer_norm(x, scale, bias, **more)
+        return rms_norm(x, scale, **more)
+
+    return call
+
+
+def with_gradients(function: Any, implementation: str, cotangents: Any, *arguments: Any) -> Any:
+    def call(cotangents: Any, *arguments: Any) -> Any:
+        y, vjp = jax.vjp(function, *arguments)
+        return y, vjp(cotangents)
+
+    return run(implementation, call, cotangents, *arguments)
+
+
+def formula(name: str, h: Any, scale: Any, bias: Any, dy: Any) -> list[Any]:
+    """Result, and gradients of h, scale and bias."""
+    h, scale, bias, dy = (np.float64(a) for a in (h, scale, bias, dy))
+    layer = name == "layer_norm"
+    centered = h - h.mean(-1, keepdims=True) if layer else h
+    sigma = np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)
+    hat = centered / sigma
+    g = dy * scale
+    dh = g - hat * (g * hat).mean(-1, keepdims=True)
+    dh = (dh - g.mean(-1, keepdims=True) if layer else dh) / sigma
+    rows = tuple(range(h.ndim - 1))
+    y, d_bias = hat * scale + (bias if layer else 0), dy.sum(rows)
+    return [y, dh, (dy * hat).sum(rows), d_bias if layer else 0 * d_bias]
+
+
+CASES = [(s, DTYPES[i % 3], i % 2 == 0) for i, s in enumerate(TESTED)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("shape", "dtype", "added"), CASES, ids=str)
+def test_formula(implementation: str, name: str, shape: Any, dtype: Any, added: bool) -> None:
+    x, dy, r, dh = (random(shape, dtype, seed) for seed in range(4))
+    scale, bias = random(shape[-1:], jnp.float32, 4), random(shape[-1:], dtype, 5)
+    residual, cotangents = (r, (dy, dh)) if added else (None, dy)
+    call = call_of(name, implementation)
+    result, (dx, *numbers, dr) = with_gradients(
+        call, implementation, cotangents, x, scale, bias, residual
+    )
+    h = x
+    if added:
+        result, h = result
+        assert_close(h, np.float64(x) + np.float64(r), dtype)
+    y, wanted, *sums = formula(name, h, scale, bias, dy)
+    wanted = wanted + np.float64(dh) if added else wanted
+    assert (result.dtype, dx.dtype, h.dtype) == (dtype, dtype, dtype)
+    # Where a row has one element, what is left of it is a difference of like numbers.
+    most = max(1.0, np.abs(wanted).max())
+    assert_close(result, y, dtype, scale=4)
+    assert_close(dx, wanted, dtype, scale=4 * most)
+    for got, total, like in zip(numbers, sums, (scale, bias), strict=True):
+        assert got.dtype == like.dtype
+        assert_close(got, total, like.dtype, scale=4 * math.sqrt(x.size / shape[-1]))
+    if added:
+        np.testing.assert_array_equal(dr, dx)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [(8, 256), (3, 131)], ids=str)
+def test_dropout(implementation: str, name: str, shape: Any) -> None:
+    """The same elements are dropped in both passes and by all implementations."""
+    x, dy, r, dh = (random(shape, jnp.float32, seed) for seed in range(4))
+    scale, bias = random(shape[-1:], jnp.float32, 4), random(shape[-1:], jnp.float32, 5)
+    key = jax.random.key(3)
+    kept = np.asarray(jax.random.bernoulli(key, 1 - RATE, shape))
+
+    def call(*arguments: Any) -> Any:
+        more = {"dropout_rate": RATE, "dropout_key": jax.random.key(3)}
+        return call_of(name, implementation, **more)(*arguments)
+
+    (y, h), (dx, d_scale, d_bias, dr) = with_gradients(
+        call, implementation, (dy, dh), x, scale, bias, r
+    )
+    assert_close(h, np.where(kept, np.float64(x) / (1 - RATE), 0) + np.float64(r), jnp.float32)
+    wanted, d, *sums = formula(name, h, scale, bias, dy)
+    assert_close(y, wanted, jnp.float32, scale=4)
+    assert_close(dr, d + np.float64(dh), jnp.float32, scale=4)
+    assert_close(dx, np.where(kept, d + np.float64(dh), 0) / (1 - RATE), jnp.float32, scale=4)
+    assert_close(d_scale, sums[0], jnp.float32, scale=8)
+    assert_close(d_bias, sums[1], jnp.float32, scale=8)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_rows_that_threads_do_not_keep_and_blocks_with_many(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row, "HELD", 1)
+    monkeypatch.setattr(row, "AGAIN", 2)
+    monkeypatch.setattr(mosaic_gpu_backward, "BLOCKS", 2)
+    x, dy, r, dh = (random((5, 700), jnp.bfloat16, seed) for seed in range(4))
+    scale, bias = random((700,), jnp.float32, 4), random((700,), jnp.float32, 5)
+    more = {"dropout_rate": RATE, "dropout_key": jax.random.key(0)}
+    assert not row.Row(700, 2).held
+    both = [
+        with_gradients(call_of(name, i, **more), i, (dy, dh), x, scale, bias, r)
+        for i in IMPLEMENTATIONS
+    ]
+    for wanted, got in zip(*map(jax.tree.leaves, both), strict=True):
+        assert_close(got, wanted, got.dtype, scale=8)
+
+
+def test_wide_rows() -> None:
+    """As wide as bfloat16 is kept, and float32 is not."""
+    for dtype in (jnp.bfloat16, jnp.float32):
+        x, dy = random((1, 16384), dtype, 0), random((1, 16384), dtype, 1)
+        scale, bias = random((16384,), jnp.float32, 2), random((16384,), jnp.float32, 3)
+        y, (dx, d_scale, d_bias, _) = with_gradients(
+            call_of("layer_norm", "mosaic_gpu"), "mosaic_gpu", dy, x, scale, bias, None
+        )
+        wanted = formula("layer_norm", x, scale, bias, dy)
+        for got, w in zip((y, dx, d_scale, d_bias), wanted, strict=True):
+            assert_close(got, w, got.dtype, scale=8)
+
+
+def test_rows_that_blocks_take_at_a_time() -> None:
+    """As many as threads can keep, and divide all."""
+    assert row.Row(1600, 2).together(4096, 2) == 4
+    assert row.Row(4096, 2).together(4096, 2) == 2
+    assert row.Row(1600, 2).together(4098, 1) == 2
+    assert row.Row(16384, 2).together(4096, 1) == 1
+    assert row.Row(16384, 2).held
+    assert not row.Row(16384, 4).held
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_it_is_flax(name: str) -> None:
+    x, scale, bias = random((4, 200)), random((200,), seed=1), random((200,), seed=2)
+    if name == "layer_norm":
+        found = nn.LayerNorm().apply({"params": {"scale": scale, "bias": bias}}, x)
+        np.testing.assert_allclose(layer_norm(x, scale, bias), found, rtol=1e-5, atol=1e-5)
+    else:
+        found = nn.RMSNorm().apply({"params": {"scale": scale}}, x)
+        np.testing.assert_allclose(rms_norm(x, scale), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_extremes(implementation: str, name: str) -> None:
+    """What is not finite stays in its row; large means lose nothing; rows of one number are 0."""
+    ordinary = np.random.default_rng(0).normal(size=256)
+    kinds: list[Any] = [ordinary, ordinary + 4096, np.full(256, 3.0), np.full(256, 1e-42)]
+    for bad in (np.inf, np.nan, 1e30):
+        kinds.append(np.where(np.arange(256) == 7, bad, ordinary))
+    x, one = jnp.asarray(np.stack(kinds), jnp.float32), jnp.ones(256)
+    call = call_of(name, implementation)
+    y, (dx, *_) = with_gradients(call, implementation, x * 0 + 1, x, one, one, None)
+    wanted, (d, *_) = with_gradients(call_of(name, "xla"), "xla", x * 0 + 1, x, one, one, None)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(dx, d, rtol=1e-4, atol=1e-4)
+    true = formula(name, x[:4], one, one, x[:4])[0]
+    np.testing.assert_allclose(y[:4], true, rtol=1e-4, atol=1e-3)
+    assert np.isnan(y[5]).all()
+
+
+def test_under_vmap() -> None:
+    x, r, scale = random((3, 4, 130)), random((3, 4, 130), seed=1), random((3, 130), seed=2)
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def call(x: Any, r: Any, scale: Any, key: Any) -> Any:
+        y, h = rms_norm(x, scale, residual=r, dropout_rate=RATE, dropout_key=key)
+        return (y * h).sum()
+
+    grad = jax.jit(jax.grad(call, (0, 1, 2)))
+    got = jax.jit(jax.vmap(grad))(x, r, scale, keys)
+    for i in range(3):
+        wanted = grad(x[i], r[i], scale[i], keys[i])
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_shared_scale_is_summed_over_devices() -> None:
+    x, scale, bias = random((16, 40)), random((40,), seed=1), random((40,), seed=2)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(scale: Any, bias: Any, x: Any) -> Any:
+        y, h = layer_norm(x, scale, bias, residual=x)
+        return (y * h).sum()
+
+    def over_devices(scale: Any, bias: Any, x: Any) -> Any:
+        own = jax.shard_map(
+            lambda *a: jax.lax.psum(loss(*a), "data"),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+        )
+        return own(scale, bias, x)
+
+    got = jax.jit(jax.grad(over_devices, (0, 1, 2)))(scale, bias, x)
+    for a, b in zip(got, jax.grad(loss, (0, 1, 2))(scale, bias, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize("devices", [1, 8])
+def test_one_launch_a_pass_on_h100(devices: int) -> None:
+    x = jax.ShapeDtypeStruct((4096, 1600), jnp.bfloat16)
+    number = jax.ShapeDtypeStruct((1600,), jnp.float32)
+
+    def both(x: Any, r: Any, dy: Any, scale: Any, bias: Any) -> Any:
+        more = {"dropout_rate": RATE, "dropout_key": jax.random.key(0)}
+        arguments = (x, scale, bias, r)
+        y, vjp = jax.vjp(call_of("layer_norm", "mosaic_gpu", **more), *arguments)
+        z, pull = jax.vjp(call_of("rms_norm", "mosaic_gpu"), x, scale, bias, None)
+        return y, vjp((dy, dy)), z, pull(dy)
+
+    found = compiled_for_h100(both, x, x, x, number, number, devices=devices)
+    assert kernels_in(found) == 4
+    # Sums over rows of 264 blocks, and the mask: nothing in float32 of the size of x.
+    once = 4096 * 1600
+    assert found.memory_analysis().temp_size_in_bytes < 4 * once
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_what_is_kept(name: str) -> None:
+    x, scale, bias = random((8, 256), jnp.bfloat16), random((256,)), random((256,))
+    more = {"dropout_rate": RATE, "dropout_key": jax.random.key(0)}
+
+    def kept(residual: Any, **more: Any) -> list[Any]:
+        call = call_of(name, "xla", **more)
+        _, vjp = jax.vjp(lambda *a: call(*a, bias, residual), x, scale)
+        return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim > 0)
+
+    numbers = [((8,), "float32")] * (2 if name == "layer_norm" else 1)
+    wanted = [*numbers, ((8, 256), "bfloat16"), ((256,), "float32")]
+    assert kept(None) == kept(x) == kept(x, **more) == sorted(wanted)
+
+
+def test_what_is_measured_is_what_it_says() -> None:
+    assert [m.bytes for m in MEASURED[:4]] == [n * 2 * 4096 * 1600 for n in (2, 5, 2, 5)]
+    assert len(MEASURED) == 12
+    for m in MEASURED:
+        jax.eval_shape(m.call("xla"), *m.arguments)
+
+
+def test_bad_input() -> None:
+    x, one = jnp.ones((2, 3)), jnp.ones(3)
+    with pytest.raises(ValueError, match=r"layer_norm: bias has shape \(4,\), the width of x is 3"):
+        layer_norm(x, one, jnp.ones(4))
+    for function in (layer_norm, rms_norm):
+        with pytest.raises(ValueError, match=r"scale has shape \(2, 3\), the width of x is 3"):
+            function(x, x)
+        with pytest.raises(TypeError, match="x has dtype int32; it must be of floats"):
+            function(jnp.ones((2, 3), jnp.int32), one)
+        with pytest.raises(TypeError, match="scale has dtype int32"):
+            function(x, jnp.ones(3, jnp.int32))
+        with pytest.raises(ValueError, match=r"x has shape \(0, 3\)"):
+            function(jnp.ones((0, 3)), one)
+        with pytest.raises(ValueError, match=r"x has shape \(\)"):
+            function(jnp.ones(()), one)
+        with pytest.raises(ValueError, match=r"residual has shape \(3,\), x has \(2, 3\)"):
+            function(x, one, residual=one)
+        with pytest.raises(TypeError, match="residual has dtype bfloat16, x has float32; cast"):
+            function(x, one, residual=x.astype(jnp.bfloat16))
+        with pytest.raises(ValueError, match=r"dropout_rate is 1.0; it must be at least 0"):
+            function(x, one, residual=x, dropout_rate=1.0)
+        with pytest.raises(ValueError, match=r"dropout_rate is 0\.5 without a residual"):
+            function(x, one, dropout_rate=0.5, dropout_key=jax.random.key(0))
+        with pytest.raises(ValueError, match="pass a dropout_key"):
+            function(x, one, residual=x, dropout_rate=0.5)
+        for eps in (-1.0, math.nan, math.inf):
+            with pytest.raises(ValueError, match=r"eps is .*; it must be finite and not negative"):
+                function(x, one, eps=eps)
+        with pytest.raises(ValueError, match="unknown implementation 'triton'"):
+            function(x, one, implementation="triton")
+        with pytest.raises(ValueError, match="needs an H100, H200 or B200, and this runs on cpu"):
+            function(x, one, implementation="mosaic_gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, tiles
 from pallas_kernels.tiles import Tile
 
-PER_LAUNCH = 32
-"""Groups of arrays that one launch takes: each has code of its own in the kernel."""
+PER_LAUNCH = 8
+"""Groups of arrays that one launch takes: each has code of its own in the kernel, and Mosaic's
+search for layouts fails where there is much more of it. Launches alike are compiled once."""
 SMALLEST = tiles.WARPGROUP
 """Elements of an array at least."""
 
@@ -46,21 +48,25 @@ def elementwise(
     Returns:
       For each group its results, in the shape of its first array.
     """
-    found: list[list[jax.Array]] = []
+    settings = function, tuple(dtypes), tuple(over.items()), name, run
+    by_size = sorted(range(len(groups)), key=lambda k: groups[k][0].size)
+    found: dict[int, list[jax.Array]] = {}
     for first in range(0, len(groups), PER_LAUNCH):
-        part = groups[first : first + PER_LAUNCH]
-        found += _launch(function, scalars, part, dtypes, over, name, run)
-    return found
+        part = by_size[first : first + PER_LAUNCH]
+        made = _launch(*settings, scalars, [groups[k] for k in part])
+        found |= dict(zip(part, made, strict=True))
+    return [found[k] for k in range(len(groups))]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _launch(
     function: Function,
-    scalars: jax.Array,
-    groups: Sequence[Sequence[jax.Array]],
-    dtypes: Sequence[Any],
-    over: dict[int, int],
+    dtypes: tuple[Any, ...],
+    over: tuple[tuple[int, int], ...],
     name: str,
     run: int | None,
+    scalars: jax.Array,
+    groups: Sequence[Sequence[jax.Array]],
 ) -> list[list[jax.Array]]:
     flat = [[x.reshape(-1) for x in arrays] for arrays in groups]
     sizes = [arrays[0].size for arrays in flat]
@@ -123,7 +129,7 @@ def _launch(
         body,
         [scalars, *(x for arrays in flat for x in arrays)],
         outputs,
-        {k * n_out + o: 1 + k * n_in + i for k in range(len(flat)) for o, i in over.items()},
+        {k * n_out + o: 1 + k * n_in + i for k in range(len(flat)) for o, i in over},
         grid=(sum(blocks),),
         grid_names=("block",),
         compiler_params=tiles.params(),

@@ -55,7 +55,7 @@ def fused_adamw(
     Source: Loshchilov and Hutter, arXiv:1711.05101; the decay is the second bracket with
     ``decoupled``, else the first (DeepSpeed's FusedAdam, ``adam_w_mode``). Computed in float32.
 
-    With ``"mosaic_gpu"``, leaves of like dtypes share launches, up to 32 of them; those of fewer
+    With ``"mosaic_gpu"``, leaves of like dtypes share launches, up to 8 of them; those of fewer
     than 128 elements are left to XLA. jax 0.10 cannot write over arguments: there the results
     have buffers of their own.
 

@@ -28,7 +28,7 @@ def grad_norm_finite(grads: Any, *, implementation: str | None = None) -> NormFi
     DeepSpeed's ``CheckOverflow`` and ``get_global_norm`` (runtime/utils.py), which take a pass
     each.
 
-    With ``"mosaic_gpu"``, leaves share launches, up to 32 of them; those of fewer than 128
+    With ``"mosaic_gpu"``, leaves share launches, up to 8 of them; those of fewer than 128
     elements are left to XLA. Within ``shard_map`` it is of the shards; add and ``and`` over them.
 
     Args:

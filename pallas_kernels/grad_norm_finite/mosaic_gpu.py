@@ -24,13 +24,15 @@ def of_leaves(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     Each block writes a sum of squares, and one of :math:`x - x`: 0, or NaN where ``x`` is not
     finite, however large the squares are.
     """
+    by_size = sorted(leaves, key=lambda x: x.size)
     found = [
-        _launch(leaves[first : first + PER_LAUNCH]) for first in range(0, len(leaves), PER_LAUNCH)
+        _launch(by_size[first : first + PER_LAUNCH]) for first in range(0, len(leaves), PER_LAUNCH)
     ]
     sums, zeros = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
     return jnp.sum(sums), jnp.sum(zeros) == 0
 
 
+@jax.jit
 def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     flat = [x.reshape(-1) for x in leaves]
     vectors = [tiles.vector_of(x.dtype.itemsize) for x in flat]

@@ -40,7 +40,7 @@ TESTED_BY = {
     "zerojax/optim/scaling.py": "optim/test_named.py",
     "zerojax/cli/export.py": "cli/test_export_command.py",
     "zerojax/cli/bar.py": "cli/test_inspect.py",
-    "pallas_kernels/arguments.py": "kernels/test_fused_adamw.py",
+    "pallas_kernels/arguments.py": "benchmarks/test_kernel_costs.py",
     "pallas_kernels/elementwise.py": "kernels/test_fused_adamw.py",
     "pallas_kernels/measured.py": "kernels/test_dispatch.py",
     "pallas_kernels/varying.py": "kernels/test_norms.py",

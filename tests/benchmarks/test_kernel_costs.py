@@ -1,0 +1,65 @@
+"""The benchmark of the kernels: what it compiles without a GPU, and how it tells the figures."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.kernels import CALLS, Cost, cost, markdown, rows
+from pallas_kernels import grad_norm_finite
+from pallas_kernels.arguments import Measured
+
+FAST = Cost(
+    kernel="toy",
+    shape="4",
+    implementation="mosaic_gpu",
+    bytes=8 * 10**9,
+    flops=0,
+    launches=1,
+    temporaries=0,
+    compile_seconds=1.0,
+    seconds=0.004,
+)
+SLOW = dataclasses.replace(FAST, implementation="xla", launches=0, seconds=0.006)
+
+
+def test_rates_are_beside_a_copy_and_beside_xla() -> None:
+    fast, slow = rows([FAST, SLOW], copy=2.5e12)
+    assert fast[-3:] == ["4.000", "80%", "1.50"]
+    assert slow[-3:] == ["6.000", "53%", "1.00"]
+
+
+def test_what_was_not_timed_is_owed() -> None:
+    bare = dataclasses.replace(FAST, seconds=None)
+    assert rows([bare], None)[0][-3:] == ["owed", "owed", "owed"]
+    assert "**all timings are owed**" in markdown([bare], None)
+
+
+def test_every_kernel_is_measured() -> None:
+    assert {call.kernel for call in CALLS} == {
+        "fused_adamw",
+        "grad_norm_finite",
+        "layer_norm",
+        "rms_norm",
+        "bias_gelu",
+        "swiglu",
+        "softmax_cross_entropy",
+        "quantize_blockwise",
+        "dequantize_blockwise",
+    }
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_a_call_is_compiled_for_a_gpu_that_is_not_there() -> None:
+    call = Measured(
+        "toy",
+        "4096",
+        lambda name: lambda x: grad_norm_finite([x], implementation=name),
+        (jax.ShapeDtypeStruct((4096,), jnp.float32),),
+        bytes=4 * 4096,
+    )
+    found = [cost(call, name, 1, here=False) for name in ("mosaic_gpu", "xla")]
+    assert [each.launches for each in found] == [1, 0]
+    assert all(each.seconds is None for each in found)

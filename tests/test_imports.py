@@ -208,3 +208,9 @@ def test_nothing_is_said_of_files_that_are_gone() -> None:
     for module, test in TESTED_BY.items():
         assert (ROOT / module).exists(), module
         assert (ROOT / "tests" / test).exists(), test
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their bare names, and stops at the second."""
+    names = [path.name for path in modules("tests") if path.name != "__init__.py"]
+    assert {name for name in names if names.count(name) > 1} <= {"conftest.py"}

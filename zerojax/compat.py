@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import compute_on
 from jax.sharding import Mesh
 
 
@@ -20,6 +21,14 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays in host memory, computed there; its results stay there."""
+    # jax 0.11 gave the older name, a context manager until then, to this function.
+    make: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    host = jax.memory.Space.Host
+    return make(fun, compute_type="device_host", out_memory_spaces=host)
 
 
 class LoweredFor(jax.stages.Lowered):

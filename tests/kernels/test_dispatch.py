@@ -36,6 +36,7 @@ def test_what_works_on_a_cpu() -> None:
         dispatch.choose("rms_norm", "mosaic_gpu")
 
 
+@pytest.mark.gpu_compile
 def test_devices_that_are_not_there_count_within_shard_map() -> None:
     mesh = zerojax.topology("h100", devices=8)
     seen = []

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
+from zerojax.compat import computed_on_host
 from zerojax.offload.groups import Group, Lying, Piece, goes_whole
 from zerojax.offload.places import DISK, HOST, PINNED
 from zerojax.offload.separate import Separated
@@ -241,10 +242,7 @@ class Programs:
         run = lambda v, s: self._separated.run(c.outputs, c.inputs, v, s, v[0].shape)  # noqa: E731
         if not self._on_host:
             return run(values, scalars)
-        from jax.experimental.compute_on import compute_on
-
-        with compute_on("device_host"):
-            return jax.jit(run)(values, [sent(s) for s in scalars])
+        return computed_on_host(run)(values, [sent(s) for s in scalars])
 
     def _whole(self, p: Piece) -> Callable[..., Any]:
         ids, c = self.ids((p,), ()), p.cluster

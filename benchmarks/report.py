@@ -1,15 +1,17 @@
 """What the benchmarks share: a console, a record of where they ran, and a JSON file of results."""
 
+import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 WIDTH_WITHOUT_TERMINAL = 160
 PACKAGES = (
@@ -44,6 +46,31 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
     """Write results with the circumstances they were measured in."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**circumstances(), **results}, indent=2) + "\n")
+
+
+def heading(title: str, machine: str = "") -> str:
+    """How a record begins; ``machine`` is what else is to be said of it."""
+    found = circumstances()
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"# {title}\n\nDate: {datetime.date.today()}. Command: `{found['command']}` (figures as "
+        f"JSON beside this file).\nMachine: {found['cores']} CPU cores{machine}. "
+        f"Versions: {versions}."
+    )
+
+
+def markdown_table(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Headings and lines; all but the first ``texts`` columns hold numbers."""
+    rule = ["---" if i < texts else "---:" for i in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+
+
+def console_table(rows: Sequence[Sequence[str]], **keywords: Any) -> Table:
+    """The same for a console; ``keywords`` are rich's."""
+    table = Table(*rows[0], **keywords)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
 
 
 def _module_and_arguments() -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -28,3 +30,16 @@ class Measured:
     bytes: int
     flops: int = 0
     in_place: tuple[int, ...] = ()
+
+
+def and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:
+    """The same call, given also a cotangent of its result first; and its gradients."""
+
+    def both(implementation: str) -> Callable[..., Any]:
+        def run(dy: Any, *arguments: Any) -> Any:
+            y, vjp = jax.vjp(call(implementation), *arguments)
+            return y, vjp(dy)
+
+        return run
+
+    return both

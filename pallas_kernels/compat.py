@@ -55,6 +55,11 @@ def simulated() -> bool:
     return _config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
+def kernels_in(compiled: jax.stages.Compiled) -> int:
+    """How many Mosaic kernels a program launches."""
+    return (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
+
+
 def laid_out(x: Any, layout: Any) -> Any:
     """A value of a kernel in a layout; the simulator of jax 0.10 knows none."""
     return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.tiles import Tile
+from pallas_kernels.tiles import Cut, Tile
 
 PER_LAUNCH = 8
 """Groups of arrays that one launch takes: each has code of its own in the kernel, and Mosaic's
@@ -21,6 +21,7 @@ SMALLEST = tiles.WARPGROUP
 """Elements of an array at least."""
 
 Function = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+"""Hashed by value: it is compiled anew for one that is unlike all before."""
 
 
 def elementwise(
@@ -74,50 +75,33 @@ def _launch(
     itemsize = max(jnp.dtype(d).itemsize for d in (*dtypes, *(x.dtype for x in flat[0])))
     vector = tiles.vector_of(itemsize)
     largest = tiles.WARPGROUP * vector * 2
-    blocks = [max(1, size // largest) for size in sizes]
-    starts = [sum(blocks[:k]) for k in range(len(blocks))]
+    cuts = [Cut(size, largest, largest, vector) for size in sizes]
 
     def body(values: Any, *refs: Any) -> None:
         block = lax.axis_index("block")
         numbers = [values[i] for i in range(scalars.size)]
 
-        def work(
-            ins: Sequence[Any], outs: Sequence[Any], found: Sequence[Tile], begin: Any
-        ) -> None:
-            # All reads of what another tile of this block writes come first.
-            late = [[tiles.load(r, (), t) for r in ins] for t in found if t.again]
-            for tile in (t for t in found if not t.again):
-                moved = tile._replace(start=begin + tile.start)
-                write(outs, moved, function(numbers, [tiles.load(r, (), moved) for r in ins]))
-            for tile, read in zip((t for t in found if t.again), late, strict=True):
-                write(outs, tile, function(numbers, read))
-
-        def write(outs: Sequence[Any], tile: Tile, made: Sequence[Any]) -> None:
-            for ref, value in zip(outs, made, strict=True):
-                ref[pl.ds(tile.start, tile.size)] = value.astype(ref.dtype)
-
-        def group(k: int) -> None:
+        def work(k: int, found: Sequence[Tile]) -> None:
             ins = refs[k * n_in : (k + 1) * n_in]
             outs = refs[len(flat) * n_in + k * n_out :][:n_out]
-            last = starts[k] + blocks[k] - 1
-            at = (block - starts[k]) * largest
 
-            @pl.when((starts[k] <= block) & (block < last))
-            def _() -> None:
-                work(ins, outs, [Tile(0, largest, 0, vector)], at)
+            def read(tile: Tile) -> list[Any]:
+                return [tiles.load(ref, (), tile) for ref in ins]
 
-            @pl.when(block == last)
-            def _() -> None:
-                begin = (blocks[k] - 1) * largest
-                rest = [
-                    t._replace(start=t.start + begin)
-                    for t in tiles.tiles(sizes[k] - begin, largest, vector)
-                ]
-                work(ins, outs, rest, 0)
+            def write(tile: Tile, arrays: Sequence[Any]) -> None:
+                for ref, value in zip(outs, function(numbers, arrays), strict=True):
+                    ref[pl.ds(tile.start, tile.size)] = value.astype(ref.dtype)
+
+            # All reads of what another tile of this block writes come first.
+            late = [(tile, read(tile)) for tile in found if tile.again]
+            for tile in found:
+                if not tile.again:
+                    write(tile, read(tile))
+            for tile, arrays in late:
+                write(tile, arrays)
 
         def all_groups() -> None:
-            for k in range(len(flat)):
-                group(k)
+            tiles.of_block(cuts, block, work)
 
         if run is not None and compat.IN_PLACE:
             pl.when(numbers[run] != 0)(all_groups)
@@ -130,7 +114,7 @@ def _launch(
         [scalars, *(x for arrays in flat for x in arrays)],
         outputs,
         {k * n_out + o: 1 + k * n_in + i for k in range(len(flat)) for o, i in over},
-        grid=(sum(blocks),),
+        grid=(sum(cut.blocks for cut in cuts),),
         grid_names=("block",),
         compiler_params=tiles.params(),
         kernel_name=name,

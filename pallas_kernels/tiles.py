@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.core import LoweringSemantics
@@ -29,6 +31,11 @@ class Tile(NamedTuple):
     size: int
     again: int
     vector: int
+
+    @property
+    def layout(self) -> Any:
+        """How its elements are spread over the threads."""
+        return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
 
 def tiles(length: int, largest: int, vector: int) -> Iterator[Tile]:
@@ -62,19 +69,68 @@ def vector_of(itemsize: int, *strides: int) -> int:
     return math.gcd(most, *strides)
 
 
+class Cut(NamedTuple):
+    """A line in blocks of ``strip`` elements; the last block takes what is left, too.
+
+    Attributes:
+      length: of the line.
+      strip: a multiple of ``largest``.
+      largest, vector: see :func:`tiles`.
+    """
+
+    length: int
+    strip: int
+    largest: int
+    vector: int
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return max(1, self.length // self.strip)
+
+
+def of_block(cuts: Sequence[Cut], block: Any, work: Callable[[int, list[Tile]], None]) -> None:
+    """``work(k, tiles)`` for the tiles that a block has, of line ``k``; lines come one after
+    another, and each block has a part of one."""
+    first = 0
+    for k, cut in enumerate(cuts):
+        _of_line(cut, first, block, functools.partial(work, k))
+        first += cut.blocks
+
+
+def _of_line(cut: Cut, first: int, block: Any, work: Callable[[list[Tile]], None]) -> None:
+    def some(length: int, begin: Any) -> None:
+        found = tiles(length, cut.largest, cut.vector)
+        work([tile._replace(start=begin + tile.start) for tile in found])
+
+    last = first + cut.blocks - 1
+    begin = (cut.blocks - 1) * cut.strip
+    if cut.blocks > 1:
+        inside = (first <= block) & (block < last)
+        pl.when(inside)(lambda: some(cut.strip, (block - first) * cut.strip))
+    pl.when(block == last)(lambda: some(cut.length - begin, begin))
+
+
+def rows(x: Any) -> Any:
+    """[rows, width], None of None; bytes for bool."""
+    if x is None:
+        return None
+    return (x.astype(jnp.int8) if x.dtype == jnp.bool else x).reshape(-1, x.shape[-1])
+
+
 def load(ref: Any, at: tuple[Any, ...], tile: Tile) -> Any:
     """A tile of the line ``ref[at]``, in registers."""
-    layout = plgpu.Layout.WG_STRIDED((tile.size,), vec_size=tile.vector)
-    return compat.laid_out(ref[(*at, pl.ds(tile.start, tile.size))], layout)
+    return compat.laid_out(ref[(*at, pl.ds(tile.start, tile.size))], tile.layout)
+
+
+def places(tile: Tile) -> Any:
+    """int32 [size], 0, 1, 2 and so on."""
+    return compat.laid_out(lax.broadcasted_iota("int32", (tile.size,), 0), tile.layout)
 
 
 def fresh(tile: Tile) -> Any:
     """bool [size], elements that no tile before has; None where that is all of them."""
-    if not tile.again:
-        return None
-    layout = plgpu.Layout.WG_STRIDED((tile.size,), vec_size=tile.vector)
-    place = compat.laid_out(lax.broadcasted_iota("int32", (tile.size,), 0), layout)
-    return lax.ge(place, tile.again)
+    return lax.ge(places(tile), tile.again) if tile.again else None
 
 
 def params(**changes: Any) -> plgpu.CompilerParams:

@@ -6,8 +6,8 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels import checks, dropout
 from pallas_kernels.activations import mosaic_gpu, reference
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.elementwise import SMALLEST
@@ -70,30 +70,20 @@ def bias_gelu(
       >>> bias_gelu(jnp.array([-1.0, 0.0, 1.0]), jnp.ones(3)).round(3)
       Array([0.   , 0.841, 1.955], dtype=float32)
     """
-    x = _floats(GELU, "x", x)
-    if x.ndim == 0 or x.size == 0:
-        raise ValueError(f"{GELU}: x has shape {x.shape}; it needs at least one row of one element")
-    bias = None if bias is None else _floats(GELU, "bias", bias)
-    if bias is not None and bias.shape != x.shape[-1:]:
-        raise ValueError(f"{GELU}: bias has shape {bias.shape}, the width of x is {x.shape[-1]}")
-    rate = float(dropout_rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"{GELU}: dropout_rate is {rate}; it must be at least 0 and below 1")
-    if rate > 0 and dropout_key is None:
-        raise ValueError(f"{GELU}: dropout_rate is {rate}, so pass a dropout_key (or the rate 0)")
+    x = checks.rows(GELU, x)
+    bias = None if bias is None else checks.of_width(GELU, "bias", bias, x.shape[-1])
+    rate = dropout.checked(GELU, dropout_rate, dropout_key)
     chosen = choose(GELU, implementation)
-    how = _How(approximate, rate, "xla" if x.shape[-1] < SMALLEST else chosen)
+    how = _How(bool(approximate), rate, "xla" if x.shape[-1] < SMALLEST else chosen)
     x, bias = alike(x, bias)
     return _bias_gelu(x, bias, dropout_key if rate > 0 else None, how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _bias_gelu(x: Any, bias: Any, key: Any, how: _How) -> jax.Array:
-    kept = _kept(x, key, how)
-    if how.chosen == "xla":
-        return reference.bias_gelu(x, bias, kept, how.approximate, how.rate).astype(x.dtype)
-    made = mosaic_gpu.bias_gelu(_rows(x), bias, _rows(kept), how.approximate, how.rate)
-    return made.reshape(x.shape)
+    kept = dropout.drawn(x, key, how.rate)
+    run = (reference if how.chosen == "xla" else mosaic_gpu).bias_gelu
+    return run(x, bias, kept, how.approximate, how.rate).astype(x.dtype)
 
 
 def _forward(x: Any, bias: Any, key: Any, how: _How) -> Any:
@@ -102,27 +92,18 @@ def _forward(x: Any, bias: Any, key: Any, how: _How) -> Any:
 
 def _backward(how: _How, saved: Any, dy: jax.Array) -> Any:
     x, bias, key = saved
-    kept = _kept(x, key, how)
+    kept = dropout.drawn(x, key, how.rate)
     total: jax.Array | None
     if how.chosen == "xla":
         dz = reference.bias_gelu_backward(x, bias, kept, dy, how.approximate, how.rate)
         total = reference.over_rows(dz)
     else:
-        arrays = (_rows(x), bias, _rows(kept), _rows(dy))
-        dz, total = mosaic_gpu.bias_gelu_backward(*arrays, how.approximate, how.rate)
-    dx = dz.reshape(x.shape).astype(x.dtype)
-    return dx, None if total is None or bias is None else total.astype(bias.dtype), None
+        dz, total = mosaic_gpu.bias_gelu_backward(x, bias, kept, dy, how.approximate, how.rate)
+    d_bias = None if total is None or bias is None else total.astype(bias.dtype)
+    return dz.astype(x.dtype), d_bias, None
 
 
 _bias_gelu.defvjp(_forward, _backward)
-
-
-def _kept(x: jax.Array, key: Any, how: _How) -> jax.Array | None:
-    return None if key is None else jax.random.bernoulli(key, 1 - how.rate, x.shape)
-
-
-def _rows(x: Any) -> Any:
-    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def swiglu(gate: jax.Array, up: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -154,7 +135,7 @@ def swiglu(gate: jax.Array, up: jax.Array, *, implementation: str | None = None)
       >>> swiglu(jnp.array([0.0, 1.0]), jnp.full(2, 2.0)).round(3)
       Array([0.   , 1.462], dtype=float32)
     """
-    gate, up = _floats(SWIGLU, "gate", gate), _floats(SWIGLU, "up", up)
+    gate, up = checks.floats(SWIGLU, "gate", gate), checks.floats(SWIGLU, "up", up)
     if gate.shape != up.shape or gate.size == 0:
         raise ValueError(
             f"{SWIGLU}: gate has shape {gate.shape}, up {up.shape}; they must be one, not empty"
@@ -179,10 +160,3 @@ def _swiglu_backward(chosen: Implementation, saved: Any, dy: jax.Array) -> Any:
 
 
 _swiglu.defvjp(lambda gate, up, chosen: (_swiglu(gate, up, chosen), (gate, up)), _swiglu_backward)
-
-
-def _floats(kernel: str, name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{kernel}: {name} has dtype {x.dtype}; it must be of floats")
-    return x

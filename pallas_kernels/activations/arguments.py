@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activations.api import GELU, SWIGLU, bias_gelu, swiglu
-from pallas_kernels.arguments import Measured
+from pallas_kernels.arguments import Measured, and_backward
 
 TESTED: tuple[tuple[int, ...], ...] = (
     (1, 1),
@@ -37,17 +37,6 @@ def _swiglu(implementation: str) -> Callable[..., Any]:
     return call
 
 
-def _and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:
-    def both(implementation: str) -> Callable[..., Any]:
-        def run(dy: Any, *arguments: Any) -> Any:
-            y, vjp = jax.vjp(call(implementation), *arguments)
-            return y, vjp(dy)
-
-        return run
-
-    return both
-
-
 _X = jax.ShapeDtypeStruct((4096, 6400), jnp.bfloat16)
 _BIAS = jax.ShapeDtypeStruct((6400,), jnp.bfloat16)
 _GATE = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
@@ -59,7 +48,7 @@ MEASURED = (
     Measured(
         GELU,
         "4096 x 6400, forward and backward",
-        _and_backward(_bias_gelu),
+        and_backward(_bias_gelu),
         (_X, _X, _BIAS),
         bytes=5 * _ONE,
     ),
@@ -67,7 +56,7 @@ MEASURED = (
     Measured(
         SWIGLU,
         "4096 x 14336, forward and backward",
-        _and_backward(_swiglu),
+        and_backward(_swiglu),
         (_GATE, _GATE, _GATE),
         bytes=8 * _OTHER,
     ),

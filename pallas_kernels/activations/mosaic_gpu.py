@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, elementwise, tiles
 from pallas_kernels.activations import reference
-from pallas_kernels.tiles import Tile
+from pallas_kernels.tiles import Cut, Tile
 
 BLOCKS = 1024
 """About as many as an H100 runs at once; more would only leave more partial sums to add up."""
@@ -21,19 +23,29 @@ AT_ONCE = 4
 
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
-Row = Callable[[Sequence[Any], Any], Any]
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A function of :mod:`reference` for one row, alike for equal settings, so that it is compiled
+    once. If it is ``masked``, the mask is the last of the arrays."""
+
+    function: Callable[..., Any]
+    masked: bool
+    approximate: bool
+    rate: float
+
+    def __call__(self, arrays: Sequence[Any], bias: Any) -> Any:
+        x, *more = arrays
+        kept = more.pop() != 0 if self.masked else None
+        return self.function(x, bias, kept, *more, self.approximate, self.rate, erf)
 
 
 def bias_gelu(
     x: jax.Array, bias: jax.Array | None, kept: jax.Array | None, approximate: bool, rate: float
 ) -> jax.Array:
-    """As :func:`reference.bias_gelu` for x [rows, width], in its dtype."""
-
-    def row(loaded: Sequence[Any], b: Any) -> Any:
-        (x, *mask) = loaded
-        return reference.bias_gelu(x, b, _bool(mask), approximate, rate, erf)
-
-    return _by_row("bias_gelu", row, [x, *_bytes(kept)], bias, sums=False)[0]
+    """As :func:`reference.bias_gelu`, in the dtype of x."""
+    row = _Row(reference.bias_gelu, kept is not None, approximate, rate)
+    return _by_row("bias_gelu", row, False, BLOCKS, bias, x, kept)[0]
 
 
 def bias_gelu_backward(
@@ -46,13 +58,10 @@ def bias_gelu_backward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """As :func:`reference.bias_gelu_backward`, in the dtype of x; and its sum over the rows,
     float32 [width], if there is a bias."""
-
-    def row(loaded: Sequence[Any], b: Any) -> Any:
-        (x, dy, *mask) = loaded
-        return reference.bias_gelu_backward(x, b, _bool(mask), dy, approximate, rate, erf)
-
-    found = _by_row("bias_gelu_backward", row, [x, dy, *_bytes(kept)], bias, bias is not None)
-    return found[0], None if bias is None else jnp.sum(found[1], axis=0)
+    row = _Row(reference.bias_gelu_backward, kept is not None, approximate, rate)
+    sums = bias is not None
+    found = _by_row("bias_gelu_backward", row, sums, BLOCKS, bias, x, dy, kept)
+    return found[0], jnp.sum(found[1], axis=0) if sums else None
 
 
 def erf(x: Any) -> Any:
@@ -69,32 +78,31 @@ def erf(x: Any) -> Any:
     return jnp.where(x < 0, -found, found)
 
 
-def _bytes(kept: jax.Array | None) -> list[jax.Array]:
-    return [] if kept is None else [kept.astype(jnp.int8)]
-
-
-def _bool(mask: Sequence[Any]) -> Any:
-    return mask[0] != 0 if mask else None
-
-
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _by_row(
-    name: str, row: Row, arrays: Sequence[jax.Array], bias: jax.Array | None, sums: bool
+    name: str,
+    row: _Row,
+    sums: bool,
+    most: int,
+    bias: jax.Array | None,
+    x: jax.Array,
+    *others: jax.Array | None,
 ) -> list[jax.Array]:
-    """``row(one row of each array, bias)`` for all rows, in the dtype of the first array.
+    """``row(one row of each array, bias)`` for all rows, in the shape and dtype of x.
 
-    A block takes some columns of some rows. With ``sums`` it adds up what it finds, float32
-    [blocks along the rows, width].
+    A block takes some columns of some rows; there are about ``most``. With ``sums`` it adds up what
+    it finds, float32 [blocks along the rows, width].
     """
+    arrays = [tiles.rows(each) for each in (x, *others) if each is not None]
     rows, width = arrays[0].shape
     vector = tiles.vector_of(arrays[0].dtype.itemsize, width)
     largest = tiles.WARPGROUP * vector
-    columns = max(1, width // largest)
-    strips = min(rows, -(-BLOCKS // columns))
+    cut = Cut(width, largest, largest, vector)
+    strips = min(rows, -(-most // cut.blocks))
     each, longer = divmod(rows, strips)  # the first strips have one row more
 
     def body(*refs: Any) -> None:
         ins, outs = refs[: len(arrays)], refs[len(arrays) + (bias is not None) :]
-        column: Any = lax.axis_index("column")
         strip = lax.axis_index("strip")
         first = strip * each + lax.min(strip, longer)
 
@@ -128,51 +136,50 @@ def _by_row(
                     if sums:
                         outs[1][strip, part] = after
 
-        def last() -> None:
-            begin = (columns - 1) * largest
+        def columns(_: int, found: Sequence[Tile]) -> None:
             # Where the last tile reaches back, it finds the same as the one before it.
-            for tile in tiles.tiles(width - begin, largest, vector):
-                work(tile._replace(start=begin + tile.start))
+            for tile in found:
+                work(tile)
 
-        if columns > 1:
-            whole = Tile(column * largest, largest, 0, vector)
-            pl.when(column < columns - 1)(lambda: work(whole))
-        pl.when(column == columns - 1)(last)
+        tiles.of_block([cut], lax.axis_index("column"), columns)
 
     outputs = [jax.ShapeDtypeStruct((rows, width), arrays[0].dtype)]
     if sums:
         outputs.append(jax.ShapeDtypeStruct((strips, width), jnp.float32))
-    return compat.launch(
+    made, *totals = compat.launch(
         body,
         [*arrays, *([] if bias is None else [bias])],
         outputs,
         {},
-        grid=(strips, columns),
+        grid=(strips, cut.blocks),
         grid_names=("strip", "column"),
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
     )
+    return [made.reshape(x.shape), *totals]
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """As :func:`reference.swiglu`, in their dtype."""
-    return _elementwise("swiglu", lambda *x: [reference.swiglu(*x)], [gate, up], 1)[0]
+    return _elementwise("swiglu", _swiglu, [gate, up], 1)[0]
 
 
 def swiglu_backward(gate: jax.Array, up: jax.Array, dy: jax.Array) -> list[jax.Array]:
     """As :func:`reference.swiglu_backward`, in their dtype."""
-    return _elementwise("swiglu_backward", reference.swiglu_backward, [gate, up, dy], 2)
+    return _elementwise("swiglu_backward", _swiglu_backward, [gate, up, dy], 2)
+
+
+def _swiglu(_: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    return [reference.swiglu(*arrays)]
+
+
+def _swiglu_backward(_: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, Any]:
+    return reference.swiglu_backward(*arrays)
 
 
 def _elementwise(
-    name: str, function: Callable[..., Any], arrays: Sequence[jax.Array], results: int
+    name: str, function: elementwise.Function, arrays: Sequence[jax.Array], results: int
 ) -> list[jax.Array]:
-    made = elementwise.elementwise(
-        lambda _, values: function(*values),
-        jnp.zeros(1, jnp.float32),
-        [arrays],
-        [arrays[0].dtype] * results,
-        {},
-        name=name,
-    )
-    return made[0]
+    nothing = jnp.zeros(1, jnp.float32)
+    dtypes = [arrays[0].dtype] * results
+    return elementwise.elementwise(function, nothing, [arrays], dtypes, {}, name=name)[0]

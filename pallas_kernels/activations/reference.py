@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dropout import dropped
+
 _CUBE = 0.044715
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _FAR = 20.0
@@ -36,11 +38,6 @@ def gelu(z: Any, approximate: bool, erf: Callable[[Any], Any] = erf) -> tuple[An
         share = 0.5 * (1 + erf(near * math.sqrt(0.5)))
         slope = jnp.exp(-0.5 * square) * (1 / math.sqrt(2 * math.pi))
     return z * share, share + near * slope
-
-
-def dropped(x: Any, kept: Any, rate: float) -> Any:
-    """``x`` where ``kept``, made larger for what is lost, else 0; all of it if ``kept`` is None."""
-    return x if kept is None else jnp.where(kept, x * (1 / (1 - rate)), jnp.zeros(x.shape, x.dtype))
 
 
 def bias_gelu(

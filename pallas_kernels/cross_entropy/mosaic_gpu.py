@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
@@ -35,7 +34,6 @@ class _Row:
     def __init__(self, width: int, vocabulary: int, largest: int) -> None:
         self.size = min(largest, 2 ** int(math.log2(vocabulary)))
         self.vector = min(tiles.vector_of(4, width), self.size // tiles.WARPGROUP)
-        self.layout = plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
         self.count, rest = divmod(vocabulary, self.size)
         start = width - self.size
         again = self.count * self.size - start
@@ -46,10 +44,10 @@ class _Row:
         return Tile(k * self.size, self.size, 0, self.vector)
 
     def full(self, value: Any) -> Any:
-        return compat.laid_out(jnp.full((self.size,), value, jnp.float32), self.layout)
+        return compat.laid_out(jnp.full((self.size,), value, jnp.float32), self.tile(0).layout)
 
     def places(self) -> Any:
-        return compat.laid_out(lax.broadcasted_iota("int32", (self.size,), 0), self.layout)
+        return tiles.places(self.tile(0))
 
     def within(self, value: Any, fill: float, first: int = 0) -> Any:
         """Of the last tile, from ``first``; ``fill`` before, and beyond the vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +22,25 @@ def root(x: Any) -> Any:
     return jnp.where(x == jnp.inf, x, found)  # inf * 0 is not
 
 
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """:func:`reference.update` of a piece of a leaf, and the new parameters again for a copy."""
+
+    decoupled: bool
+    copied: bool
+
+    def __call__(self, scalars: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        after = reference.update(scalars, arrays, self.decoupled, root)
+        return [*after, after[0]] if self.copied else after
+
+
 def update(
     scalars: jax.Array, leaves: Sequence[Sequence[jax.Array]], decoupled: bool, copy: Any
 ) -> list[list[jax.Array]]:
     """As :func:`reference.update` for each leaf, and the copy in another dtype, if any."""
-
-    def function(numbers: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        after = reference.update(numbers, arrays, decoupled, root)
-        return after if copy is None else [*after, after[0]]
-
     dtypes = [x.dtype for x in leaves[0][1:]] + ([] if copy is None else [copy])
     return elementwise.elementwise(
-        function,
+        _Update(bool(decoupled), copy is not None),
         scalars,
         leaves,
         dtypes,

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.elementwise import PER_LAUNCH
-from pallas_kernels.tiles import Tile
+from pallas_kernels.tiles import Cut, Tile
 
 _STRIP = 8
 """Tiles that a block sums up."""
@@ -35,43 +34,25 @@ def of_leaves(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     flat = [x.reshape(-1) for x in leaves]
-    vectors = [tiles.vector_of(x.dtype.itemsize) for x in flat]
-    sizes = [tiles.WARPGROUP * v for v in vectors]
-    strips = [_STRIP * size for size in sizes]
-    blocks = [max(1, x.size // strip) for x, strip in zip(flat, strips, strict=True)]
-    starts = [sum(blocks[:k]) for k in range(len(blocks))]
+    cuts = []
+    for x in flat:
+        vector = tiles.vector_of(x.dtype.itemsize)
+        size = tiles.WARPGROUP * vector
+        cuts.append(Cut(x.size, _STRIP * size, size, vector))
+    blocks = sum(cut.blocks for cut in cuts)
 
     def body(*refs: Any) -> None:
         block = lax.axis_index("block")
         sums, zeros = refs[len(flat) :]
+        tiles.of_block(cuts, block, lambda k, found: _note(refs[k], found, sums, zeros, block))
 
-        def leaf(k: int) -> None:
-            ref, vector, size, strip = refs[k], vectors[k], sizes[k], strips[k]
-            last = starts[k] + blocks[k] - 1
-
-            @pl.when((starts[k] <= block) & (block < last))
-            def _() -> None:
-                begin = (block - starts[k]) * strip
-                kept = [Tile(begin + i * size, size, 0, vector) for i in range(_STRIP)]
-                _note(ref, kept, sums, zeros, block)
-
-            @pl.when(block == last)
-            def _() -> None:
-                begin = (blocks[k] - 1) * strip
-                rest = tiles.tiles(flat[k].size - begin, size, vector)
-                moved = [t._replace(start=t.start + begin) for t in rest]
-                _note(ref, moved, sums, zeros, block)
-
-        for k in range(len(flat)):
-            leaf(k)
-
-    out = jax.ShapeDtypeStruct((sum(blocks),), jnp.float32)
+    out = jax.ShapeDtypeStruct((blocks,), jnp.float32)
     return compat.launch(
         body,
         flat,
         [out, out],
         {},
-        grid=(sum(blocks),),
+        grid=(blocks,),
         grid_names=("block",),
         compiler_params=tiles.params(),
         kernel_name="grad_norm_finite",

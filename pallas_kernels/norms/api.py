@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels import checks, dropout
 from pallas_kernels.dispatch import choose
 from pallas_kernels.norms import mosaic_gpu, passes
 from pallas_kernels.norms.reference import How
@@ -71,8 +71,7 @@ def layer_norm(
       >>> layer_norm(jnp.array([1.0, 2.0, 3.0]), jnp.ones(3), jnp.full(3, 0.5)).round(3)
       Array([-0.725,  0.5  ,  1.725], dtype=float32)
     """
-    rate = float(dropout_rate)
-    return _norm(LAYER, x, scale, bias, residual, rate, dropout_key, eps, implementation)
+    return _norm(LAYER, x, scale, bias, residual, dropout_rate, dropout_key, eps, implementation)
 
 
 def rms_norm(
@@ -116,8 +115,7 @@ def rms_norm(
       >>> y.round(1), h
       (Array([0.2, 1.4], dtype=float32), Array([1., 7.], dtype=float32))
     """
-    rate = float(dropout_rate)
-    return _norm(RMS, x, scale, None, residual, rate, dropout_key, eps, implementation)
+    return _norm(RMS, x, scale, None, residual, dropout_rate, dropout_key, eps, implementation)
 
 
 def _norm(
@@ -131,30 +129,23 @@ def _norm(
     eps: float,
     implementation: str | None,
 ) -> Any:
-    x, scale, bias, residual = (
-        _floats(name, of, value)
-        for of, value in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual))
-    )
-    if x.ndim == 0 or x.size == 0:
-        raise ValueError(f"{name}: x has shape {x.shape}; it needs at least one row of one element")
+    x = checks.rows(name, x)
     width = x.shape[-1]
-    for of, value in (("scale", scale), ("bias", bias)):
-        if value is not None and value.shape != (width,):
-            raise ValueError(f"{name}: {of} has shape {value.shape}, the width of x is {width}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{name}: residual has shape {residual.shape}, x has {x.shape}")
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(
-            f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; cast one of them"
-        )
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name}: dropout_rate is {rate}; it must be at least 0 and below 1")
-    if rate > 0 and residual is None:
+    scale = checks.of_width(name, "scale", scale, width)
+    bias = None if bias is None else checks.of_width(name, "bias", bias, width)
+    if residual is not None:
+        residual = checks.floats(name, "residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"{name}: residual has shape {residual.shape}, x has {x.shape}")
+        if residual.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; cast one of them"
+            )
+    elif rate > 0:
         raise ValueError(
             f"{name}: dropout_rate is {rate} without a residual; dropout is of what is added to one"
         )
-    if rate > 0 and key is None:
-        raise ValueError(f"{name}: dropout_rate is {rate}, so pass a dropout_key (or the rate 0)")
+    rate = dropout.checked(name, rate, key)
     if not 0 <= float(eps) < math.inf:
         raise ValueError(f"{name}: eps is {eps}; it must be finite and not negative")
     chosen = choose(name, implementation)
@@ -164,10 +155,3 @@ def _norm(
     how = How(name, name == LAYER, float(eps), rate, dtype, chosen)
     arrays = alike(x, scale, bias, residual, key if rate > 0 else None)
     return passes.norm(*arrays, how)
-
-
-def _floats(name: str, of: str, x: Any) -> Any:
-    x = x if x is None and of in ("bias", "residual") else jnp.asarray(x)
-    if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: {of} has dtype {x.dtype}; it must be of floats")
-    return x

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Measured
+from pallas_kernels.arguments import Measured, and_backward
 from pallas_kernels.norms.api import LAYER, RMS, layer_norm, rms_norm
 
 TESTED: tuple[tuple[int, ...], ...] = (
@@ -38,17 +38,6 @@ def _rms(implementation: str) -> Callable[..., Any]:
     return call
 
 
-def _and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:
-    def both(implementation: str) -> Callable[..., Any]:
-        def run(dy: Any, *arguments: Any) -> Any:
-            y, vjp = jax.vjp(call(implementation), *arguments)
-            return y, vjp(dy)
-
-        return run
-
-    return both
-
-
 def _measured(width: int) -> list[Measured]:
     x = jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)
     number = jax.ShapeDtypeStruct((width,), jnp.float32)
@@ -61,7 +50,7 @@ def _measured(width: int) -> list[Measured]:
             Measured(
                 name,
                 f"{shape}, forward and backward",
-                _and_backward(call),
+                and_backward(call),
                 (x, x, *numbers),
                 bytes=5 * once,
             ),

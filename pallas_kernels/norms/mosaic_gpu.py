@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tiles
-from pallas_kernels.norms.reference import Forward, How, dropped, normalized
-from pallas_kernels.norms.row import Row, flat, launch
+from pallas_kernels.dropout import dropped
+from pallas_kernels.norms.reference import Forward, How, normalized
+from pallas_kernels.norms.row import Row, launch
 
 SMALLEST = tiles.WARPGROUP
 """Elements of a row at least."""
@@ -90,7 +91,7 @@ def forward(
 
         cut.each(write)
 
-    inputs = {"x": flat(x), "residual": flat(residual), "kept": flat(kept)}
+    inputs = {"x": tiles.rows(x), "residual": tiles.rows(residual), "kept": tiles.rows(kept)}
     inputs |= {"weight": weight, "bias": bias}
     like = jax.ShapeDtypeStruct((rows, width), x.dtype)
     number = jax.ShapeDtypeStruct((rows,), jnp.float32)

@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.norms.reference import Backward, How, dropped, normalized
-from pallas_kernels.norms.row import Row, flat, launch
+from pallas_kernels.dropout import dropped
+from pallas_kernels.norms.reference import Backward, How, normalized
+from pallas_kernels.norms.row import Row, launch
 
 BLOCKS = 264
 """At most: two for each multiprocessor of an H100, as many as its registers allow. Each leaves sums
@@ -109,7 +110,12 @@ def backward(
         lax.fori_loop(0, -(-groups // blocks), turn, None)
         cut.each(leave)
 
-    inputs = {"h": flat(h), "dy": flat(dy), "dh": flat(dh), "kept": flat(kept)}
+    inputs = {
+        "h": tiles.rows(h),
+        "dy": tiles.rows(dy),
+        "dh": tiles.rows(dh),
+        "kept": tiles.rows(kept),
+    }
     inputs |= {"weight": weight, "scale": scale.reshape(-1)}
     inputs |= {"mean": None if mean is None else mean.reshape(-1)}
     like = jax.ShapeDtypeStruct((rows, width), h.dtype)

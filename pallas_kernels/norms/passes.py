@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dropout import drawn
 from pallas_kernels.norms import mosaic_gpu, mosaic_gpu_backward, reference
 from pallas_kernels.norms.reference import How
 
@@ -18,7 +19,7 @@ def norm(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> A
 
 
 def _forward(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> Any:
-    kept = _kept(x, key, how)
+    kept = drawn(x, key, how.rate)
     run = reference.forward if how.chosen == "xla" else mosaic_gpu.forward
     found = run(x, weight, bias, residual, kept, how)
     result = found.y if residual is None else (found.y, found.h)
@@ -28,7 +29,7 @@ def _forward(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) 
 def _backward(how: How, saved: Any, cotangents: Any) -> Any:
     h, weight, mean, scale, key = saved
     dy, dh = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents, None)
-    kept = _kept(h, key, how)
+    kept = drawn(h, key, how.rate)
     run = reference.backward if how.chosen == "xla" else mosaic_gpu_backward.backward
     found = run(h, weight, mean, scale, kept, dy, dh, how)
     d_bias = None if how.bias is None else found.bias.astype(how.bias)
@@ -36,7 +37,3 @@ def _backward(how: How, saved: Any, cotangents: Any) -> Any:
 
 
 norm.defvjp(_forward, _backward)
-
-
-def _kept(x: jax.Array, key: Any, how: How) -> jax.Array | None:
-    return None if key is None else jax.random.bernoulli(key, 1 - how.rate, x.shape)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dropout import dropped
 
 
 class How(NamedTuple):
@@ -61,11 +62,6 @@ class Backward(NamedTuple):
     residual: Any
     scale: Any
     bias: Any
-
-
-def dropped(x: Any, kept: Any, rate: float) -> Any:
-    """``x`` where ``kept``, made larger for what is lost, else 0; all of it if ``kept`` is None."""
-    return x if kept is None else jnp.where(kept, x * (1 / (1 - rate)), jnp.zeros(x.shape, x.dtype))
 
 
 def normalized(h: Any, mean: Any, scale: Any) -> Any:

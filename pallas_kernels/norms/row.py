@@ -49,7 +49,7 @@ class Row:
         self.whole, rest = divmod(width, self.size)
         self.last = Tile(width - self.size, self.size, self.size - rest, self.vector)
         self.count = self.whole + (rest > 0)
-        self.layout = plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
+        self.layout = self.last.layout
 
     def tile(self, k: Any) -> Tile:
         """The one with that number, which has to be known for the last one."""
@@ -97,13 +97,6 @@ class Row:
         """Shared memory for a number an element, float32. Overlapping tiles have sums of their
         own, so that no thread needs what another one wrote."""
         return plgpu.SMEM((self.count * self.size,), jnp.float32)
-
-
-def flat(x: Any) -> Any:
-    """[rows, width], None of None; bytes for bool."""
-    if x is None:
-        return None
-    return (x.astype(jnp.int8) if x.dtype == jnp.bool else x).reshape(-1, x.shape[-1])
 
 
 def launch(

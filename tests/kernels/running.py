@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import zerojax
 from pallas_kernels import compat
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def run(implementation: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -23,6 +25,30 @@ def run(implementation: str, function: Callable[..., Any], *arguments: Any) -> A
         return jax.block_until_ready(jax.jit(function)(*arguments))
     with compat.simulator():
         return jax.block_until_ready(jax.jit(function)(*arguments))
+
+
+def with_gradients(
+    implementation: str, function: Callable[..., Any], cotangents: Any, *arguments: Any
+) -> Any:
+    """``function(*arguments)`` as :func:`run` has it, and the gradients of its arguments."""
+
+    def both(cotangents: Any, *arguments: Any) -> Any:
+        y, vjp = jax.vjp(function, *arguments)
+        return y, vjp(cotangents)
+
+    return run(implementation, both, cotangents, *arguments)
+
+
+def calls_of(module: Any, name: str, eager: Callable[[], Any]) -> list[int]:
+    """How often a function was called after ``eager()``, and after it once more, in the
+    simulator."""
+    counts = []
+    counted = mock.patch.object(module, name, wraps=getattr(module, name))
+    with compat.simulator(), counted as function:
+        for _ in range(2):
+            jax.block_until_ready(eager())
+            counts.append(function.call_count)
+    return counts
 
 
 def compiled_for_h100(
@@ -39,11 +65,6 @@ def compiled_for_h100(
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     jitted = jax.jit(mapped, donate_argnums=donate)
     return jitted.lower(*jax.tree.map(over_all, arguments)).compile()
-
-
-def kernels_in(compiled: jax.stages.Compiled) -> int:
-    """How many Mosaic kernels a program launches."""
-    return compiled.as_text().count('custom_call_target="mosaic_gpu')
 
 
 def random(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.running import (
+    DTYPES,
     IMPLEMENTATIONS,
     assert_close,
+    calls_of,
     compiled_for_h100,
-    kernels_in,
     random,
-    run,
+    with_gradients,
 )
 
-from pallas_kernels.activations import bias_gelu, mosaic_gpu, swiglu
+from pallas_kernels.activations import bias_gelu, mosaic_gpu, reference, swiglu
 from pallas_kernels.activations.arguments import MEASURED, TESTED
+from pallas_kernels.compat import kernels_in
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 erf = np.vectorize(math.erf)
 
 
@@ -33,14 +34,6 @@ def gelu(z: np.ndarray, approximate: bool) -> tuple[np.ndarray, np.ndarray]:
         return 0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * z * slope
     share = 0.5 * (1 + erf(z / math.sqrt(2)))
     return z * share, share + z * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-
-
-def with_gradients(function: Any, implementation: str, dy: Any, *arguments: Any) -> Any:
-    def call(dy: Any, *arguments: Any) -> Any:
-        y, vjp = jax.vjp(function, *arguments)
-        return y, vjp(dy)
-
-    return run(implementation, call, dy, *arguments)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -62,7 +55,7 @@ def test_bias_gelu(
     def call(x: Any, bias: Any) -> Any:
         return bias_gelu(x, bias, approximate=approximate, implementation=implementation)
 
-    y, (dx, dbias) = with_gradients(call, implementation, dy, x, bias)
+    y, (dx, dbias) = with_gradients(implementation, call, dy, x, bias)
     assert (y.dtype, dx.dtype, dbias.dtype) == (dtype, dtype, jnp.float32)
     value, slope = gelu(np.float64(x) + np.float64(bias), approximate)
     wanted = np.float64(dy) * slope
@@ -79,7 +72,7 @@ def test_bias_gelu_without_bias(implementation: str) -> None:
     def call(x: Any) -> Any:
         return bias_gelu(x, implementation=implementation)
 
-    y, (dx,) = with_gradients(call, implementation, jnp.ones_like(x), x)
+    y, (dx,) = with_gradients(implementation, call, jnp.ones_like(x), x)
     value, slope = gelu(np.float64(x), True)
     assert_close(y, value, jnp.float32)
     assert_close(dx, slope, jnp.float32)
@@ -101,7 +94,7 @@ def test_dropout(implementation: str) -> None:
         )
 
     bias = random((256,), jnp.float32, 2)
-    y, (dx, dbias) = with_gradients(call, implementation, dy, x, bias)
+    y, (dx, dbias) = with_gradients(implementation, call, dy, x, bias)
     kept = np.asarray(jax.random.bernoulli(jax.random.key(key), 0.75, x.shape))
     value, slope = gelu(np.float64(x) + np.float64(bias), True)
     assert_close(y, np.where(kept, value / 0.75, 0), jnp.float32)
@@ -126,7 +119,7 @@ def test_swiglu(implementation: str, shape: Any, dtype: Any) -> None:
     def call(gate: Any, up: Any) -> Any:
         return swiglu(gate, up, implementation=implementation)
 
-    y, (dgate, dup) = with_gradients(call, implementation, dy, gate, up)
+    y, (dgate, dup) = with_gradients(implementation, call, dy, gate, up)
     assert (y.dtype, dgate.dtype, dup.dtype) == (dtype,) * 3
     g, u, d = (np.float64(x) for x in (gate, up, dy))
     share = 1 / (1 + np.exp(-g))
@@ -147,7 +140,7 @@ def test_extremes(implementation: str, approximate: bool) -> None:
     def call(x: Any) -> Any:
         return bias_gelu(x, approximate=approximate, implementation=implementation)
 
-    y, (dx,) = with_gradients(call, implementation, ones, x)
+    y, (dx,) = with_gradients(implementation, call, ones, x)
     wanted = [1e38, 0, 1e20, 0, 0, 0, 0, np.inf, np.nan]
     np.testing.assert_allclose(y[0], wanted * 16, rtol=1e-6, atol=1e-37)
     np.testing.assert_allclose(dx[0], [1, 0, 1, 0, 0.5, 0.5, 0.5, 1, np.nan] * 16, atol=1e-6)
@@ -155,7 +148,7 @@ def test_extremes(implementation: str, approximate: bool) -> None:
     def gated(x: Any) -> Any:
         return swiglu(x, jnp.ones_like(x), implementation=implementation)
 
-    y, (dx,) = with_gradients(gated, implementation, ones, x)
+    y, (dx,) = with_gradients(implementation, gated, ones, x)
     np.testing.assert_allclose(y[0], wanted * 16, rtol=1e-6, atol=1e-37)
     finite = np.asarray([[1, 0, 1, 0, 0.5, 0.5, 0.5] * 16])
     np.testing.assert_allclose(dx.reshape(16, 9)[:, :7], finite.reshape(16, 7), atol=1e-6)
@@ -181,6 +174,21 @@ def test_under_shard_map() -> None:
     mapped = jax.shard_map(slopes, mesh=mesh, in_specs=(rows, whole), out_specs=(rows, whole))
     for got, wanted in zip(jax.jit(mapped)(x, bias), slopes(x, bias), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("gelu", 384), ("swiglu", 512), ("swiglu_backward", 640)]
+)
+def test_a_second_call_traces_nothing(name: str, width: int) -> None:
+    x = random((3, width))
+
+    def both_ways() -> Any:
+        function, *given = (bias_gelu, x, x[0]) if name == "gelu" else (swiglu, x, x)
+        y, vjp = jax.vjp(functools.partial(function, implementation="mosaic_gpu"), *given)
+        return vjp(y)
+
+    first, second = calls_of(reference, name, both_ways)
+    assert 0 < first == second
 
 
 @pytest.mark.gpu_compile

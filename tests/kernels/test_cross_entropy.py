@@ -12,11 +12,11 @@ from kernels.running import (
     IMPLEMENTATIONS,
     assert_close,
     compiled_for_h100,
-    kernels_in,
     random,
     run,
 )
 
+from pallas_kernels.compat import kernels_in
 from pallas_kernels.cross_entropy import (
     chunks,
     mosaic_gpu,

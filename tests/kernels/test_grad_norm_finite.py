@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.running import IMPLEMENTATIONS, compiled_for_h100, kernels_in, random, run
+from kernels.running import IMPLEMENTATIONS, compiled_for_h100, random, run
 
 from pallas_kernels import grad_norm_finite
+from pallas_kernels.compat import kernels_in
 from pallas_kernels.grad_norm_finite.arguments import TESTED
 
 

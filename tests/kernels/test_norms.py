@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from kernels.running import (
+    DTYPES,
     IMPLEMENTATIONS,
     assert_close,
     compiled_for_h100,
-    kernels_in,
     random,
-    run,
+    with_gradients,
 )
 
+from pallas_kernels.compat import kernels_in
 from pallas_kernels.norms import layer_norm, mosaic_gpu_backward, rms_norm, row
 from pallas_kernels.norms.arguments import MEASURED, TESTED
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 EPS = 1e-3
 RATE = 0.25
 
@@ -37,14 +37,6 @@ def call_of(name: str, implementation: str, **keywords: Any) -> Callable[..., An
         return rms_norm(x, scale, **more)
 
     return call
-
-
-def with_gradients(function: Any, implementation: str, cotangents: Any, *arguments: Any) -> Any:
-    def call(cotangents: Any, *arguments: Any) -> Any:
-        y, vjp = jax.vjp(function, *arguments)
-        return y, vjp(cotangents)
-
-    return run(implementation, call, cotangents, *arguments)
 
 
 def formula(name: str, h: Any, scale: Any, bias: Any, dy: Any) -> list[Any]:
@@ -74,7 +66,7 @@ def test_formula(implementation: str, name: str, shape: Any, dtype: Any, added: 
     residual, cotangents = (r, (dy, dh)) if added else (None, dy)
     call = call_of(name, implementation)
     result, (dx, *numbers, dr) = with_gradients(
-        call, implementation, cotangents, x, scale, bias, residual
+        implementation, call, cotangents, x, scale, bias, residual
     )
     h = x
     if added:
@@ -109,7 +101,7 @@ def test_dropout(implementation: str, name: str, shape: Any) -> None:
         return call_of(name, implementation, **more)(*arguments)
 
     (y, h), (dx, d_scale, d_bias, dr) = with_gradients(
-        call, implementation, (dy, dh), x, scale, bias, r
+        implementation, call, (dy, dh), x, scale, bias, r
     )
     assert_close(h, np.where(kept, np.float64(x) / (1 - RATE), 0) + np.float64(r), jnp.float32)
     wanted, d, *sums = formula(name, h, scale, bias, dy)
@@ -132,7 +124,7 @@ def test_rows_that_threads_do_not_keep_and_blocks_with_many(
     more = {"dropout_rate": RATE, "dropout_key": jax.random.key(0)}
     assert not row.Row(700, 2).held
     both = [
-        with_gradients(call_of(name, i, **more), i, (dy, dh), x, scale, bias, r)
+        with_gradients(i, call_of(name, i, **more), (dy, dh), x, scale, bias, r)
         for i in IMPLEMENTATIONS
     ]
     for wanted, got in zip(*map(jax.tree.leaves, both), strict=True):
@@ -145,7 +137,7 @@ def test_wide_rows() -> None:
         x, dy = random((1, 16384), dtype, 0), random((1, 16384), dtype, 1)
         scale, bias = random((16384,), jnp.float32, 2), random((16384,), jnp.float32, 3)
         y, (dx, d_scale, d_bias, _) = with_gradients(
-            call_of("layer_norm", "mosaic_gpu"), "mosaic_gpu", dy, x, scale, bias, None
+            "mosaic_gpu", call_of("layer_norm", "mosaic_gpu"), dy, x, scale, bias, None
         )
         wanted = formula("layer_norm", x, scale, bias, dy)
         for got, w in zip((y, dx, d_scale, d_bias), wanted, strict=True):
@@ -183,8 +175,8 @@ def test_extremes(implementation: str, name: str) -> None:
         kinds.append(np.where(np.arange(256) == 7, bad, ordinary))
     x, one = jnp.asarray(np.stack(kinds), jnp.float32), jnp.ones(256)
     call = call_of(name, implementation)
-    y, (dx, *_) = with_gradients(call, implementation, x * 0 + 1, x, one, one, None)
-    wanted, (d, *_) = with_gradients(call_of(name, "xla"), "xla", x * 0 + 1, x, one, one, None)
+    y, (dx, *_) = with_gradients(implementation, call, x * 0 + 1, x, one, one, None)
+    wanted, (d, *_) = with_gradients("xla", call_of(name, "xla"), x * 0 + 1, x, one, one, None)
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(dx, d, rtol=1e-4, atol=1e-4)
     true = formula(name, x[:4], one, one, x[:4])[0]

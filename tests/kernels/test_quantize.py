@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.running import IMPLEMENTATIONS, compiled_for_h100, kernels_in, random, run
+from kernels.running import DTYPES, IMPLEMENTATIONS, compiled_for_h100, random, run
 
+from pallas_kernels.compat import kernels_in
 from pallas_kernels.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 from pallas_kernels.quantize.arguments import MEASURED, TESTED
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 KERNEL = "mosaic_gpu"
 LIMIT = {8: 127, 4: 7}
 

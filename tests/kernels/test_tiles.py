@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.tiles import WARPGROUP, tiles, vector_of
+from pallas_kernels.tiles import WARPGROUP, Cut, Tile, of_block, tiles, vector_of
 
 
 @given(st.integers(WARPGROUP, 20_000), st.sampled_from([1, 2, 4, 8]))
@@ -17,6 +17,22 @@ def test_every_element_is_in_a_tile_and_none_beyond_the_end(length: int, vector:
         assert tile.start % tile.vector == 0
         seen = tile.start + tile.size
     assert seen == length
+
+
+@given(st.lists(st.integers(WARPGROUP, 20_000), min_size=1, max_size=4), st.integers(1, 8))
+def test_every_element_is_in_a_tile_of_one_block(lengths: list[int], many: int) -> None:
+    largest = WARPGROUP * 4
+    cuts = [Cut(length, many * largest, largest, 2) for length in lengths]
+    seen = [0] * len(lengths)
+
+    def work(k: int, found: list[Tile]) -> None:
+        for tile in found:
+            assert tile.start + tile.again == seen[k]
+            seen[k] = tile.start + tile.size
+
+    for block in range(sum(cut.blocks for cut in cuts)):
+        of_block(cuts, block, work)
+    assert seen == lengths
 
 
 @pytest.mark.parametrize(

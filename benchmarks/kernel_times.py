@@ -1,0 +1,54 @@
+"""How long calls of the kernels take on the GPU that is here, and a copy beside them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Measured
+
+_WARM_UP, _ROUNDS = 3, 20
+
+
+def timed(call: Measured, compiled: Callable[..., Any]) -> float:
+    """Seconds of a call, the results in place of the arguments they are written over."""
+    arguments = list(jax.tree.map(_random, call.arguments))
+
+    def once() -> Any:
+        made = compiled(*arguments)
+        for at, result in zip(call.in_place, made if call.in_place else (), strict=False):
+            arguments[at] = result
+        return made
+
+    return _median(once)
+
+
+def copy_rate() -> float:
+    """Bytes a second that a plain copy reads and writes."""
+    x = jnp.zeros(2**28, jnp.float32)
+    copy = jax.jit(jnp.copy)
+    return 2 * x.nbytes / _median(lambda: copy(x))
+
+
+def _median(call: Callable[[], Any]) -> float:
+    """Seconds, after calls that do not count."""
+    times = []
+    for _ in range(_WARM_UP + _ROUNDS):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[_WARM_UP:])
+
+
+def _random(x: Any) -> jax.Array:
+    key = jax.random.key(x.size % 9973)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.random.uniform(key, x.shape, jnp.float32, 0.05, 1).astype(x.dtype)
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.randint(key, x.shape, 0, 100).astype(x.dtype)

@@ -36,6 +36,11 @@ def available(at: Target) -> tuple[Implementation, ...]:
     return ("xla", "mosaic_gpu") if new or compat.simulated() else ("xla",)
 
 
+def in_place(at: Target) -> Implementation:
+    """The kernel, where one works that writes over its arguments; else XLA."""
+    return "mosaic_gpu" if compat.IN_PLACE and "mosaic_gpu" in available(at) else "xla"
+
+
 def choose(kernel: str, asked: str | None) -> Implementation:
     """The implementation to run.
 

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.extend import core
 
 from zerojax import compat
-from zerojax.body import Cut, View, apply
+from zerojax.body import Advance, Cut, View
 from zerojax.parts import Parts
 
 # evaluate(parts, micro_batch) runs the body; parts.opt_state is a View. The third result is the
@@ -24,7 +23,7 @@ def accumulate(
     evaluate: Evaluate,
     parts: Parts,
     batch: Any,
-    tx: optax.GradientTransformation,
+    advance: Advance,
     *,
     sharded: Cut,
     kept: Cut,
@@ -41,7 +40,7 @@ def accumulate(
       evaluate: runs the user's step on one micro-batch with an optimizer that only collects.
       parts: the state; its ``opt_state`` a :class:`View` of the optimizer's own state.
       batch: leaves [k, rows, ...]; scalars go to every micro-batch.
-      tx: the wrapped transformation.
+      advance: the update, see :func:`zerojax.body.advancing`.
       sharded, kept: constrain gradients to their shards, and to how they are accumulated.
       dtype: of the accumulator; None for the parameter's, float32 at least.
 
@@ -54,23 +53,22 @@ def accumulate(
     zeros = kept(jax.tree.map(lambda p: jnp.zeros(p.shape, accumulator(p.dtype, dtype)), params))
     summed = summed_up(evaluate, parts, batch, zeros, kept=kept)
     rest, grads = summed.rest, sharded(summed.grads)
-    updates, opt = tx.update(grads, view.opt, params)
-    after = view._replace(opt=opt)
-    if view.masters is not None:
-        updates, after = apply(after, updates)
+    updates, after = advance(grads, view, parts.params)
     cut, scalars = _separate(batch)
 
-    def last(updates: Any, rest: Any) -> tuple[Parts, Any]:
-        """The body on the last micro-batch, with these as the updates of ``apply_gradients``."""
-        here = parts._replace(opt_state=view._replace(grads=zeros, updates=updates), rest=rest)
+    def last(made: tuple[Any, Any], rest: Any) -> tuple[Parts, Any]:
+        """The body on the last micro-batch, with these as the updates of ``apply_gradients``, and
+        the parameters after them."""
+        opt_state = view._replace(grads=zeros, updates=made[0], compute=made[1])
+        here = parts._replace(opt_state=opt_state, rest=rest)
         return evaluate(here, scalars([x[-1] for x in cut]))[:2]
 
     # What follows from the new parameters (their average, say) is made once, by the real update;
     # XLA drops the rest of this run of the body.
-    (final, out), (late, late_out) = _with_dependence(last, updates, parts.rest)
+    (final, out), (late, late_out) = _with_dependence(last, (updates, after.compute), parts.rest)
     made = Parts(
         params=final.params,
-        opt_state=after._replace(grads=None, updates=None),
+        opt_state=after,
         step=summed.step,
         rest=_choose(late.rest, final.rest, rest),
     )

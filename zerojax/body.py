@@ -16,7 +16,10 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.collectives.changes import change
 from zerojax.marks import GRADIENT, count
+from zerojax.optim.one_pass import OnePass
+from zerojax.optim.wrap import ZeroTransformation
 from zerojax.parts import Opened, Parts
 from zerojax.state import take_apart
 
@@ -27,7 +30,8 @@ class View(NamedTuple):
     Attributes:
       opt: the optimizer's own state.
       masters: full-precision parameters, where the step computes with a copy; else None.
-      compute: that copy after the last update; None without masters.
+      compute: the compute parameters after the last update; None where the step makes them, by
+        adding the update.
       grads: gradient of the micro-batch, under accumulation; else None.
       updates: what ``apply_gradients`` adds to the parameters, under accumulation; else None.
     """
@@ -40,32 +44,57 @@ class View(NamedTuple):
 
 
 Cut = Callable[[Any], Any]
+Advance = Callable[..., tuple[Any, View]]
 
 
-def updating(tx: optax.GradientTransformation, cut: Cut) -> Any:
-    """An optimizer that updates at once.
+def advancing(tx: ZeroTransformation, shardings: Any) -> Advance:
+    """The update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
     Args:
       tx: the wrapped transformation.
+      shardings: of the parameters, for one that updates them in one pass; else None.
+    """
+
+    def advance(grads: Any, view: View, params: Any, **extra: Any) -> tuple[Any, View]:
+        if tx.one_pass is not None and shardings is not None and params is not None and not extra:
+            return in_one_pass(tx.one_pass, grads, view, params)
+        if view.masters is None:
+            updates, opt = tx.update(grads, view.opt, params, **extra)
+            return updates, view._replace(opt=opt)
+        updates, opt = tx.update(grads, view.opt, view.masters, **extra)
+        masters = optax.apply_updates(view.masters, updates)
+        updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), masters, view.compute)
+        compute = optax.apply_updates(view.compute, updates)
+        return updates, view._replace(opt=opt, masters=masters, compute=compute)
+
+    def in_one_pass(way: OnePass, grads: Any, view: View, params: Any) -> tuple[Any, View]:
+        whole = view.masters is None
+        before = params if whole else view.masters
+        after, opt = way.update(grads, view.opt, before, shardings)
+        # For who looks at them; else XLA drops these.
+        compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
+        updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
+        masters = None if whole else after
+        return updates, view._replace(opt=opt, masters=masters, compute=compute)
+
+    return advance
+
+
+def updating(advance: Advance, cut: Cut) -> Any:
+    """An optimizer that updates at once.
+
+    Args:
+      advance: see :func:`advancing`.
       cut: constrains a gradient tree to its shards.
     """
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
-        if view.masters is None:
-            updates, opt = tx.update(cut(as_gradients(grads)), view.opt, params, **extra)
-            return updates, view._replace(opt=opt)
-        updates, opt = tx.update(cut(as_gradients(grads)), view.opt, view.masters, **extra)
-        return apply(view._replace(opt=opt), updates)
+        updates, after = advance(cut(as_gradients(grads)), view, params, **extra)
+        if after.compute is not None and params is not None:
+            updates = jax.tree.map(change, after.compute, params, updates)
+        return updates, after if view.compute is not None else after._replace(compute=None)
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
-
-
-def apply(view: View, updates: Any) -> tuple[Any, View]:
-    """Updates the masters, and says what to add to the compute parameters to get their copy."""
-    masters = optax.apply_updates(view.masters, updates)
-    difference = jax.tree.map(lambda m, p: m - p.astype(m.dtype), masters, view.compute)
-    compute = optax.apply_updates(view.compute, difference)
-    return difference, view._replace(masters=masters, compute=compute)
 
 
 def collecting(cut: Cut) -> Any:
@@ -78,7 +107,10 @@ def collecting(cut: Cut) -> Any:
                 "accumulated over micro-batches: set gradient_accumulation_steps to 1."
             )
         kept = jax.tree.map(lambda a, g: g.astype(a.dtype), view.grads, cut(as_gradients(grads)))
-        return view.updates, view._replace(grads=cut(kept))
+        updates = view.updates
+        if view.compute is not None and params is not None:
+            updates = jax.tree.map(change, view.compute, params, updates)
+        return updates, view._replace(grads=cut(kept))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
 
@@ -165,20 +197,30 @@ def _kind(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def masters_after(view: View, returned: Any) -> Any:
-    """The parameters to keep, given those that the step returned.
+def params_after(view: View, returned: Any, before: Any, done: jax.Array | None) -> Any:
+    """The parameters to keep.
 
     Where the step returned what ``apply_gradients`` made, the masters. Where it changed a
-    parameter afterwards (clipped a weight, say), its own value.
+    parameter afterwards (clipped a weight, say), its own value, and that of before if the step
+    was skipped; the update itself holds the masters then.
+
+    Args:
+      view: after the update.
+      returned, before: parameters that the step returned, and the masters that it began with.
+      done: bool [], False for a skipped step; None where none is.
     """
+
+    def held(x: jax.Array, old: jax.Array) -> jax.Array:
+        return x if done is None else jnp.where(done, x, old)
+
+    def kept(its: jax.Array, old: jax.Array, mine: jax.Array, seen: jax.Array) -> jax.Array:
+        if its is seen:
+            return mine
+        return held(jnp.where(its == seen, mine, its.astype(mine.dtype)), old)
+
     if view.masters is None:
-        return returned
-    return jax.tree.map(
-        lambda mine, seen, its: jnp.where(its == seen, mine, its.astype(mine.dtype)),
-        view.masters,
-        view.compute,
-        returned,
-    )
+        return jax.tree.map(held, returned, before)
+    return jax.tree.map(kept, returned, before, view.masters, view.compute)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

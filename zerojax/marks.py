@@ -26,6 +26,8 @@ LOSS = "zerojax loss"
 """What is multiplied with it."""
 WEIGHT = "zerojax weight"
 """The weight of a micro-batch's mean."""
+CHANGE = "zerojax change"
+"""What the optimizer returns where the parameter after it is there already."""
 
 CALLS = {
     prims.jit_p: "jaxpr",

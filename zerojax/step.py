@@ -17,7 +17,16 @@ from zerojax import compat
 from zerojax import nnx as nnx_state
 from zerojax.accumulate import Evaluate, accumulate
 from zerojax.batch import BatchLayout
-from zerojax.body import Body, View, cast, collecting, constrainer, masters_after, updating
+from zerojax.body import (
+    Body,
+    View,
+    advancing,
+    cast,
+    collecting,
+    constrainer,
+    params_after,
+    updating,
+)
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
@@ -58,6 +67,8 @@ class Program:
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
+        one_pass = self.tx.one_pass is not None and self.tx.one_pass.wins(self.plan.mesh)
+        self.advance = advancing(self.tx, shardings.params if one_pass else None)
         self.to_kept = constrainer(
             jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec),
@@ -91,7 +102,7 @@ class Program:
             )
 
         if self.accumulation == 1:
-            tx = updating(self.tx, self.to_shards)
+            tx = updating(self.advance, self.to_shards)
             made, out, _ = running(tx)(start, batch)
         else:
             tx = collecting(self.to_kept)
@@ -99,19 +110,19 @@ class Program:
                 running(tx),
                 start,
                 batch,
-                self.tx,
+                self.advance,
                 sharded=self.to_shards,
                 kept=self.to_kept,
                 dtype=DTYPES[self.config.grad_accum_dtype],
             )
         after: View = made.opt_state
-        made = made._replace(params=masters_after(after, made.params), opt_state=after.opt)
+        done = None
+        rest = made.rest
         if self.config.skips_overflow:
-            done = made.opt_state.skipped == parts.opt_state.skipped
-            made = made._replace(
-                params=choose(done, made.params, parts.params),
-                rest=choose(done, made.rest, parts.rest),
-            )
+            done = after.opt.skipped == parts.opt_state.skipped
+            rest = choose(done, rest, parts.rest)
+        params = params_after(after, made.params, parts.params, done)
+        made = made._replace(params=params, opt_state=after.opt, rest=rest)
         return made, out, self.signals(made.opt_state)
 
     def _gathered(self, params: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, marks
-from zerojax.collectives import layout, order, residuals, wanted
+from zerojax.collectives import changes, layout, order, residuals, wanted
 from zerojax.collectives.elementwise import ELEMENTWISE
 from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
 from zerojax.collectives.layout import Spec
@@ -146,6 +146,7 @@ class Inserter:
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
+        sums = changes.sums(jaxpr)
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -154,6 +155,12 @@ class Inserter:
             return atom.val if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            if eqn.outvars and eqn.outvars[0] in sums:
+                (out,) = eqn.outvars
+                # The very same array where it can be: the step knows it by that.
+                new = _plain(read(sums[out]))
+                env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
+                continue
             values = [read(v) for v in eqn.invars]
             names = source_info_util.current_name_stack() + eqn.source_info.name_stack
             with (

@@ -55,6 +55,14 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 f"{name(field)}: {shown(section.device)} needs {needs}, and the stage is {stage}; "
                 f"set {name('stage')} to {first}, or the device to none"
             )
+    optimizer = values.get("optimizer")
+    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
+        for field, *_ in OFFLOADS:
+            if values.get(field) is not None:
+                yield (
+                    'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
+                    f"and {name(field)} has the state elsewhere; leave out one of them"
+                )
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,9 @@ _ADAMW: dict[str, Param] = {
     "set_grad_none": Param(FLAG, True),
     "fp32_optimizer_states": Param(FLAG, True, (True,), "moments stay in fp32; leave it out"),
 }
+# zerojax's own key: the update by a fused kernel or by XLA; null is by measurement, and with
+# FusedAdam the kernel wherever it works in place.
+_ADAMW["implementation"] = Param(optional(choice("mosaic_gpu", "xla")), None)
 _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
 # AdamW decouples the decay by name, whatever the mode says.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
@@ -37,7 +40,7 @@ OPTIMIZERS: dict[str, Family] = {
     "Adam": Family(_ADAM),
     "AdamW": Family(_ADAMW),
     "FusedAdam": Family(_ADAM),
-    "CPUAdam": Family(_ADAM),
+    "CPUAdam": Family({k: v for k, v in _ADAM.items() if k != "implementation"}),
     "Lion": Family({"lr": _LR, "betas": Param(BETAS, (0.9, 0.99)), **_DECAY}),
     "SGD": Family(
         {

@@ -11,6 +11,7 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.optim.decay import Mask, mask_named
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
 from zerojax.optim.one_cycle import SECOND_BETA
+from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
     scale_by_clamped_trust_ratio,
@@ -84,7 +85,20 @@ def named_optimizer(
     if config.type == "Muon":
         return _muon(setting)
     rate = setting.rate(params["lr"])
-    return optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate)), rate
+    tx = optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate))
+    if config.type in _WITH_KERNEL and params["bias_correction"]:
+        tx = adam_in_one_pass(
+            tx,
+            rate=rate,
+            betas=setting.betas,
+            eps=params["eps"],
+            weight_decay=params["weight_decay"],
+            mask=_mask(params, weight_decay_mask),
+            decoupled=params["adam_w_mode"],
+            implementation=params["implementation"],
+            always=config.type == "FusedAdam",
+        )
+    return tx, rate
 
 
 Parts: TypeAlias = list[optax.GradientTransformation]
@@ -129,13 +143,16 @@ def _betas(
 
 
 def _decay(params: Mapping[str, Any], mask: Mask | None) -> Parts:
-    rate, named = params["weight_decay"], params["weight_decay_mask"]
+    rate = params["weight_decay"]
     if rate:
-        mask = mask_named(named) if mask is None else mask
-        return [optax.add_decayed_weights(rate, mask)]
-    if mask is not None or named != "all":
+        return [optax.add_decayed_weights(rate, _mask(params, mask))]
+    if mask is not None or params["weight_decay_mask"] != "all":
         warnings.warn("weight_decay_mask has no effect: weight_decay is 0", stacklevel=3)
     return []
+
+
+def _mask(params: Mapping[str, Any], mask: Mask | None) -> Mask | None:
+    return mask_named(params["weight_decay_mask"]) if mask is None else mask
 
 
 def _adam(s: _Setting) -> Parts:
@@ -191,6 +208,7 @@ def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
     return muon_or_adam(muon, adam), rates[0]
 
 
+_WITH_KERNEL = {"Adam", "AdamW", "FusedAdam"}
 _WITH_BETAS = {"Adam", "AdamW", "FusedAdam", "CPUAdam", "Lion", "Lamb"}
 
 _RULES: dict[str, Callable[[_Setting], Parts]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import optax
 from zerojax.config import ZeroConfig
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
+from zerojax.optim.one_pass import OnePass, WithOnePass
 
 
 class ZeroOptState(NamedTuple):
@@ -35,7 +37,7 @@ class ZeroOptState(NamedTuple):
     loss_scale: LossScaleState | None
 
 
-class ZeroTransformation(optax.GradientTransformationExtraArgs):
+class ZeroTransformation(WithOnePass):
     """A transformation that :func:`wrap` made; wrapping it again changes nothing."""
 
 
@@ -117,29 +119,36 @@ def wrap(
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
-        scale = state.loss_scale
         # Summed already where the gradients have left the device.
         norm = global_norm(grads) if square_sums is None else norm_of(square_sums)
         if gradient_clipping:
-            factor = jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
+            factor = clip_factor(norm)
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         updates, inner = inner_tx.update(grads, state.inner, params, **extra)
-        if learning_rate is None:
-            rate = _injected_rate(inner)
-        else:
-            made = state.steps - state.skipped
-            rate = learning_rate(made) if callable(learning_rate) else learning_rate
-        skipped = state.skipped
         if may_skip:
             finite = jnp.isfinite(norm)
             # -0.0 is what any number keeps its bits under.
             updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
             inner = choose(finite, inner, state.inner)
+        return updates, counted(state, inner, norm)
+
+    def clip_factor(norm: jax.Array) -> jax.Array:
+        return jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
+
+    def counted(state: ZeroOptState, inner: optax.OptState, norm: jax.Array) -> ZeroOptState:
+        if learning_rate is None:
+            rate = _injected_rate(inner)
+        else:
+            made = state.steps - state.skipped
+            rate = learning_rate(made) if callable(learning_rate) else learning_rate
+        skipped, scale = state.skipped, state.loss_scale
+        if may_skip:
+            finite = jnp.isfinite(norm)
             skipped = skipped + ~finite
             norm = jnp.where(finite, norm, jnp.inf)
             if scale is not None and loss_scale is not None:
                 scale = loss_scale.next(scale, finite)
-        return updates, ZeroOptState(
+        return ZeroOptState(
             inner=inner,
             steps=optax.safe_increment(state.steps),
             skipped=skipped,
@@ -148,7 +157,24 @@ def wrap(
             loss_scale=scale,
         )
 
-    return ZeroTransformation(init, update)
+    def in_one_pass(
+        way: OnePass,
+        grads: optax.Updates,
+        state: ZeroOptState,
+        params: optax.Params,
+        shardings: Any,
+    ) -> tuple[optax.Params, ZeroOptState]:
+        norm = global_norm(jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads))
+        scale = clip_factor(norm) if gradient_clipping else jnp.ones(())
+        scale = scale if state.loss_scale is None else scale / state.loss_scale.scale
+        run = jnp.isfinite(norm) if may_skip else True
+        new, inner = way.update(grads, state.inner, params, shardings, scale=scale, run=run)
+        return new, counted(state, inner, norm)
+
+    made = ZeroTransformation(init, update)
+    if isinstance(tx, WithOnePass) and tx.one_pass is not None:
+        made.one_pass = OnePass(tx.one_pass.wins, functools.partial(in_one_pass, tx.one_pass))
+    return made
 
 
 def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:

@@ -1,0 +1,145 @@
+"""Adam's update in one pass over memory, by a fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import dispatch, fused_adamw
+from zerojax.optim.decay import Mask
+
+
+class OnePass(NamedTuple):
+    """Another way to an optimizer's update: parameters and moments at once.
+
+    Attributes:
+      wins: ``wins(mesh)``, whether it is to be used on these devices, there or not.
+      update: ``update(grads, state, params, shardings)`` makes the parameters after the update,
+        and the state. ``shardings`` is a tree of them like the parameters; gradients and moments
+        lie in the same way.
+    """
+
+    wins: Callable[[Mesh], bool]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class WithOnePass(optax.GradientTransformationExtraArgs):
+    """An optax transformation that knows another way to its update.
+
+    Attributes:
+      one_pass: that way; None where there is none.
+    """
+
+    one_pass: OnePass | None = None
+
+
+def adam_in_one_pass(
+    tx: optax.GradientTransformation,
+    *,
+    rate: float | optax.Schedule,
+    betas: Sequence[Any],
+    eps: float,
+    weight_decay: float,
+    mask: Mask | None,
+    decoupled: bool,
+    implementation: str | None,
+    always: bool,
+) -> WithOnePass:
+    """``tx``, and its update by :func:`pallas_kernels.fused_adamw`.
+
+    Args:
+      tx: a chain of ``optax.scale_by_adam``, decayed weights and the learning rate, in the order
+        that ``decoupled`` says.
+      rate, betas, eps, weight_decay, mask, decoupled: what it was made of; see
+        :func:`zerojax.optim.named_optimizer`. The first beta may be a schedule.
+      implementation: of the kernel; None takes the one that was measured to be faster.
+      always: with None, take the kernel wherever it works in place, faster or not.
+    """
+
+    def chosen() -> str:
+        if implementation is not None or not always:
+            return dispatch.choose("fused_adamw", implementation)
+        return dispatch.in_place(dispatch.target())
+
+    def wins(mesh: Mesh) -> bool:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return chosen() == "mosaic_gpu"
+
+    def update(
+        grads: Any,
+        state: tuple[Any, ...],
+        params: Any,
+        shardings: Any,
+        *,
+        scale: jax.typing.ArrayLike = 1.0,
+        run: jax.typing.ArrayLike = True,
+    ) -> tuple[Any, Any]:
+        at = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
+        adam, last = state[at], state[-1]
+        after = optax.safe_increment(adam.count)
+        b1 = betas[0](adam.count) if callable(betas[0]) else betas[0]
+        lr = rate(last.count) if callable(rate) else rate
+        scalars = [jnp.asarray(x, jnp.float32) for x in (scale, lr, b1, run)]
+        decays = _decays(params, mask)
+
+        def on_shards(scalars: Any, count: Any, *leaves: Any) -> list[Any]:
+            scale, lr, b1, run = scalars
+            made: list[Any] = [None] * len(decays)
+            for decay in (True, False):
+                part = [i for i, yes in enumerate(decays) if yes == decay]
+                if part:
+                    found = fused_adamw(
+                        *([column[i] for i in part] for column in leaves),
+                        count=count,
+                        learning_rate=lr,
+                        b1=b1,
+                        b2=betas[1],
+                        eps=eps,
+                        weight_decay=weight_decay if decay else 0.0,
+                        decoupled=decoupled,
+                        scale=scale,
+                        run=run != 0,
+                        implementation=chosen(),
+                    )
+                    columns = (found.params, found.mu, found.nu)
+                    for i, *results in zip(part, *columns, strict=True):
+                        made[i] = results
+            return [list(column) for column in zip(*made, strict=True)]
+
+        lying = jax.tree.leaves(shardings)
+        specs = [s.spec for s in lying]
+        none = PartitionSpec()
+        results = jax.shard_map(
+            on_shards,
+            mesh=lying[0].mesh,
+            in_specs=(none, none, specs, specs, specs, specs),
+            out_specs=[specs] * 3,
+            check_vma=False,
+        )(scalars, after, *map(jax.tree.leaves, (grads, params, adam.mu, adam.nu)))
+        tree = jax.tree.structure(params)
+        new, mu, nu = (jax.tree.unflatten(tree, column) for column in results)
+        moved = [*state]
+        keep = jnp.asarray(run)
+        moved[at] = adam._replace(count=jnp.where(keep, after, adam.count), mu=mu, nu=nu)
+        if callable(rate):
+            count = optax.safe_increment(last.count)
+            moved[-1] = last._replace(count=jnp.where(keep, count, last.count))
+        return new, tuple(moved)
+
+    made = WithOnePass(tx.init, optax.with_extra_args_support(tx).update)
+    made.one_pass = OnePass(wins, update)
+    return made
+
+
+def _decays(params: Any, mask: Mask | None) -> list[bool]:
+    """Whether each leaf decays."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    tree = mask(params) if callable(mask) else mask
+    spread = jax.tree.map(lambda yes, part: jax.tree.map(lambda _: yes, part), tree, params)
+    return [bool(yes) for yes in jax.tree.leaves(spread)]

@@ -5,13 +5,22 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# With these XLA for CPU compiles soonest, in the processes that tests start too. From jax 0.11 on
+# there is one code generator alone.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -30,12 +39,29 @@ def require_gpu_compiler() -> None:
     pytest.skip(missing)
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What this process has compiled; not to be shared, as jax does not write it atomically."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture(scope="module")
-def quick_compile() -> Iterator[None]:
-    """XLA without its costly passes, for tests of what a program computes: a third of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def quick_compile(compiled: Path) -> Iterator[None]:
+    """For tests of what a program computes: XLA without its costly passes, which takes a third of
+    the time, and no program twice."""
+    quick = {
+        "jax_disable_most_optimizations": (True, False),
+        "jax_compilation_cache_dir": (str(compiled), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
+    }
+    for name, (value, _) in quick.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    for name, (_, default) in quick.items():
+        jax.config.update(name, default)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -124,7 +124,10 @@ def start() -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.sweep) for stage in (0, 1, 2)), 3]
+)
 @pytest.mark.parametrize("keywords", [{}, {"fp16": True, "loss_scale": 64.0}])
 @pytest.mark.parametrize("body", [masked, jax.jit(masked), lambda s, b: masked(s, b, True)])
 def test_accumulates_to_the_mean_over_the_whole_batch(stage: int, keywords: Any, body: Any) -> None:

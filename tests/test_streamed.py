@@ -36,7 +36,8 @@ def told(
     folder = tmp_path_factory.mktemp("equal")
     names = [case.name for case in sorted(CASES, key=lambda c: c.model) if case.name in wanted]
     half = -(-len(names) // PROCESSES)
-    environment = os.environ | {"XLA_FLAGS": equal.FLAGS, "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ['XLA_FLAGS']} {equal.FLAGS}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(folder / str(i)), *names[i * half : (i + 1) * half]],

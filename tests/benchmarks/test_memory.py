@@ -28,8 +28,8 @@ def record(case: Case) -> Record:
 
 
 def at(stage: int, accumulate: int = 1) -> Record:
-    """Half the depth will do for what accumulation changes."""
-    return record(Case(stage=stage, accumulate=accumulate, n_layer=24 if accumulate == 1 else 12))
+    """A quarter of the depth will do for what accumulation changes."""
+    return record(Case(stage=stage, accumulate=accumulate, n_layer=24 if accumulate == 1 else 6))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

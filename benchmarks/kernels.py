@@ -1,9 +1,10 @@
 """What the fused kernels cost beside what XLA makes of plain JAX.
 
-    python -m benchmarks.kernels [--only KERNEL] [--devices 1] [--record FOLDER]
+    python -m benchmarks.kernels [--only KERNEL] [--only step] [--devices 1] [--record FOLDER]
 
 On a GPU: the time of each call, and the share of a plain copy's bandwidth measured in the same
-run. Without one: what the H100's compiler makes of it, so that the timings are owed.
+run. Without one: what the H100's compiler makes of it, so that the timings are owed. "step" is the
+memory of the main job's step with them, which is always compiled for H100s that are not there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax
 from rich.progress import track
 
 import zerojax
+from benchmarks import kernel_steps
 from benchmarks.kernel_times import copy_rate, timed
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from pallas_kernels import compat, dispatch
@@ -32,6 +34,7 @@ from pallas_kernels.norms.arguments import MEASURED as NORMS
 from pallas_kernels.quantize.arguments import MEASURED as QUANTIZE
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+STEP = "step"
 CALLS: tuple[Measured, ...] = (
     *ADAMW,
     *GRAD_NORM,
@@ -137,7 +140,9 @@ def rows(costs: Sequence[Cost], copy: float | None) -> list[list[str]]:
     return found
 
 
-def markdown(costs: Sequence[Cost], copy: float | None) -> str:
+def markdown(
+    costs: Sequence[Cost], copy: float | None, steps: Sequence[kernel_steps.Step] = ()
+) -> str:
     """The record."""
     where = (
         f"On {jax.devices()[0].device_kind}; a plain copy moves {copy / 1e9:.0f} GB/s."
@@ -145,30 +150,43 @@ def markdown(costs: Sequence[Cost], copy: float | None) -> str:
         else "No GPU at hand: compiled for H100s that are not there, and **all timings are owed**; "
         'until then\n`implementation=None` is `"xla"` for every kernel.'
     )
-    return f"{heading('Kernels')}\n\n{where}\n\n{markdown_table(rows(costs, copy), 3)}\n"
+    parts = [heading("Kernels"), where]
+    parts += [markdown_table(rows(costs, copy), 3)] if costs else []
+    if steps:
+        table = markdown_table(kernel_steps.rows(steps), 3)
+        parts += ["## The main job's step", kernel_steps.ABOUT, table]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description="The fused kernels beside XLA."
     )
-    names = list(dict.fromkeys(call.kernel for call in CALLS))
+    names = [*dict.fromkeys(call.kernel for call in CALLS), STEP]
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
     parser.add_argument("--devices", type=int, default=1, help="to compile for, without a GPU")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
     chosen = [call for call in CALLS if call.kernel in (options.only or names)]
     costs, copy = run(chosen, options.devices)
-    console().print(console_table(rows(costs, copy)))
+    if costs:
+        console().print(console_table(rows(costs, copy)))
+    steps = kernel_steps.run() if STEP in (options.only or names) else []
+    if steps:
+        console().print(console_table(kernel_steps.rows(steps)))
     if copy is None:
         console().print("No GPU here: compiled for H100s, all timings are owed.")
     if options.record:
         stem = options.record / f"{datetime.date.today()}-kernels"
         write_json(
             stem.with_suffix(".json"),
-            {"copy_rate": copy, "costs": [dataclasses.asdict(c) for c in costs]},
+            {
+                "copy_rate": copy,
+                "costs": [dataclasses.asdict(c) for c in costs],
+                "steps": [dataclasses.asdict(s) for s in steps],
+            },
         )
-        stem.with_suffix(".md").write_text(markdown(costs, copy))
+        stem.with_suffix(".md").write_text(markdown(costs, copy, steps))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def run(precision: str, steps: int, model: str, folder: Path, evaluations: int =
         scan=False,
         remat=False,
         dropout=0.0,
+        kernels=None,
         out=folder / precision,
         seed=0,
         devices=None,

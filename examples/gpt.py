@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from examples.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
+from examples.loss import cross_entropy, widen
 from examples.loss import loss_fn as loss_fn
-from examples.loss import widen
 
 LAYER_NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -111,13 +112,18 @@ class SelfAttention(nn.Module):
 
     config: GPTConfig
     deterministic: bool
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         qkv = _dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x)
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
-        y = attention(q, k, v, nn.Dropout(c.dropout, deterministic=self.deterministic))
+        dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
+        if self.kernels and (self.deterministic or not c.dropout):
+            y = self.kernels.attention(q, k, v, lambda q, k, v: attention(q, k, v, lambda x: x))
+        else:
+            y = attention(q, k, v, dropout)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -125,11 +131,16 @@ class MLP(nn.Module):
     """[B, T, D] -> [B, T, 4D] -> gelu -> [B, T, D]."""
 
     config: GPTConfig
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        h = nn.gelu(_dense(4 * c.n_embd, INIT_STD, c, "c_fc")(x), approximate=True)
+        c, wide = self.config, 4 * self.config.n_embd
+        if self.kernels:
+            init = nn.initializers.normal(INIT_STD)
+            h = FusedDenseGelu(self.kernels, wide, init, c.dtype, name="c_fc")(x)
+        else:
+            h = nn.gelu(_dense(wide, INIT_STD, c, "c_fc")(x), approximate=True)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(h)
 
 
@@ -138,25 +149,36 @@ class Block(nn.Module):
 
     config: GPTConfig
     deterministic: bool
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        c = self.config
+        c, kernels = self.config, self.kernels
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        attn = SelfAttention(c, self.deterministic, name="attn")
-        x = x + dropout(attn(_layer_norm(c, "ln_1")(x)))
-        x = x + dropout(MLP(c, name="mlp")(_layer_norm(c, "ln_2")(x)))
-        return x, None
+        attn = SelfAttention(c, self.deterministic, kernels, name="attn")
+        a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
+        ln_2 = _layer_norm(c, "ln_2", kernels)
+        normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
+        return x + dropout(MLP(c, kernels, name="mlp")(normal)), None
 
 
 class GPT(nn.Module):
-    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size."""
+    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
+
+    With targets int [B, T] the cross-entropy of each, [B, T], in place of the logits. With
+    `kernels` the norms, the activations, the attention and that loss are fused ones.
+    """
 
     config: GPTConfig
+    kernels: Kernels | None = None
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool = True) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
+    ) -> jax.Array:
         c = self.config
+        # A batch to initialise with need not divide among the devices.
+        kernels = None if self.is_initializing() else self.kernels
         if tokens.shape[1] > c.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
         wte = _embed(c.vocab_size, c, "wte")
@@ -173,11 +195,15 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, name=f"h_{i}")(x)
-        return widen(wte.attend(_layer_norm(c, "ln_f")(x)))
+                x, _ = block(c, deterministic, kernels, name=f"h_{i}")(x)
+        x = _layer_norm(c, "ln_f", kernels)(x)
+        if kernels and targets is not None:
+            return kernels.losses(x, wte.embedding, targets)
+        logits = wte.attend(x)
+        return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 
 def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:
@@ -196,5 +222,7 @@ def _embed(rows: int, c: GPTConfig, name: str) -> nn.Embed:
     return nn.Embed(rows, c.n_embd, dtype=c.dtype, embedding_init=init, name=name)
 
 
-def _layer_norm(c: GPTConfig, name: str) -> nn.LayerNorm:
+def _layer_norm(c: GPTConfig, name: str, kernels: Kernels | None) -> Any:
+    if kernels:
+        return FusedLayerNorm(kernels, LAYER_NORM_EPS, name=name)
     return nn.LayerNorm(LAYER_NORM_EPS, dtype=c.dtype, name=name)

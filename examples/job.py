@@ -11,14 +11,17 @@ import dataclasses
 import hashlib
 import math
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from examples import data
 from examples.gpt import SIZES, GPTConfig
+from examples.kernels import Kernels
 from zerojax.config import ZeroConfig
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
+Fused = Literal["auto", "mosaic_gpu", "xla"]
 LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 
@@ -35,6 +38,7 @@ class Job:
     scan: bool
     remat: bool
     dropout: float
+    kernels: Fused | None
     out: pathlib.Path
     seed: int
     devices: int | None
@@ -48,6 +52,12 @@ class Job:
         """The model; its window is the block that it trains on."""
         size = size_of(self.model) | {"block_size": self.block_size}
         return GPTConfig(**size, scan=self.scan, remat=self.remat, dropout=self.dropout)
+
+    def fused(self, per_device: Callable[..., Any]) -> Kernels | None:
+        """The fused layers of `--kernels`, for `GPT`."""
+        if self.kernels is None:
+            return None
+        return Kernels(per_device, None if self.kernels == "auto" else self.kernels)
 
     def read_text(self) -> data.Text:
         """The user's files, or the standard library, split."""
@@ -72,7 +82,7 @@ class Job:
         return rows
 
     def identity(self, config: ZeroConfig, rows: int, text: data.Text) -> dict[str, Any]:
-        """What a continued run must share, as JSON. Stage, devices and remat may change."""
+        """What a continued run must share, as JSON. Stage, devices, remat, kernels may change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
         free = {"notes", "stage", "stage3_param_persistence_threshold", *LOGS}

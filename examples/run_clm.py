@@ -4,7 +4,7 @@ Command, from the repository root::
 
     python -m examples.run_clm                              # the Python library's own sources
     python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
-    python -m examples.run_clm --model small --scan --remat --batch-size 64
+    python -m examples.run_clm --model small --scan --remat --batch-size 64 --kernels auto
 
 With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
 stage 3 in 97 to 117 s, compilation included (measured with other work on the same cores), at 7,400
@@ -34,8 +34,8 @@ from rich.markup import escape
 import zerojax
 from examples import curve, data, report
 from examples.devices import data_mesh
-from examples.gpt import GPT, SIZES, loss_fn
-from examples.job import DEFAULT_CONFIG, Job, size_of
+from examples.gpt import GPT, SIZES
+from examples.job import DEFAULT_CONFIG, Fused, Job, size_of
 from examples.progress import Progress
 from examples.run_folder import History, RunFolder
 from zerojax.checkpoint import PREEMPTED, CheckpointError, Preemption
@@ -60,7 +60,7 @@ def train(job: Job, console: Console) -> Outcome:
     config = load(job.config)
     rows = job.rows(config, mesh.size)
     zero = zerojax.zero(config, mesh=mesh)
-    model = GPT(job.model_config)
+    model = GPT(job.model_config, job.fused(zero.per_device))
     batches = data.Batches(text.train, rows, job.block_size, job.seed)
     unseen = data.Batches(text.held_out, rows, job.block_size)
     init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
@@ -75,8 +75,8 @@ def train(job: Job, console: Console) -> Outcome:
 
         def loss(params: Any) -> jax.Array:
             variables, rngs = {"params": params}, {"dropout": dropout_key}
-            logits = state.apply_fn(variables, inputs, deterministic=False, rngs=rngs)
-            return loss_fn(logits, targets)
+            how: Any = {"deterministic": False, "targets": targets, "rngs": rngs}
+            return state.apply_fn(variables, inputs, **how).mean()
 
         value, grads = zerojax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -85,8 +85,9 @@ def train(job: Job, console: Console) -> Outcome:
     def eval_step(params: Any, batch: Any) -> jax.Array:
         low = jnp.bfloat16 if config.bf16 else jnp.float16 if config.fp16 else None
         params = params if low is None else optax.tree.cast(params, low)
-        logits: Any = model.apply({"params": params}, batch["tokens"][:, :-1])
-        return loss_fn(logits, batch["tokens"][:, 1:])
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        losses: Any = model.apply({"params": params}, inputs, targets=targets)
+        return losses.mean()
 
     def held_out_loss(state: TrainState) -> float:
         by_row = NamedSharding(mesh, PartitionSpec("data"))
@@ -164,6 +165,10 @@ def main(
     scan: Annotated[bool, typer.Option(help="compile one block, not one per layer")] = False,
     remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    kernels: Annotated[
+        Fused | None,
+        typer.Option(help="fused norms, activations, attention and loss; auto: the faster ones"),
+    ] = None,
     out: Annotated[
         pathlib.Path, typer.Option(help="checkpoints and the curve; continued from if there")
     ] = pathlib.Path("runs/clm"),
@@ -198,6 +203,7 @@ def main(
             scan=scan,
             remat=remat,
             dropout=dropout,
+            kernels=kernels,
             out=out,
             seed=seed,
             devices=devices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import optax
@@ -14,6 +14,7 @@ from zerojax.mesh import automatic, shard_axis
 from zerojax.mesh import mesh as all_devices
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
+from zerojax.per_device import per_device
 from zerojax.plan import Plan
 from zerojax.state import States
 from zerojax.step import Step
@@ -93,6 +94,32 @@ class Zero:
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """The config's clipping and telemetry around the user's own optax transformation."""
         return self.states.wrap(tx)
+
+    def per_device(
+        self, function: Callable[..., Any], *, whole: Collection[int] = ()
+    ) -> Callable[..., Any]:
+        """``function`` run by each device on its own rows of a batch.
+
+        A decorated step is written for the whole batch, and XLA shares the work out. What XLA
+        cannot cut, such as a kernel of ``pallas_kernels``, goes through this; the step may
+        differentiate it. Gradients of what is ``whole`` are summed over the devices.
+
+        Args:
+          function: of arrays (or trees of them) whose first dimension is the batch's, giving
+            arrays of the same kind; what it computes for a row must not depend on other rows.
+          whole: positions of arguments that every device has whole: weights, scalars.
+
+        Raises:
+          ValueError: when called, if a first dimension does not divide among the devices.
+
+        Example:
+          >>> import jax.numpy as jnp, pallas_kernels, zerojax
+          >>> zero = zerojax.zero(stage=3)
+          >>> norm = zero.per_device(pallas_kernels.rms_norm, whole=[1])
+          >>> norm(jnp.ones((8, 4)), jnp.full(4, 2.0)).shape
+          (8, 4)
+        """
+        return per_device(function, self.states.mesh, self.states.axis, whole)
 
 
 def zero(

@@ -14,19 +14,24 @@ BUCKET = 32 * 2**20
 COPIES = 64
 
 
-def options(mesh: Mesh) -> dict[str, int | bool] | None:
+def options(mesh: Mesh) -> dict[str, int | bool | str] | None:
     """Compiler options for the mesh's platform, None where there are none to set."""
-    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        # One collective at a time: where a device waits in two, another may find no thread, and
+        # XLA ends the process after 40 seconds.
+        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    if platform not in ("gpu", "cuda"):
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece.
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
 
 
-def streaming(mesh: Mesh) -> dict[str, int | bool] | None:
+def streaming(mesh: Mesh) -> dict[str, int | bool | str] | None:
     """The same for a program that copies between device and host memory as it computes."""
     found = options(mesh)
-    if found is None:
-        return None
+    if found is None or mesh.devices.flat[0].platform == "cpu":
+        return found
     return found | {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_async_compute_limit": COPIES,

@@ -29,7 +29,8 @@ def gelu(z: Any, approximate: bool, erf: Callable[[Any], Any] = erf) -> tuple[An
     ``approximate``: :math:`\tfrac12 (1 + \tanh u) = \sigma(2 u)`, which loses no digits where z is
     negative.
     """
-    near = lax.clamp(jnp.full(z.shape, -_FAR), z, jnp.full(z.shape, _FAR))
+    # Not lax.clamp, whose bounds a kernel wants in full; those a scanned model would carry along.
+    near = jnp.maximum(jnp.minimum(z, _FAR), -_FAR)
     square = near * near
     if approximate:
         share = lax.logistic(_SLOPE * near * (1 + _CUBE * square))

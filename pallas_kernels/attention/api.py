@@ -90,7 +90,16 @@ def attention(
             )
     elif implementation != "xla":
         raise ValueError(f"{NAME}: unknown implementation {implementation!r}; {_THERE_ARE}.")
-    return jax.nn.dot_product_attention(q, k, v, bias, mask, **keywords, implementation="xla")
+    return _xla(q, k, v, bias, mask, **keywords)
+
+
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any) -> jax.Array:
+    wide = [q, k, v]
+    if target().platform == "cpu" and q.dtype == jnp.float16:
+        # XLA has no such matrix products there.
+        wide = [x.astype(jnp.float32) for x in wide]
+    made = jax.nn.dot_product_attention(*wide, *others, **keywords, implementation="xla")
+    return made.astype(q.dtype)
 
 
 def _refusal(at: Target, cudnn: Callable[..., jax.Array], *arrays: jax.Array) -> str | None:

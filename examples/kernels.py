@@ -1,0 +1,109 @@
+"""The layers of a GPT that `pallas_kernels` has fused, and the loss without the whole logits.
+
+Example::
+
+    zero = zerojax.zero("configs/zero3_bf16.json")
+    model = GPT(GPTConfig(**SIZES["small"]), kernels=Kernels(zero.per_device))
+    losses = model.apply({"params": params}, tokens, targets=targets)    # [B, T], no logits
+
+Shapes: B batch, T time, D n_embd, H n_head, V vocab_size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import pallas_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What runs them: `zero.per_device`, and which implementation of each.
+
+    `implementation` is "mosaic_gpu", "xla", or None for what was measured to be faster on the
+    device at hand.
+    """
+
+    per_device: Callable[..., Any]
+    implementation: str | None = None
+
+    def layer_norm(
+        self,
+        x: jax.Array,
+        scale: jax.Array,
+        bias: jax.Array,
+        eps: float,
+        residual: jax.Array | None = None,
+    ) -> Any:
+        """[B, T, D] normalized; with a residual that of the sum, and the sum."""
+
+        def layer_norm(x: Any, residual: Any, scale: Any, bias: Any) -> Any:
+            return pallas_kernels.layer_norm(
+                x, scale, bias, residual=residual, eps=eps, implementation=self.implementation
+            )
+
+        return self.per_device(layer_norm, whole=[2, 3])(x, residual, scale, bias)
+
+    def bias_gelu(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+        """gelu(x + bias), [B, T, 4D]."""
+
+        def bias_gelu(x: Any, bias: Any) -> Any:
+            return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
+
+        return self.per_device(bias_gelu, whole=[1])(x, bias)
+
+    def attention(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, otherwise: Callable[..., jax.Array]
+    ) -> jax.Array:
+        """Causal attention without dropout, [B, T, H, d]: cuDNN's, or `otherwise`."""
+
+        def cudnn(q: Any, k: Any, v: Any) -> Any:
+            return pallas_kernels.attention(q, k, v, is_causal=True, implementation="cudnn")
+
+        try:
+            return self.per_device(cudnn)(q, k, v)
+        except ValueError:  # there is none, or not for these arguments
+            return otherwise(q, k, v)
+
+    def losses(self, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+        """Cross-entropy [B, T] of [B, T, D] projected on the table [V, D]."""
+
+        def losses(hidden: Any, targets: Any, table: Any) -> Any:
+            return pallas_kernels.softmax_cross_entropy(
+                hidden, table.astype(hidden.dtype), targets, implementation=self.implementation
+            )
+
+        return self.per_device(losses, whole=[2])(hidden, targets, table)
+
+
+class FusedLayerNorm(nn.Module):
+    """`nn.LayerNorm` with the sum before it, if there is one."""
+
+    kernels: Kernels
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> Any:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
+        return self.kernels.layer_norm(x, scale, bias, self.eps, residual)
+
+
+class FusedDenseGelu(nn.Module):
+    """`nn.gelu(nn.Dense(features)(x))`, the bias added where the activation reads."""
+
+    kernels: Kernels
+    features: int
+    kernel_init: Any
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return self.kernels.bias_gelu(jnp.dot(x, kernel), bias)

@@ -78,7 +78,9 @@ def test_the_kernels_themselves_in_a_decorated_step() -> None:
         patch.setitem(CONFIG, "n_layer", 1)
         patch.setitem(CONFIG, "vocab_size", 128)
         want = train(None, 3, devices=2)
-        with compat.simulator():
+        # The simulator takes launches that XLA runs side by side for one kernel that races with
+        # itself; each kernel's own tests look for races.
+        with compat.simulator(detect_races=False):
             got = train("mosaic_gpu", 3, devices=2)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 

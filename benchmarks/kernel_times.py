@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Measured
 
 _WARM_UP, _ROUNDS = 3, 20
+_ROUND_SECONDS, _MOST = 0.02, 200
 
 
 def timed(call: Measured, compiled: Callable[..., Any]) -> float:
@@ -25,24 +27,36 @@ def timed(call: Measured, compiled: Callable[..., Any]) -> float:
             arguments[at] = result
         return made
 
-    return _median(once)
+    return _median(once, jax.block_until_ready)
+
+
+def timed_peer(call: Callable[[], Any]) -> float:
+    """Seconds of a call of torch's on the GPU."""
+    torch: Any = importlib.import_module("torch")
+    return _median(call, lambda _: torch.cuda.synchronize())
 
 
 def copy_rate() -> float:
     """Bytes a second that a plain copy reads and writes."""
     x = jnp.zeros(2**28, jnp.float32)
     copy = jax.jit(jnp.copy)
-    return 2 * x.nbytes / _median(lambda: copy(x))
+    return 2 * x.nbytes / _median(lambda: copy(x), jax.block_until_ready)
 
 
-def _median(call: Callable[[], Any]) -> float:
-    """Seconds, after calls that do not count."""
-    times = []
-    for _ in range(_WARM_UP + _ROUNDS):
+def _median(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Seconds of a call, after some that do not count, of which the last tells how many make a
+    round: the GPU has its next call before it is done, and the host's time is hidden."""
+
+    def round_of(calls: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[_WARM_UP:])
+        for _ in range(calls):
+            made = call()
+        wait(made)
+        return (time.perf_counter() - begin) / calls
+
+    once = [round_of(1) for _ in range(_WARM_UP)][-1]
+    calls = max(1, min(_MOST, int(_ROUND_SECONDS / once)))
+    return statistics.median(round_of(calls) for _ in range(_ROUNDS))
 
 
 def _random(x: Any) -> jax.Array:

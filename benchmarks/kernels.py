@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--only KERNEL] [--only step] [--devices 1] [--record FOLDER]
 
-On a GPU: the time of each call, and the share of a plain copy's bandwidth measured in the same
-run. Without one: what the H100's compiler makes of it, so that the timings are owed. "step" is the
-memory of the main job's step with them, which is always compiled for H100s that are not there.
+On a GPU: the time of each call, beside XLA's and (where it is installed) torch's and Liger's, and
+the share of a plain copy's bandwidth measured in the same run. Without one: what the H100's
+compiler makes of it, so that the timings are owed. "step" is the memory of the main job's step
+with them, which is always compiled for H100s that are not there.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from rich.progress import track
 
 import zerojax
 from benchmarks import kernel_steps
-from benchmarks.kernel_times import copy_rate, timed
+from benchmarks.kernel_peers import peers
+from benchmarks.kernel_times import copy_rate, timed, timed_peer
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from pallas_kernels import compat, dispatch
 from pallas_kernels.activations.arguments import MEASURED as ACTIVATIONS
@@ -72,6 +75,7 @@ def run(calls: Sequence[Measured], devices: int) -> tuple[list[Cost], float | No
     found = []
     for call in track(calls, description="kernels", transient=True):
         found += [cost(call, name, devices, here) for name in IMPLEMENTATIONS]
+        found += [_peer(call, *peer) for peer in peers(call)] if here else []
     return found, copy_rate() if here else None
 
 
@@ -89,6 +93,24 @@ def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
         temporaries=analysis.temp_size_in_bytes,
         compile_seconds=seconds,
         seconds=timed(call, compiled) if here else None,
+    )
+
+
+def _peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
+    """The same call by torch or Liger."""
+    begin = time.perf_counter()
+    once()
+    compile_seconds = time.perf_counter() - begin
+    return Cost(
+        kernel=call.kernel,
+        shape=call.shape,
+        implementation=name,
+        bytes=call.bytes,
+        flops=call.flops,
+        launches=0,
+        temporaries=0,
+        compile_seconds=compile_seconds,
+        seconds=timed_peer(once),
     )
 
 
@@ -159,6 +181,7 @@ def markdown(
 
 
 def main() -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some, too
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description="The fused kernels beside XLA."
     )

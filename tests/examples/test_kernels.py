@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
 from benchmarks.kernel_steps import WAYS, Size, compiled
+from examples import gpt_nnx
 from examples.gpt import GPT, GPTConfig
 from examples.kernels import Kernels
 from pallas_kernels import compat
@@ -68,6 +70,37 @@ def test_fused_layers_compute_the_same(stage: int, more: dict[str, Any]) -> None
     low = "bf16" in more or "fp16" in more
     want, got = train(None, stage, **dict(more)), train("xla", stage, **dict(more))
     np.testing.assert_allclose(got, want, rtol=1e-3 if low else 1e-6)
+
+
+def train_nnx(fused: str | None) -> list[float]:
+    """The NNX twin, at stage 3 on eight devices."""
+    zero = zerojax.zero(zerojax.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
+    kernels = None if fused is None else Kernels(zero.per_device, fused)
+
+    @zero
+    def step(model: gpt_nnx.GPT, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        def loss(model: gpt_nnx.GPT) -> jax.Array:
+            return model(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def create() -> Any:
+        model = gpt_nnx.GPT(GPTConfig(**CONFIG, remat=True), nnx.Rngs(0), kernels)
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    model, optimizer = zero.init(create)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 96, (8, 17)).astype(np.int32)
+    return [float(step(model, optimizer, tokens)) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_nnx_twin() -> None:
+    want, got = train_nnx(None), train_nnx("xla")
+    assert want[-1] < want[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+# The kernels run on the GPU with ZEROJAX_TEST_ON=gpu; everything else is written for the CPU.
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if os.environ.get("ZEROJAX_TEST_ON") == "gpu" else "cpu"
 # With these XLA for CPU compiles soonest, in the processes that tests start too. From jax 0.11 on
 # there is one code generator alone.
 os.environ.setdefault(
@@ -25,13 +26,26 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def gpu_compiler() -> bool:
+    """Whether XLA's GPU compiler is installed."""
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    return importlib.util.find_spec("jax_plugins") is not None and any(
+        importlib.util.find_spec(name) for name in plugins
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What ran where."""
+    device = jax.devices()[0]
+    where = "in the GPU simulator" if device.platform == "cpu" else f"on {device.device_kind}"
+    compiled = "compiled for H100s" if gpu_compiler() else "not compiled: no GPU compiler here"
+    terminalreporter.write_line(f"Pallas kernels: run {where}; {compiled}")
+
+
 @pytest.fixture(scope="session")
 def require_gpu_compiler() -> None:
     """Skip where XLA's GPU compiler is not installed; fail where it was asked for, as CI does."""
-    if importlib.util.find_spec("jax_plugins") and (
-        importlib.util.find_spec("jax_plugins.xla_cuda13")
-        or importlib.util.find_spec("jax_plugins.xla_cuda12")
-    ):
+    if gpu_compiler():
         return
     missing = "no XLA:GPU compiler here: pip install 'zerojax[compile]'"
     if os.environ.get("ZEROJAX_REQUIRE_GPU_COMPILER") == "1":

@@ -12,16 +12,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from pallas_kernels import compat
+from pallas_kernels import compat, dispatch
 
+_POISONED = 2**26
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def run(implementation: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``jit(function)(*arguments)``, in the GPU simulator for Mosaic: with checks of races and
-    bounds, and NaN in every result before it is written."""
+    """``jit(function)(*arguments)``, for Mosaic on the GPU or, without one, in the simulator: with
+    checks of races and bounds. Results hold NaN before they are written."""
     if implementation == "xla":
+        return jax.block_until_ready(jax.jit(function)(*arguments))
+    if dispatch.target().platform == "gpu":
+        # What is freed here is what results are allocated from.
+        jnp.full(_POISONED, jnp.nan).block_until_ready().delete()
         return jax.block_until_ready(jax.jit(function)(*arguments))
     with compat.simulator():
         return jax.block_until_ready(jax.jit(function)(*arguments))

@@ -38,6 +38,7 @@ TESTED_BY = {
     "zerojax/collectives/order.py": "collectives/test_insert.py",
     "zerojax/collectives/shard.py": "collectives/test_insert.py",
     "zerojax/optim/scaling.py": "optim/test_named.py",
+    "zerojax/cli/estimate.py": "foresight/test_estimators.py",
     "zerojax/cli/export.py": "cli/test_export_command.py",
     "zerojax/cli/bar.py": "cli/test_inspect.py",
     "pallas_kernels/arguments.py": "benchmarks/test_kernel_costs.py",

@@ -7,6 +7,18 @@ from zerojax.api import Zero as Zero
 from zerojax.api import zero as zero
 from zerojax.config import ConfigError as ConfigError
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.foresight.estimators import (
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
+)
+from zerojax.foresight.estimators import (
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,  # noqa: E501
+)
+from zerojax.foresight.estimators import (
+    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,  # noqa: E501
+)
+from zerojax.foresight.estimators import (
+    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
+)
 from zerojax.gradients import grad as grad
 from zerojax.gradients import value_and_grad as value_and_grad
 from zerojax.gradients import weighted_mean as weighted_mean

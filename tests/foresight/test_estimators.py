@@ -1,0 +1,87 @@
+"""DeepSpeed's estimators: its published figures, and models of every kind."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.foresight.estimators import parameters
+
+# bigscience/T0_3B on one GPU, as the documentation of transformers shows it.
+T0_3B, T0_LARGEST = 2_783_959_040, 65_798_144
+PUBLISHED = """\
+   70.00GB |   0.25GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1
+   70.00GB |   0.25GB | offload_param=cpu , offload_optimizer=cpu , zero_init=0
+   62.23GB |   5.43GB | offload_param=none, offload_optimizer=cpu , zero_init=1
+   62.23GB |   5.43GB | offload_param=none, offload_optimizer=cpu , zero_init=0
+    0.37GB |  46.91GB | offload_param=none, offload_optimizer=none, zero_init=1
+   15.56GB |  46.91GB | offload_param=none, offload_optimizer=none, zero_init=0"""
+
+
+def test_the_published_table(capsys: pytest.CaptureFixture[str]) -> None:
+    zerojax.estimate_zero3_model_states_mem_needs_all_cold(T0_3B, T0_LARGEST)
+    out = capsys.readouterr().out
+    assert "1 node, 1 GPU per node" in out
+    assert "2783M total params, 65M largest layer params" in out
+    assert out.rstrip("\n").endswith(PUBLISHED)
+
+
+def test_zero2_on_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = zerojax.estimate_zero2_model_states_mem_needs_all_cold(1e9, 8, 2)
+    assert [n.gpu for n in found.needs] == [2_000_000_000, 2_000_000_000 + 18_000_000_000 // 16]
+    assert [n.cpu for n in found.needs] == [96_000_000_000, 48_000_000_000]
+    assert "2 nodes, 8 GPUs per node" in capsys.readouterr().out
+
+
+def test_zero3_on_two_nodes() -> None:
+    found = zerojax.estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e7, 8, 2)
+    assert [n.cpu / 1e9 for n in found.needs] == [13.5, 48, 12, 48, 0.48, 48]
+    assert [n.gpu for n in found.needs[::2]] == [40_000_000, 165_000_000, 1_165_000_000]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.one, self.two = nnx.Linear(4, 100, rngs=rngs), nnx.Linear(100, 3, rngs=rngs)
+
+
+def test_models() -> None:
+    linear = linen.Sequential([linen.Dense(100), linen.Dense(3)])
+    shape = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    assert parameters(linear, [shape]) == (803, 500)
+    assert parameters(Net(nnx.Rngs(0))) == (803, 500)
+    abstract = jax.eval_shape(linear.init, jax.random.key(0), shape)["params"]
+    assert zerojax.estimate_zero3_model_states_mem_needs_all_live(abstract).largest_layer == 500
+    assert zerojax.estimate_zero2_model_states_mem_needs_all_live(linear, shape).params == 803
+
+
+def test_bad_input() -> None:
+    with pytest.raises(
+        TypeError, match="expected a flax module or a tree of parameters, got a str"
+    ):
+        zerojax.estimate_zero2_model_states_mem_needs_all_live("gpt2")
+    with pytest.raises(TypeError, match="a dict without parameters"):
+        zerojax.estimate_zero3_model_states_mem_needs_all_live({})
+    with pytest.raises(ValueError, match="total_params is 0; it must be above 0"):
+        zerojax.estimate_zero2_model_states_mem_needs_all_cold(0)
+    with pytest.raises(ValueError, match="largest_layer_params is 20, more than the 10"):
+        zerojax.estimate_zero3_model_states_mem_needs_all_cold(10, 20)
+
+
+def test_the_command() -> None:
+    def run(*args: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["estimate", *args])
+        return result.exit_code, result.output
+
+    status, out = run(
+        "--params", str(T0_3B), "--largest-layer", "65798144", "--devices-per-node", "1"
+    )
+    assert status == 0
+    assert out.rstrip("\n").endswith(PUBLISHED)
+    assert "ZeRO-2" in out
+    assert "ZeRO-3" not in run("--params", "7e9")[1]
+    status, out = run("--params", "-1")
+    assert status == 2
+    assert "total_params is -1.0; it must be above 0" in out

@@ -1,0 +1,278 @@
+"""DeepSpeed's rules of thumb for the memory of model states, before any compile.
+
+P parameters, L of them in the largest layer, G GPUs in all, g a node, n nodes, a = 1.5 for the
+buffers of host memory. Bytes, as DeepSpeed 0.19 has them (``runtime/zero/stage_1_and_2.py`` and
+``stage3.py``):
+
+=================================  =================  ==========================================
+ZeRO-2                             per GPU            per CPU
+=================================  =================  ==========================================
+optimizer offloaded                2P                 P max(4G, 16) a
+nothing offloaded                  2P + 18P/G         4P g a
+=================================  =================  ==========================================
+
+=================================  =================  ==========================================
+ZeRO-3                             per GPU            per CPU, without born-sharded parameters
+=================================  =================  ==========================================
+optimizer and parameters           4L                 18P a/n; P max(4g, 18/n) a
+optimizer                          4L + 2P/G          16P a/n; P max(4g, 16/n) a
+nothing                            4L + 18P/G         4L g a; 4P g a
+=================================  =================  ==========================================
+
+Activations, logits and gathered parameters are not in them.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes for one way to run.
+
+    Attributes:
+      cpu: of a node's host memory.
+      gpu: of each GPU.
+      options: as DeepSpeed names them.
+    """
+
+    cpu: int
+    gpu: int
+    options: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What each way to run needs; ``str()`` is DeepSpeed's table, with GB for 2^30 bytes.
+
+    Attributes:
+      stage: 2 or 3.
+      params, largest_layer: how many parameters; the latter is None at stage 2.
+      gpus_per_node, nodes: the machine.
+      needs: one for each way, most offloaded first.
+    """
+
+    stage: int
+    params: int
+    largest_layer: int | None
+    gpus_per_node: int
+    nodes: int
+    needs: tuple[Need, ...]
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        gpus = f"{self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)}"
+        model = f"{int(self.params / 1e6)}M total params"
+        if self.largest_layer is not None:
+            model += f", {int(self.largest_layer / 1e6)}M largest layer params"
+        lines = [
+            f"ZeRO-{self.stage}: memory for params, optim states and gradients",
+            f"HW: {nodes}, {gpus} per node",
+            f"SW: model with {model}",
+            "  per CPU  |  per GPU |   Options",
+        ]
+        lines += [
+            f" {need.cpu / GIB:7.2f}GB | {need.gpu / GIB:6.2f}GB | {need.options}".rstrip()
+            for need in self.needs
+        ]
+        return "\n".join(lines)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimate:
+    """What ZeRO-2 needs by DeepSpeed's formulas; prints and returns the table.
+
+    Args:
+      total_params: how many parameters.
+      num_gpus_per_node, num_nodes: the machine.
+      additional_buffer_factor: what host memory is multiplied with for buffers.
+
+    Raises:
+      ValueError: a number is not positive.
+
+    Example:
+      >>> _ = estimate_zero2_model_states_mem_needs_all_cold(3e9, 8)
+      ZeRO-2: memory for params, optim states and gradients
+      HW: 1 node, 8 GPUs per node
+      SW: model with 3000M total params
+        per CPU  |  per GPU |   Options
+        134.11GB |   5.59GB | offload_optimizer=cpu
+        134.11GB |  11.87GB | offload_optimizer=none
+    """
+    p, _ = _checked(total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    gpus, a = num_gpus_per_node * num_nodes, additional_buffer_factor
+    needs = (
+        Need(int(p * max(4 * gpus, 16) * a), 2 * p, "offload_optimizer=cpu "),
+        Need(
+            int(p * 4 * num_gpus_per_node * a), 2 * p + int(18 * p / gpus), "offload_optimizer=none"
+        ),
+    )
+    return _shown(Estimate(2, p, None, num_gpus_per_node, num_nodes, needs))
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimate:
+    """What ZeRO-3 needs by DeepSpeed's formulas; prints and returns the table.
+
+    ``zero_init=1`` is for parameters that are born sharded, as :meth:`zerojax.Zero.init` makes
+    them.
+
+    Args:
+      total_params: how many parameters.
+      largest_layer_params: how many the largest layer has.
+      num_gpus_per_node, num_nodes, additional_buffer_factor: see
+        :func:`estimate_zero2_model_states_mem_needs_all_cold`.
+
+    Raises:
+      ValueError: a number is not positive, or the layer larger than the model.
+
+    Example:
+      >>> table = estimate_zero3_model_states_mem_needs_all_cold(7e9, 131072000, 8)
+      ... # doctest: +ELLIPSIS
+      ZeRO-3: memory for params, optim states and gradients
+      ...
+      >>> table.needs[-1].gpu // 10**6
+      16274
+    """
+    p, layer = _checked(
+        total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+    g, n, a = num_gpus_per_node, num_nodes, additional_buffer_factor
+    needs = []
+    for optimizer, params in ((True, True), (True, False), (False, False)):
+        if optimizer:
+            at_rest = 18 if params else 16
+            gpu = 4 * layer + (0 if params else int(2 * p / (g * n)))
+            cpu = (p * at_rest / n * a, p * max(4 * g, at_rest / n) * a)
+        else:
+            gpu = 4 * layer + int(18 * p / (g * n))
+            cpu = (layer * 4 * g * a, p * 4 * g * a)
+        places = [f"{'cpu' if yes else 'none':4}" for yes in (params, optimizer)]
+        options = f"offload_param={places[0]}, offload_optimizer={places[1]}"
+        needs += [
+            Need(int(c), gpu, f"{options}, zero_init={born}")
+            for born, c in zip((1, 0), cpu, strict=True)
+        ]
+    return _shown(Estimate(3, p, layer, g, n, tuple(needs)))
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: Any,
+    *inputs: Any,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimate:
+    """:func:`estimate_zero2_model_states_mem_needs_all_cold` for a model.
+
+    Args:
+      model: a linen module, an ``nnx.Module``, or a tree of parameters, abstract or not.
+      *inputs: what a linen module is initialised with, abstract or not; nothing is computed.
+
+    Raises:
+      TypeError: it is none of these.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> table = estimate_zero2_model_states_mem_needs_all_live(nn.Dense(2000), jnp.ones((1, 999)))
+      ... # doctest: +ELLIPSIS
+      ZeRO-2: memory for params, optim states and gradients
+      ...
+      >>> table.params
+      2000000
+    """
+    total, _ = parameters(model, inputs)
+    return estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: Any,
+    *inputs: Any,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimate:
+    """:func:`estimate_zero3_model_states_mem_needs_all_cold` for a model, see
+    :func:`estimate_zero2_model_states_mem_needs_all_live`.
+
+    The largest layer is the module with the most parameters of its own. A stack made by
+    ``nn.scan`` counts whole: give the unrolled model.
+    """
+    total, largest = parameters(model, inputs)
+    return estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def parameters(model: Any, inputs: Sequence[Any] = ()) -> tuple[int, int]:
+    """How many parameters a model has, and how many its largest module has of its own.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> parameters({"embed": {"table": jnp.ones((9, 2))}, "dense": {"w": jnp.ones(4)}})
+      (22, 18)
+    """
+    tree = model
+    if isinstance(model, linen.Module):
+        tree = jax.eval_shape(model.init, jax.random.key(0), *inputs).get("params", {})
+        tree = linen.meta.unbox(tree)
+    elif isinstance(model, nnx.Module):
+        tree = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    modules: collections.Counter[str] = collections.Counter()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "shape"):
+            raise TypeError(
+                "model: expected a flax module or a tree of parameters, got a "
+                f"{type(model).__name__} with {leaf!r} at {jax.tree_util.keystr(path) or 'its top'}"
+            )
+        modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape)
+    if not modules:
+        raise TypeError(f"model: a {type(model).__name__} without parameters")
+    return sum(modules.values()), max(modules.values())
+
+
+def _checked(
+    params: float, layer: float | None, gpus: int, nodes: int, factor: float
+) -> tuple[int, int]:
+    named = {
+        "total_params": params,
+        "largest_layer_params": 1 if layer is None else layer,
+        "num_gpus_per_node": gpus,
+        "num_nodes": nodes,
+        "additional_buffer_factor": factor,
+    }
+    for name, value in named.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    if layer is not None and layer > params:
+        raise ValueError(
+            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the whole model"
+        )
+    return int(params), int(layer or 0)
+
+
+def _shown(estimate: Estimate) -> Estimate:
+    print(estimate)
+    return estimate

@@ -83,7 +83,8 @@ def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = No
             f"axes {sizes or '{}'} multiply out to {math.prod(axes.values())}, not to "
             f"devices={devices}: change one of them"
         )
-    family, figures = _lookup(name)
+    kind, figures = lookup(name)
+    family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
     found = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
     return jax.make_mesh(
         tuple(axes.values()),
@@ -99,13 +100,18 @@ def device_kinds() -> dict[str, Any]:
     return json.loads(resources.files("zerojax").joinpath("device_kinds.json").read_text())
 
 
-def _lookup(name: str) -> tuple[str, dict[str, Any]]:
+def lookup(name: str) -> tuple[str, dict[str, Any]]:
+    """A kind's own name, where ``name`` may be another one, and its figures.
+
+    Raises:
+      ValueError: the kind is unknown.
+    """
     kinds = device_kinds()
     wanted = name.lower() if isinstance(name, str) else name
     wanted = kinds["aliases"].get(wanted, wanted)
     for family in ("gpu", "tpu"):
         if wanted in kinds[family]:
-            return family, kinds[family][wanted]
+            return wanted, kinds[family][wanted]
     known = [*kinds["gpu"], *kinds["tpu"], *kinds["aliases"]]
     close = difflib.get_close_matches(str(wanted), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

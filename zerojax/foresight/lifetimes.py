@@ -83,8 +83,7 @@ def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
       ValueError: the text is not a compiled program's.
     """
     program = parse(text)
-    callers: dict[str, tuple[Computation, Instruction]] = {}
-    places = list(_schedules(program, program.entry, callers))
+    callers, places = schedules(program)
     return tuple(each for place in places for each in _lifetimes(program, callers, place))
 
 
@@ -113,6 +112,12 @@ def peak_gathered_bytes(text: str) -> int:
 def _nested(program: Program, instruction: Instruction) -> Iterator[Computation]:
     if instruction.opcode in ("while", "call", "conditional"):
         yield from program.callees(instruction)
+
+
+def schedules(program: Program) -> tuple[Callers, list[Computation]]:
+    """The computations that run in turn, the entry first, and who calls each loop's body."""
+    callers: dict[str, tuple[Computation, Instruction]] = {}
+    return callers, list(_schedules(program, program.entry, callers))
 
 
 def _schedules(

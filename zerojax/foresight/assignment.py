@@ -1,0 +1,136 @@
+"""Which buffers a compiled program holds when it holds the most, by XLA's own buffer assignment.
+
+    executable, held = compile_and_look(lowered)
+    held[0].bytes, held[0].instruction
+
+XLA hands the assignment out as a dump only, an ``HloProto``. The few fields that are wanted are
+described here, after ``xla/service/hlo.proto``; protobuf passes over the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Message, then field: its number and its type, "*" where it is repeated.
+_SCHEMA = {
+    "Place": {"computation": (1, "string"), "instruction": (2, "string")},
+    "Buffer": {"id": (1, "int64"), "size": (2, "int64"), "defined_at": (3, "Place")},
+    "Event": {
+        "kind": (1, "int32"),
+        "buffer": (2, "int64"),
+        "computation": (3, "string"),
+        "instruction": (4, "string"),
+        "shared_with": (5, "int64"),
+    },
+    "Trace": {"events": (1, "Event*")},
+    "Assignment": {"buffers": (1, "Buffer*"), "traces": (4, "Trace*")},
+    "Hlo": {"assignment": (3, "Assignment")},
+}
+_FREED = 1  # of Event.kind; the others are taken, 0, and shared, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One temporary buffer that is held at the peak.
+
+    Attributes:
+      bytes: its size.
+      instruction: what made the value that took it.
+      computation: where that stands.
+    """
+
+    bytes: int
+    instruction: str
+    computation: str
+
+
+def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, tuple[Held, ...]]:
+    """Compile, and list the temporary buffers of the moment at which most bytes are held.
+
+    Returns:
+      The executable, and its buffers; none where the compiler has no such dump (TPUs). Their sum
+      may be below the executable's temporary bytes, which have gaps.
+    """
+    with tempfile.TemporaryDirectory(prefix="zerojax-") as folder:
+        executable = lowered.compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        )
+        dumps = sorted(Path(folder).glob("*after_optimizations.hlo.pb"))
+        return executable, tuple(buffers_at_peak(dumps[-1].read_bytes()) if dumps else ())
+
+
+def buffers_at_peak(dump: bytes) -> list[Held]:
+    """The temporary buffers of a dumped program at its peak, largest first.
+
+    Raises:
+      ValueError: the bytes are no ``HloProto``.
+    """
+    message = _message()
+    try:
+        assignment = message.FromString(dump).assignment
+    except Exception as error:  # protobuf's own class differs by its implementation
+        raise ValueError(f"not a compiled program's dump: {error}") from error
+    sizes = {buffer.id: buffer.size for buffer in assignment.buffers}
+    found: list[Held] = []
+    for trace in assignment.traces:
+        found += _peak(trace.events, sizes)
+    return sorted(found, key=lambda held: -held.bytes)
+
+
+def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
+    """What is held at the peak of one heap: a value may share the buffer of one before it."""
+    owner: dict[int, int] = {}  # of a value: the value whose buffer it is in
+    values: dict[int, dict[int, Any]] = {}  # of a buffer: what made the values that are in it
+    total, most, at_peak = 0, -1, list[Held]()
+    for event in events:
+        if event.kind == _FREED:
+            buffer = owner[event.buffer]
+            del values[buffer][event.buffer]
+            if not values[buffer]:
+                del values[buffer]
+                total -= sizes[buffer]
+            continue
+        buffer = owner.get(event.shared_with, event.buffer)
+        owner[event.buffer] = buffer
+        if buffer not in values:
+            values[buffer] = {}
+            total += sizes[buffer]
+        values[buffer][event.buffer] = event
+        if total > most:
+            most = total
+            newest = {buffer: list(made.values())[-1] for buffer, made in values.items()}
+            at_peak = [
+                Held(sizes[buffer], made.instruction, made.computation)
+                for buffer, made in newest.items()
+            ]
+    return at_peak
+
+
+@functools.cache
+def _message() -> Any:
+    """The class of ``HloProto`` as far as it is described above."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kinds = descriptor_pb2.FieldDescriptorProto
+    plain = {"int32": kinds.TYPE_INT32, "int64": kinds.TYPE_INT64, "string": kinds.TYPE_STRING}
+    file = descriptor_pb2.FileDescriptorProto(name="zerojax.proto", package="zerojax")
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            base = kind.removesuffix("*")
+            label = kinds.LABEL_REPEATED if kind != base else kinds.LABEL_OPTIONAL
+            made = message.field.add(name=field, number=number, label=label)
+            if base in plain:
+                made.type = plain[base]
+            else:
+                made.type, made.type_name = kinds.TYPE_MESSAGE, f".zerojax.{base}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("zerojax.Hlo"))

@@ -1,0 +1,143 @@
+"""What the bytes of a compiled step are: parameters, gradients, activations, ..."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jax.sharding import Mesh
+
+from zerojax.collectives import layout
+from zerojax.foresight.assignment import Held
+from zerojax.foresight.copies import in_host
+from zerojax.foresight.hlo import Computation, Instruction, Program, parse
+from zerojax.foresight.lifetimes import schedules
+from zerojax.foresight.provenance import Callers, is_argument
+from zerojax.plan import Leaf, Plan
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"
+BATCH, OTHER, GAPS = "batch", "other", "gaps"
+KINDS = (PARAMETERS, GRADIENTS, STATE, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
+"""In the order in which they are shown. Gaps lie between buffers that do not fit together."""
+
+# What a program's arguments are called in :mod:`zerojax.step`, ``collect`` and ``offload.update``.
+_ARGUMENTS = {
+    "parts.params": PARAMETERS,
+    "parts.opt_state": STATE,
+    "batch": BATCH,
+    "compute": PARAMETERS,
+    "light": STATE,
+    "loaded": STATE,
+    "written": PARAMETERS,
+    "read": GRADIENTS,
+}
+
+Dims = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What tells one kind of temporary from another.
+
+    Attributes:
+      params: dimensions of parameters, sorted: of the whole and of a device's shard; of stacked
+        ones those of a layer too.
+      vocabulary: rows of the largest embedding, 0 where none is called so.
+    """
+
+    params: frozenset[Dims]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Known:
+        """Of the parameters in a plan."""
+        leaves = plan.leaves["params"]
+        shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
+        layers = [shape[1:] for shape in shapes if len(shape) > 2]
+        tables = [leaf.shape for leaf in leaves if "embed" in leaf.path and len(leaf.shape) == 2]
+        return cls(
+            frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0)
+        )
+
+
+def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> dict[str, int]:
+    """Bytes of a program by kind: its arguments, and what it holds at its peak.
+
+    A gradient and an activation of one shape are told apart by the parameters' shapes alone, so
+    that where a parameter has the shape of an activation both count as gradients.
+
+    Args:
+      text: of the compiled program.
+      held: its temporaries at the peak; where there are none, all of them are "other".
+      temporary: bytes of temporaries in all.
+      known: of the plan.
+    """
+    program = parse(text)
+    callers, _ = schedules(program)
+    found = _arguments(program, in_host(text))
+    for each in held:
+        place = program.computations.get(each.computation)
+        known_place = place is not None and each.instruction in place.position
+        kind = _kind(program, callers, place, each, known) if place and known_place else OTHER
+        found[kind] += each.bytes
+    rest = temporary - sum(each.bytes for each in held)
+    found[GAPS if held else OTHER] += max(rest, 0)
+    return {kind: found[kind] for kind in KINDS if found[kind]}
+
+
+def _arguments(program: Program, hosted: Collection[str]) -> collections.Counter[str]:
+    found = collections.Counter[str]()
+    for each in program.entry.instructions:
+        if each.opcode == "parameter" and each.name not in hosted:
+            named = (kind for name, kind in _ARGUMENTS.items() if each.op_name.startswith(name))
+            found[next(named, OTHER)] += sum(shape.bytes for shape in each.shapes)
+    return found
+
+
+def _kind(
+    program: Program, callers: Callers, place: Computation, held: Held, known: Known
+) -> str:
+    made = place[held.instruction]
+    if made.operation == "all-gather":
+        gathered = any(is_argument(program, callers, place, each) for each in made.operands)
+        return GATHERED if gathered else ACTIVATIONS
+    if made.operation in ("reduce-scatter", "all-reduce"):
+        return GRADIENTS
+    op_name = made.op_name or _loop_name(callers, place)
+    backward = "transpose(" in op_name
+    fitting = [i for i, shape in enumerate(made.shapes) if shape.bytes == held.bytes]
+    if fitting:
+        shape = made.shapes[fitting[0]]
+        if _key(shape.dims) in known.params:
+            element = fitting[0] if len(made.shapes) > 1 else None
+            if is_argument(program, callers, place, made.name, element):
+                return PARAMETERS
+            if _reformed(place, made):
+                return GATHERED
+            if backward:
+                return GRADIENTS
+        if known.vocabulary and known.vocabulary in shape.dims:
+            return LOGITS
+    return ACTIVATIONS if backward or "jvp(" in op_name else OTHER
+
+
+def _loop_name(callers: Callers, place: Computation) -> str:
+    """Where the loop comes from whose body this is: what it carries has no name of its own."""
+    return callers[place.name][1].op_name if place.name in callers else ""
+
+
+def _reformed(place: Computation, made: Instruction) -> bool:
+    """Whether it takes what was gathered, and nothing else."""
+    sources = [place[name] for name in made.operands if name in place.position]
+    return len(sources) == 1 and sources[0].operation == "all-gather"
+
+
+def _shard(leaf: Leaf, mesh: Mesh) -> Dims:
+    cut = layout.full(leaf.spec, len(leaf.shape))
+    return tuple(-(-n // layout.parts(each, mesh)) for n, each in zip(leaf.shape, cut, strict=True))
+
+
+def _key(dims: Sequence[int]) -> Dims:
+    return tuple(sorted(size for size in dims if size != 1))

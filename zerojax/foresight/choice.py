@@ -1,0 +1,110 @@
+"""The settings that decide what fits, apart from the rest of a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
+
+Offload = Literal["none", "optimizer", "optimizer and parameters"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run a step on a number of devices.
+
+    Attributes:
+      stage: of ZeRO.
+      micro: rows of a device in a micro-batch.
+      accumulation: micro-batches an update.
+      remat: a block keeps its input only; None where the model has no such option.
+      offload: what lies in host memory.
+    """
+
+    stage: int
+    micro: int
+    accumulation: int = 1
+    remat: bool | None = None
+    offload: Offload = "none"
+
+    def __str__(self) -> str:
+        words = [f"stage {self.stage}", f"micro-batch {self.micro}"]
+        words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
+        words += ["remat"] if self.remat else []
+        words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        return ", ".join(words)
+
+    @property
+    def possible(self) -> bool:
+        """Whether ZeRO knows it: offload needs stages 1 to 3, that of parameters stage 3."""
+        return self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
+
+    @classmethod
+    def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
+        """What a config chooses for so many rows an update.
+
+        Raises:
+          ConfigError: the rows do not divide as the config wants.
+        """
+        filled = dataclasses.replace(config, train_batch_size=rows)
+        sizes = filled.batch(world)
+        assert sizes.micro
+        held = (config.offload_optimizer, config.offload_param)
+        return cls(
+            stage=config.stage,
+            micro=sizes.micro,
+            accumulation=sizes.accumulation,
+            remat=remat,
+            offload=OFFLOADS[sum(each is not None for each in held)],
+        )
+
+    def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
+        """A config with these settings, everything else as it was."""
+        optimizer, param = (self.offload != "none", self.offload == OFFLOADS[-1])
+        return dataclasses.replace(
+            before,
+            stage=self.stage,
+            train_batch_size=self.micro * self.accumulation * world,
+            train_micro_batch_size_per_gpu=self.micro,
+            gradient_accumulation_steps=self.accumulation,
+            offload_optimizer=(before.offload_optimizer or OffloadOptimizer()) if optimizer else None,
+            offload_param=(before.offload_param or OffloadParam()) if param else None,
+        )
+
+    def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
+        """A DeepSpeed JSON with these settings, everything else as it was."""
+        zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
+        for name, there in (
+            ("offload_optimizer", self.offload != "none"),
+            ("offload_param", self.offload == OFFLOADS[-1]),
+        ):
+            section = zero.pop(name, None) or {}
+            device = section.get("device")
+            if there:
+                zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
+        return {
+            **before,
+            "train_batch_size": self.micro * self.accumulation * world,
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization": zero,
+        }
+
+
+def changes(before: Choice, after: Choice) -> Iterator[str]:
+    """What is to be set, in the words of the JSON, to get from one to the other."""
+    if after.remat != before.remat:
+        yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
+    if after.stage != before.stage:
+        yield f'"zero_optimization": {{"stage": {after.stage}}}'
+    if after.micro != before.micro:
+        yield f'"train_micro_batch_size_per_gpu": {after.micro}'
+    if after.accumulation != before.accumulation:
+        yield f'"gradient_accumulation_steps": {after.accumulation}'
+    if after.offload != before.offload:
+        keys = ["offload_optimizer", "offload_param"][: OFFLOADS.index(after.offload)]
+        for key in keys:
+            yield f'"{key}": {{"device": "cpu"}}'

@@ -1,0 +1,87 @@
+"""Models by name and by import path.
+
+Names are entry points of the group ``zerojax.models``, so that any package can add its own::
+
+    [project.entry-points."zerojax.models"]
+    my-model = "my_package.models:my_model"
+
+A function may take any of ``zero`` (the :class:`zerojax.Zero` it is planned for), ``rows`` and
+``seq`` (of the batch), and ``remat`` (bool: keep a block's input only), by those names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+GROUP = "zerojax.models"
+OPTIONS = ("zero", "rows", "seq", "remat")
+
+
+class ModelError(ValueError):
+    """A model that is not known, or cannot be imported or called."""
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function of a model: one with a name, or ``module:function``.
+
+    Raises:
+      ModelError: there is no such name, or importing it fails; the error's cause is the module's
+        own.
+    """
+    if ":" in name:
+        return _imported(name, *name.split(":", 1))
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if name not in entries:
+        close = difflib.get_close_matches(name, entries, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ModelError(
+            f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries)) or 'none'}; or give "
+            "module:function for a flax model of yours"
+        )
+    return _imported(name, entries[name].module, entries[name].attr)
+
+
+def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
+    try:
+        found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+    except Exception as error:  # whatever the module raises when it is imported
+        raise ModelError(
+            f"model {name!r}: {type(error).__name__}: {error} (looked in PYTHONPATH and the "
+            "current folder)"
+        ) from error
+    if not callable(found):
+        raise ModelError(f"model {name!r}: {type(found).__name__} is no function")
+    return found
+
+
+def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], Any]:
+    """``function`` with those of the options that it takes.
+
+    Raises:
+      ModelError: it wants something else.
+    """
+    wanted = inspect.signature(function).parameters
+    missing = [
+        name
+        for name, each in wanted.items()
+        if each.default is each.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        and name not in options
+    ]
+    if missing:
+        raise ModelError(
+            f"{getattr(function, '__name__', 'the function')} wants {', '.join(missing)}; it may "
+            f"take {', '.join(OPTIONS)}, and give others a default"
+        )
+    return functools.partial(function, **{k: v for k, v in options.items() if k in wanted})
+
+
+def takes(function: Callable[..., Any], option: str) -> bool:
+    """Whether a function has an option of that name."""
+    return option in inspect.signature(function).parameters

@@ -1,0 +1,94 @@
+"""Settings that would make a step fit, each found by compiling it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from zerojax.foresight.choice import OFFLOADS, Choice
+from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.study import Study
+
+COMPILES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A choice that fits, of the same batch, and what it costs."""
+
+    choice: Choice
+    forecast: Forecast
+
+
+def remedies(
+    study: Study, given: Forecast, wanted: int = 3, compiles: int = COMPILES
+) -> list[Remedy]:
+    """Choices for the same rows that fit, cheapest first by predicted step time.
+
+    Those that give up least are tried first: a lower stage before a higher one, then remat, then
+    smaller micro-batches, then offload. One that only goes further than a choice that fits is
+    left out, and so is one that cannot fit by what is known of others.
+
+    Args:
+      study: of the model and the devices.
+      given: the forecast of ``study.given``.
+      wanted: how many are enough.
+      compiles: choices to compile at the most.
+    """
+    found: list[Remedy] = []
+    tried = 0
+    for choice in milder_first(study.given):
+        if len(found) == wanted or tried == compiles:
+            break
+        if any(_further(choice, each.choice) for each in found):
+            continue
+        if study.least(choice) > given.room:
+            continue
+        tried += 1
+        forecast = study.forecast(choice)
+        if forecast.fits:
+            found.append(Remedy(choice, forecast))
+    return sorted(found, key=lambda remedy: remedy.forecast.seconds)
+
+
+def milder_first(given: Choice) -> Iterator[Choice]:
+    """What goes further than ``given`` in some setting, in none less far; mildest first."""
+    stages = range(given.stage, 4)
+    remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
+    micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
+    offloads = OFFLOADS[OFFLOADS.index(given.offload) :]
+    choices = [
+        Choice(
+            stage=stage,
+            micro=micro,
+            accumulation=given.accumulation * (given.micro // micro),
+            remat=remat,
+            offload=offload,
+        )
+        for offload, micro, remat, stage in itertools.product(offloads, micros, remats, stages)
+    ]
+    return (each for each in sorted(choices, key=_severity(given)) if each != given and each.possible)
+
+
+def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
+    def severity(choice: Choice) -> tuple[float, ...]:
+        steps = (
+            (choice.stage - given.stage),
+            2 * (choice.remat != given.remat),
+            2 * (choice.micro != given.micro),
+            4 * OFFLOADS.index(choice.offload),
+        )
+        return (sum(steps), *steps)
+
+    return severity
+
+
+def _further(choice: Choice, than: Choice) -> bool:
+    """Whether it gives up all that the other does, and more."""
+    return (
+        choice.stage >= than.stage
+        and bool(choice.remat) >= bool(than.remat)
+        and choice.micro <= than.micro
+        and OFFLOADS.index(choice.offload) >= OFFLOADS.index(than.offload)
+    )

@@ -40,6 +40,7 @@ TESTED_BY = {
     "zerojax/optim/scaling.py": "optim/test_named.py",
     "zerojax/cli/estimate.py": "foresight/test_estimators.py",
     "zerojax/cli/export.py": "cli/test_export_command.py",
+    "zerojax/cli/report.py": "cli/test_report_command.py",
     "zerojax/cli/bar.py": "cli/test_inspect.py",
     "pallas_kernels/arguments.py": "benchmarks/test_kernel_costs.py",
     "pallas_kernels/checks.py": "kernels/test_norms.py",

@@ -1,0 +1,153 @@
+"""`python -m zerojax report`: the tables, the JSON, and the exit status."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from zerojax.__main__ import app
+from zerojax.cli.report import show, to_json
+from zerojax.foresight.here import Devices, Report, Setting
+from zerojax.foresight.installed import Extra, Package
+from zerojax.foresight.works import CHECKS, Check
+
+H100 = Devices(
+    platform="gpu",
+    kind="NVIDIA H100 80GB HBM3",
+    count=16,
+    processes=2,
+    memories=("device", "pinned_host"),
+    limit=63_000_000_000,
+    in_use=0,
+    driver="PJRT C API, cuda 13000",
+    capability="9.0",
+)
+MADE = Report(
+    python="3.12.1 on Linux x86_64",
+    devices=(H100,),
+    packages=(
+        Package("jax", "0.12.0", "<0.12", "pip install 'jax[k8s]<0.12'"),
+        Package("optax", None),
+    ),
+    settings=(Setting("XLA_FLAGS", "--a=[red]", "flags"), Setting("JAX_PLATFORMS", None, "first")),
+    extras=(
+        Extra("monitor", False, ("tensorboard>=2.16", "x"), "pip install 'zerojax[monitor]'"),
+        Extra("export", True),
+    ),
+    works=(
+        Check("stages 0 to 3", True, "one step", 0.91),
+        Check("disk", False, "no [bold] disk: add one", 0.0),
+    ),
+)
+
+
+def lines(found: Report, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """The cells of what is printed, by the first of them."""
+    show(found)
+    printed = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    return {cells[0]: cells[1:] for cells in printed}
+
+
+def test_the_tables_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    told, rows = json.loads(json.dumps(to_json(MADE))), lines(MADE, capsys)
+    assert rows["python"] == [told["python"]]
+    for package in told["packages"]:
+        texts = [package["version"] or "not installed", package["wanted"], package["remedy"]]
+        assert rows[package["name"]] == [text for text in texts if text]
+    for setting in told["settings"]:
+        assert rows[setting["name"]] == [x for x in (setting["value"], setting["says"]) if x]
+    for extra in told["extras"]:
+        texts = [extra["remedy"], ", ".join(extra["missing"])]
+        assert rows[extra["name"]] == ["yes" if extra["installed"] else "no", *filter(None, texts)]
+    for check in told["works"]:
+        took = f"{check['seconds']:.1f} s"
+        assert rows[check["name"]] == ["yes" if check["works"] else "no", took, check["says"]]
+    (device,) = told["devices"]
+    platform, count, says = rows[device["kind"]]
+    assert (platform, count) == (device["platform"], str(device["count"]))
+    assert says.split("; ") == [
+        "2 processes",
+        "device, pinned_host",
+        "63 GB each for a program",
+        "0 B in use by this process",
+        "compute capability 9.0",
+        "PJRT C API, cuda 13000",
+    ]
+
+
+def test_a_missing_extra_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines(MADE, capsys)["monitor"][:2] == ["no", "pip install 'zerojax[monitor]'"]
+
+
+def test_a_terminal_has_its_own_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    show(MADE)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert max(map(len, plain.splitlines())) <= 70
+
+
+def test_here() -> None:
+    unset = {"XLA_PYTHON_CLIENT_PREALLOCATE": None}
+    result = CliRunner().invoke(app, ["report", "--json"], env=unset)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert [(d["platform"], d["count"]) for d in told["devices"]] == [("cpu", jax.device_count())]
+    works = {check["name"]: check for check in told["works"]}
+    assert [*works] == [name for name, _ in CHECKS]
+    assert all(works[name]["works"] for name, _ in CHECKS[:3]), works
+    versions = {package["name"]: package["version"] for package in told["packages"]}
+    assert versions["jax"] == jax.__version__
+    # What the command sets for itself is not the user's.
+    values = {setting["name"]: setting["value"] for setting in told["settings"]}
+    assert values["XLA_PYTHON_CLIENT_PREALLOCATE"] is None
+    tpu = works["compile for absent TPUs"]
+    if importlib.util.find_spec("libtpu") is None:
+        assert not tpu["works"]
+        assert "pip install 'zerojax[tpu]'" in tpu["says"]
+
+
+def run(platforms: str | None, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {"PYTHONIOENCODING": "utf-8", "COLUMNS": "40"}
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment | ({"JAX_PLATFORMS": platforms} if platforms else {}),
+    )
+
+
+def test_no_devices() -> None:
+    done = run("abacus", "-m", "zerojax", "report")
+    assert done.returncode == 1
+    assert "JAX finds no devices: " in done.stdout
+    assert "JAX_PLATFORMS asks for 'abacus', leave it unset" in done.stdout
+    assert "what works here" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_where_jax_is_not_told_of_the_cpu() -> None:
+    script = (
+        "from zerojax.cli.report import show\n"
+        "from zerojax.foresight.here import report\n"
+        "from zerojax.foresight.works import absent_gpus\n"
+        "show(report(checks=[('a compile', absent_gpus)]))"
+    )
+    done = run(None, "-c", script)
+    assert done.returncode == 0, done.stderr
+    (line,) = [s for s in done.stdout.splitlines() if s.startswith(" a compile ")]
+    # Where CUDA's own libraries are installed, nothing needs to be said.
+    assert " yes " in line or "set JAX_PLATFORMS=cpu" in line

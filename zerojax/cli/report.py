@@ -1,0 +1,118 @@
+"""`python -m zerojax report`: what is here, and what works with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from zerojax.report import size
+
+if TYPE_CHECKING:
+    from zerojax.foresight.here import Devices, Report
+
+_PIPED = 10_000
+"""Columns where the output is no terminal: no cell is cut or wrapped, one thing is one line."""
+
+
+def report(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+) -> None:
+    """Says which devices, versions and extras are here, and what of zerojax works with them.
+
+    It tries: a step of a tiny model at each stage and with each offload, and a compile for devices
+    that are absent. It takes seconds, and leaves a GPU's memory to others.
+
+    Exits with 0 unless JAX finds no devices, then with 1.
+    """
+    given = dict(os.environ)
+    # JAX reads it when it starts, and would take three quarters of each GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from zerojax.foresight.here import report as reported
+
+    found = reported(given)
+    if as_json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        show(found)
+    if found.problem is not None:
+        raise typer.Exit(1)
+
+
+def to_json(found: Report) -> dict[str, Any]:
+    """The same as the tables, for programs; null where the device or the package is silent."""
+    return dataclasses.asdict(found)
+
+
+def show(found: Report) -> None:
+    """Prints a table each of devices, versions, settings, extras and what works."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    if found.problem is None:
+        console.print(
+            _table(("device", "platform", "how many", "says"), map(_device, found.devices))
+        )
+    versions = [("python", found.python, "", "")]
+    for package in found.packages:
+        absent = "run from its folder" if package.name == "zerojax" else "not installed"
+        versions.append((package.name, package.version or absent, package.wanted, package.remedy))
+    console.print(_table(("package", "version", "wanted", "remedy"), versions))
+    console.print(
+        _table(
+            ("environment", "value", "says"),
+            ((s.name, s.value or "", s.says) for s in found.settings),
+        )
+    )
+    console.print(
+        _table(
+            ("extra", "installed", "remedy", "missing"),
+            (
+                (extra.name, _yes(extra.installed), extra.remedy, ", ".join(extra.missing))
+                for extra in found.extras
+            ),
+        )
+    )
+    if found.problem is None:
+        checks = (
+            (check.name, _yes(check.works), f"{check.seconds:.1f} s", check.says)
+            for check in found.works
+        )
+        console.print(_table(("what works here", "", "took", "says"), checks))
+    else:
+        console.print(f"[bold red]JAX finds no devices:[/] {escape(found.problem)}", soft_wrap=True)
+
+
+def _device(devices: Devices) -> tuple[str, ...]:
+    n = devices.processes
+    says = [f"{n} process{'es' if n > 1 else ''}", ", ".join(devices.memories)]
+    if devices.limit is not None:
+        says.append(f"{size(devices.limit)} each for a program")
+    if devices.in_use is not None:
+        says.append(f"{size(devices.in_use)} in use by this process")
+    if devices.capability:
+        says.append(f"compute capability {devices.capability}")
+    if devices.driver != devices.platform:
+        says.append(devices.driver)
+    return devices.kind, devices.platform, str(devices.count), "; ".join(filter(None, says))
+
+
+def _yes(works: bool) -> Text:
+    return Text("yes", style="green") if works else Text("no", style="yellow")
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table

@@ -10,9 +10,6 @@ from zerojax.foresight.rates import Rates
 from zerojax.plan import Plan
 from zerojax.topology import GPUS_PER_HOST
 
-RESERVE = 3 * 10**9 // 2
-"""Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
-
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """One kind of collective, or the copies in one direction, of a whole step.
@@ -100,14 +97,9 @@ class Forecast:
         return max(self.programs, key=lambda program: program.bytes)
 
     @property
-    def room(self) -> int:
-        """Bytes of a device that a step may take."""
-        return self.rates.memory - RESERVE
-
-    @property
     def headroom(self) -> int:
         """Bytes left at the peak; below 0 where the step does not fit."""
-        return self.room - self.peak.bytes
+        return self.rates.room - self.peak.bytes
 
     @property
     def fits(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.study import Study
+from zerojax.foresight.forecasts import Forecasts
 
 COMPILES = 8
 
@@ -22,7 +22,7 @@ class Remedy:
 
 
 def remedies(
-    study: Study, given: Forecast, wanted: int = 3, compiles: int = COMPILES
+    study: Forecasts, wanted: int = 3, compiles: int = COMPILES
 ) -> list[Remedy]:
     """Choices for the same rows that fit, cheapest first by predicted step time.
 
@@ -31,8 +31,7 @@ def remedies(
     left out, and so is one that cannot fit by what is known of others.
 
     Args:
-      study: of the model and the devices.
-      given: the forecast of ``study.given``.
+      study: of the step and the devices.
       wanted: how many are enough.
       compiles: choices to compile at the most.
     """
@@ -43,7 +42,7 @@ def remedies(
             break
         if any(_further(choice, each.choice) for each in found):
             continue
-        if study.least(choice) > given.room:
+        if study.least(choice) > study.rates.room:
             continue
         tried += 1
         forecast = study.forecast(choice)

@@ -67,8 +67,10 @@ class Program:
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
-        one_pass = self.tx.one_pass is not None and self.tx.one_pass.wins(self.plan.mesh)
-        self.advance = advancing(self.tx, shardings.params if one_pass else None)
+        way, one_pass = self.tx.one_pass, None
+        if way is not None and way.wins(self.plan.mesh):
+            one_pass = functools.partial(way.update, shardings=shardings.params)
+        self.advance = advancing(self.tx, one_pass)
         self.to_kept = constrainer(
             jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec),

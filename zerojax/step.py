@@ -31,6 +31,7 @@ from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
+from zerojax.foresight.guard import Guard
 from zerojax.found import Found
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
@@ -188,20 +189,24 @@ class Step:
         ``(model, optimizer, batch, ...) -> anything`` with NNX objects updated in place.
       states: what the config makes of a state.
       donate: reuse the memory of the state that is passed in.
+      guard: looks whether it fits, before it runs for the first time.
     """
 
-    def __init__(self, function: Callable[..., Any], states: States, donate: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], states: States, donate: bool, guard: Guard
+    ) -> None:
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__name__", "the step")
         # A step that is jitted already is traced as what it was before.
         self._function = getattr(function, "__wrapped__", function)
-        self._states, self._donate = states, donate
+        self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
         self._last: tuple[Any, Program | Streamed] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
+        known = True
         if self._last is not None and self._last[0]() is objects[0]:
             program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
@@ -210,10 +215,13 @@ class Step:
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
+            known = False
         _check_alive(parts.step)
         watch = self._watch
         watch.check()
         placed = watch.phase("batch", program.layout.place(batch))
+        if not known:
+            self._check_memory(program, objects, parts, batch, placed, args, kwargs)
         parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
         if len(objects) == 2:
             nnx_state.update(objects[0], objects[1], parts, program.tx)
@@ -224,6 +232,28 @@ class Step:
             returned = state, out
         watch.note(signals, out, program.layout.rows(batch))
         return returned
+
+    def _check_memory(
+        self,
+        program: Program | Streamed,
+        objects: Any,
+        parts: Parts,
+        batch: Any,
+        placed: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), batch, placed)
+        rows = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+        self._guard.check(
+            lambda: program.lower(parts, like, args, kwargs),
+            program.plan.bytes_per_device + rows,
+            self._function,
+            objects,
+            like,
+            args,
+            kwargs,
+        )
 
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does. Steps may follow."""

@@ -9,7 +9,7 @@ import jax
 
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.costs import forecast
+from zerojax.foresight.costs import Measure, forecast, measure
 from zerojax.foresight.forecast import Cost, Forecast
 from zerojax.foresight.rates import Rates
 from zerojax.plan import Plan
@@ -37,6 +37,7 @@ class Forecasts:
       given: the choice that is asked about.
       rates: of the devices.
       note: told what is being compiled.
+      measured: what compiles and measures a program, as :func:`zerojax.foresight.costs.measure`.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Forecasts:
         given: Choice,
         rates: Rates,
         note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
     ) -> None:
         self.given, self.rates = given, rates
-        self._build, self._note = build, note
+        self._build, self._note, self._measured = build, note, measured
         self._known: dict[Choice, Forecast] = {}
 
     def forecast(self, choice: Choice) -> Forecast:
@@ -61,6 +63,7 @@ class Forecasts:
                 tokens=built.tokens,
                 note=lambda name: self._note(f"{choice}: {name}"),
                 enough=self._too_much,
+                measured=self._measured,
             )
         return self._known[choice]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, Choice
@@ -75,7 +76,7 @@ def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
         steps = (
             (choice.stage - given.stage),
             2 * (choice.remat != given.remat),
-            2 * (choice.micro != given.micro),
+            math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
             4 * OFFLOADS.index(choice.offload),
         )
         return (sum(steps), *steps)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from zerojax.api import zero
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import Choice
+from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.models import bound, takes
 from zerojax.foresight.rates import Rates
@@ -33,7 +34,7 @@ class Study(Forecasts):
       rows: of a batch of all devices; None for what the config says, else one a device.
       seq: tokens in a row.
       remat: for functions that take it.
-      note: told what is being compiled.
+      note, measured: see :class:`Forecasts`.
 
     Attributes:
       given: the config's own choice.
@@ -53,6 +54,7 @@ class Study(Forecasts):
         seq: int,
         remat: bool | None = None,
         note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
     ) -> None:
         self._function, self._config, self._mesh, self._seq = function, config, mesh, seq
         self.world = mesh.shape[shard_axis(mesh)]
@@ -60,7 +62,7 @@ class Study(Forecasts):
         sizes = config.batch(self.world)
         rows = rows or sizes.train or (sizes.micro or 1) * sizes.accumulation * self.world
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
-        super().__init__(self._built, given, rates, note)
+        super().__init__(self._built, given, rates, note, measured)
 
     def _built(self, choice: Choice) -> Built:
         decorated = zero(choice.config(self._config, self.world), mesh=self._mesh)

@@ -33,6 +33,7 @@ from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
+from zerojax.lowered import LoweredProgram
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -174,11 +175,9 @@ class Program:
             return compat.lower_for(traced, self.plan.mesh)
         return traced.lower()
 
-    def lowered(
-        self, parts: Parts, batch: Any, args: Any, kwargs: Any
-    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """All programs, of which there is one."""
-        yield "step", self.lower(parts, batch, args, kwargs)
+        yield LoweredProgram("step", self.lower(parts, batch, args, kwargs))
 
 
 class Step:
@@ -268,8 +267,8 @@ class Step:
         opened = self._states.open(objects)
         return self._program(opened).lower(opened.parts, batch, args, kwargs)
 
-    def programs(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Every program of the step by name, lowered; :meth:`lower` gives the first.
+    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+        """Every program of the step, lowered; :meth:`lower` gives the first.
 
         A step is one program, called "step", unless something is offloaded. Then "gradients" runs
         the body, and each of the others takes sub-groups of the state through the device.

@@ -141,7 +141,9 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     file.write_text(file.read_text()[:50])  # as after a crash
     again = Cache(tmp_path)
     mesh, _ = parse_devices("h100:2")
-    same = Study(model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again)
+    same = Study(
+        model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again
+    )
     repeated = fit(same, space)
     assert (again.hits, again.misses) == (cache.misses - 1, 1)
     assert [each.choice for each in repeated] == [each.choice for each in found]
@@ -209,4 +211,3 @@ def test_what_is_no_model() -> None:
 def test_devices_that_are_none(devices: str) -> None:
     with pytest.raises(ValueError, match="devices"):
         parse_devices(devices)
-

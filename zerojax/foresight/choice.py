@@ -40,7 +40,9 @@ class Choice:
     @property
     def possible(self) -> bool:
         """Whether ZeRO knows it: offload needs stages 1 to 3, that of parameters stage 3."""
-        return self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
+        return (
+            self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
+        )
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
@@ -70,7 +72,9 @@ class Choice:
             train_batch_size=self.micro * self.accumulation * world,
             train_micro_batch_size_per_gpu=self.micro,
             gradient_accumulation_steps=self.accumulation,
-            offload_optimizer=(before.offload_optimizer or OffloadOptimizer()) if optimizer else None,
+            offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
+            if optimizer
+            else None,
             offload_param=(before.offload_param or OffloadParam()) if param else None,
         )
 

@@ -33,6 +33,7 @@ from zerojax.foresight.hlo import Program, parse
 from zerojax.foresight.rates import Rates
 from zerojax.foresight.timeline import INWARD, OUTWARD, Spent, spend
 from zerojax.foresight.traffic import collectives
+from zerojax.lowered import LoweredProgram
 from zerojax.offload.places import DISK, HOST
 from zerojax.plan import Plan
 
@@ -73,7 +74,7 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     executable, held = compile_and_look(lowered)
     seconds = time.perf_counter() - begun
     memory: Any = executable.memory_analysis()
-    text = executable.as_text()
+    text = executable.as_text() or ""
     program = parse(text)
     between = _arguments(program, in_host(text))
     spent = spend(program, collectives(text), host_copies(text), rates)
@@ -98,7 +99,7 @@ Measure = Callable[[jax.stages.Lowered, Known, Rates], Measured]
 
 
 def forecast(
-    programs: Iterable[tuple[str, jax.stages.Lowered]],
+    programs: Iterable[LoweredProgram],
     plan: Plan,
     rates: Rates,
     tokens: int = 0,
@@ -123,7 +124,7 @@ def forecast(
     known = Known.of(plan)
     found: list[Cost] = []
     first = None
-    for name, lowered in programs:
+    for name, lowered, times in programs:
         note(name)
         one = measured(lowered, known, rates)
         kinds = collections.Counter(one.memory)
@@ -144,6 +145,7 @@ def forecast(
                 flops=one.flops,
                 forward=one.forward,
                 traffic=one.traffic,
+                times=times,
                 compile_seconds=one.compile_seconds,
             )
         )

@@ -10,6 +10,7 @@ from zerojax.foresight.rates import Rates
 from zerojax.plan import Plan
 from zerojax.topology import GPUS_PER_HOST
 
+
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """One kind of collective, or the copies in one direction, of a whole step.
@@ -30,6 +31,16 @@ class Traffic:
     seconds: float
     waited: float
 
+    def repeated(self, times: int) -> Traffic:
+        """The same so often."""
+        return dataclasses.replace(
+            self,
+            times=times * self.times,
+            bytes=times * self.bytes,
+            seconds=times * self.seconds,
+            waited=times * self.waited,
+        )
+
     @property
     def hidden(self) -> float:
         """The share that runs beside computation, 0 to 1."""
@@ -44,6 +55,7 @@ class Cost:
       name: as ``train_step.programs`` calls it.
       memory: bytes of the device's memory by kind, see :mod:`zerojax.foresight.attribution`.
       host: bytes of host memory beside what lies there between programs.
+      times: how often it runs in a step; what follows is of one run.
       seconds: predicted, of which ``computing`` in kernels.
       flops: of matrix products, of which ``forward`` in the forward pass, as first computed.
       traffic: collectives, then copies.
@@ -53,6 +65,7 @@ class Cost:
     name: str
     memory: Mapping[str, int]
     host: int
+    times: int
     seconds: float
     computing: float
     flops: float
@@ -110,7 +123,7 @@ class Forecast:
         """Of a step. What lies on disk is read and written once a step, beside the rest."""
         beside = min(self.devices, GPUS_PER_HOST)
         disk = 2 * self.disk_bytes * beside / self.rates.disk
-        return max(sum(each.seconds for each in self.programs), disk)
+        return max(sum(each.times * each.seconds for each in self.programs), disk)
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,7 +134,7 @@ class Forecast:
     def mfu(self) -> float:
         """Model FLOPs utilization: 3 times the forward pass's matrix products, without what is
         computed again, over the step's time at the highest matrix rate (PaLM, appendix B)."""
-        model = 3 * sum(each.forward for each in self.programs)
+        model = 3 * sum(each.times * each.forward for each in self.programs)
         return model / (self.seconds * max(self.rates.matrix.values()))
 
     @property
@@ -134,7 +147,7 @@ class Forecast:
         kinds: dict[str, list[Traffic]] = collections.defaultdict(list)
         for program in self.programs:
             for each in program.traffic:
-                kinds[each.kind].append(each)
+                kinds[each.kind].append(each.repeated(program.times))
         return tuple(map(together, kinds.values()))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import jax
-
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
 from zerojax.foresight.forecast import Cost, Forecast
 from zerojax.foresight.rates import Rates
+from zerojax.lowered import LoweredProgram
 from zerojax.plan import Plan
 
 
@@ -25,7 +24,7 @@ class Built(NamedTuple):
     """
 
     plan: Plan
-    programs: Callable[[], Iterable[tuple[str, jax.stages.Lowered]]]
+    programs: Callable[[], Iterable[LoweredProgram]]
     tokens: int
 
 

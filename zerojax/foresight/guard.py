@@ -14,10 +14,11 @@ from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.rates import rates_of
 from zerojax.foresight.remedies import remedies
+from zerojax.lowered import LoweredProgram
 from zerojax.plan import Plan
 from zerojax.report import size
 
-Other = tuple[Plan, Callable[[], Iterable[tuple[str, jax.stages.Lowered]]]]
+Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 
 
 class OutOfMemoryError(MemoryError):
@@ -80,7 +81,9 @@ class Guard:
         if taken > room:
             raise OutOfMemoryError(self._advice(taken, room, *step))
 
-    def _advice(self, taken: int, room: int, function: Any, objects: Any, batch: Any, *rest: Any) -> str:
+    def _advice(
+        self, taken: int, room: int, function: Any, objects: Any, batch: Any, *rest: Any
+    ) -> str:
         def build(choice: Choice) -> Built:
             config = choice.config(self._config, self._world)
             return Built(*self._other(config, function, objects, batch, *rest), 0)

@@ -14,7 +14,6 @@ import jax
 
 from zerojax.topology import GPUS_PER_HOST, device_kinds, lookup
 
-
 RESERVE = 3 * 10**9 // 2
 """Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
 

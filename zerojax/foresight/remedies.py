@@ -22,9 +22,7 @@ class Remedy:
     forecast: Forecast
 
 
-def remedies(
-    study: Forecasts, wanted: int = 3, compiles: int = COMPILES
-) -> list[Remedy]:
+def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Remedy]:
     """Choices for the same rows that fit, cheapest first by predicted step time.
 
     Those that give up least are tried first: a lower stage before a higher one, then remat, then
@@ -68,7 +66,9 @@ def milder_first(given: Choice) -> Iterator[Choice]:
         )
         for offload, micro, remat, stage in itertools.product(offloads, micros, remats, stages)
     ]
-    return (each for each in sorted(choices, key=_severity(given)) if each != given and each.possible)
+    return (
+        each for each in sorted(choices, key=_severity(given)) if each != given and each.possible
+    )
 
 
 def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:

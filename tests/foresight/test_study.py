@@ -24,10 +24,11 @@ from zerojax.foresight.attribution import (
 from zerojax.foresight.cache import Cache
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import Space, fit
+from zerojax.foresight.fit import fit
 from zerojax.foresight.models import ModelError, bound, find
 from zerojax.foresight.rates import RESERVE
 from zerojax.foresight.remedies import milder_first, remedies
+from zerojax.foresight.space import Space, left_open
 from zerojax.foresight.study import Study
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
@@ -177,6 +178,32 @@ def test_a_choice_as_json() -> None:
     assert Choice.of(load(made), 64, 8) == choice
     back = dataclasses.replace(choice, offload="none").json(made, 8)
     assert back["zero_optimization"] == {"stage": 3, "sub_group_size": 7}
+
+
+def test_what_a_config_gives_is_kept() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": "auto", "offload_param": {"device": "none"}},
+        "fp16": {"enabled": True},
+    }
+    space, rest = left_open(config, None, 8, [False, True])
+    assert space.sizes() == [4]
+    assert space.stages == (0, 1, 2, 3)
+    assert space.offloads == ("none", "optimizer")
+    assert rest == {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"offload_param": {"device": "none"}},
+        "fp16": {"enabled": True},
+    }
+    fixed, _ = left_open({"gradient_accumulation_steps": 4}, 64, 8, [None])
+    assert fixed.sizes() == [2]
+    assert fixed.choice(Choice(stage=1, micro=1), 2).accumulation == 4
+    assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 6]
+    with pytest.raises(ConfigError, match="take 8 or 16"):
+        left_open({}, 12, 8, [None])
+    with pytest.raises(ConfigError, match="64 in the config, but 32"):
+        left_open({"train_batch_size": 64}, 32, 8, [None])
 
 
 def test_no_dump() -> None:

@@ -14,7 +14,7 @@ FUSED = """\
 %product (a: bf16[64,128], b: bf16[128,32]) -> bf16[64,32] {
   %a = bf16[64,128]{1,0} parameter(0)
   %b = bf16[128,32]{1,0} parameter(1)
-  ROOT %dot = bf16[64,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={NAME}
+  ROOT %dot = bf16[64,32]{1,0} dot(%a, %b), ATTRIBUTES
 }
 
 %slice (s: f32[8,1000], i: s32[]) -> f32[1,1000] {
@@ -36,7 +36,11 @@ FUSED = """\
   %t2 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
   ROOT %c = pred[] constant(true)
 }
-""".replace("NAME", 'op_name="jit(f)/jvp(g)/dot_general"')
+""".replace(
+    "ATTRIBUTES",
+    "lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+    'metadata={op_name="jit(f)/jvp(g)/dot_general"}',
+)
 PRODUCT = "%p1 = bf16[64,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%product"
 SLICED = "%taken1 = f32[1,1000]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice"
 LIBRARY = (

@@ -37,8 +37,8 @@ from zerojax.lowered import LoweredProgram
 from zerojax.offload.places import DISK, HOST
 from zerojax.plan import Plan
 
-FIRST = "gradients"
-"""What the first of several programs is called."""
+STEP, FIRST = "step", "gradients"
+"""What a step's only program is called, and the first of several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def forecast(
     """
     known = Known.of(plan)
     found: list[Cost] = []
-    first = None
+    first, left_out = None, False
     for name, lowered, times in programs:
         note(name)
         one = measured(lowered, known, rates)
@@ -149,7 +149,7 @@ def forecast(
                 compile_seconds=one.compile_seconds,
             )
         )
-        if enough(found[-1]):
+        if left_out := name != STEP and enough(found[-1]):
             break
     host = (first.host if first else 0) + max(each.host for each in found)
     return Forecast(
@@ -160,6 +160,7 @@ def forecast(
         programs=tuple(found),
         host_bytes=plan.bytes_in(HOST) + host,
         disk_bytes=plan.bytes_in(DISK),
+        whole=not left_out,
     )
 
 

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.forecasts import Forecasts
+from zerojax.foresight.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
-LARGEST = 1024  # rows of a device in a micro-batch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
-    """What may be chosen. An empty ``rows`` leaves the batch free, with no accumulation.
-
-    Attributes:
-      stages, remats, offloads: the settings to try.
-      micros: rows of a device in a micro-batch; None for powers of two.
-      rows: of a device in an update, which micro-batches must divide; None where it is free.
-    """
-
-    stages: Sequence[int] = (0, 1, 2, 3)
-    remats: Sequence[bool | None] = (None,)
-    offloads: Sequence[str] = OFFLOADS
-    micros: Sequence[int] | None = None
-    rows: int | None = None
-
-    def sizes(self) -> list[int]:
-        """Micro-batches that may be chosen, rising."""
-        if self.micros is not None:
-            return sorted(self.micros)
-        powers = [2**n for n in range(LARGEST.bit_length())]
-        if self.rows is None:
-            return powers
-        return sorted({n for n in (*powers, self.rows) if self.rows % n == 0})
-
-    def choice(self, mode: Choice, micro: int) -> Choice:
-        """A mode with a micro-batch, and the accumulation that follows."""
-        accumulation = 1 if self.rows is None else self.rows // micro
-        return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
-
-    def modes(self) -> Iterator[Choice]:
-        """Every combination of the other settings, those that cost least first."""
-        for offload, remat, stage in itertools.product(self.offloads, self.remats, self.stages):
-            mode = Choice(stage=stage, micro=1, remat=remat, offload=offload)  # type: ignore[arg-type]
-            if mode.possible:
-                yield mode
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Forecast:
       tokens: of all devices in a step; 0 where the batch has none.
       programs: in the order they run.
       host_bytes, disk_bytes: of host memory and disk, for each device.
+      whole: every program was compiled; those after one that does not fit may be left out.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -99,6 +100,7 @@ class Forecast:
     programs: tuple[Cost, ...]
     host_bytes: int
     disk_bytes: int
+    whole: bool = True
 
     @property
     def devices(self) -> int:

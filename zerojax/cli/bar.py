@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -26,6 +27,12 @@ def spinner() -> Progress:
     """The same with what is being done and for how long."""
     named = TextColumn("{task.description}", markup=False)
     return _progress(SpinnerColumn(), named, TimeElapsedColumn())
+
+
+def steps_bar() -> Progress:
+    """The same with a bar, where it is known how many steps there are."""
+    named = TextColumn("{task.description}", markup=False)
+    return _progress(SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), named)
 
 
 def _progress(*columns: ProgressColumn) -> Progress:

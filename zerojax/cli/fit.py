@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zerojax.cli.bar import steps_bar
-from zerojax.cli.compiling import alone
+from zerojax.cli.compiling import compile_only
 from zerojax.cli.problem import explained
 from zerojax.config import load
 from zerojax.config.read import read_file
 from zerojax.foresight.cache import Cache
+from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import COMPILES, Found, fit as search
+from zerojax.foresight.fit import COMPILES, Found
+from zerojax.foresight.fit import fit as search
 from zerojax.foresight.models import find, takes
 from zerojax.foresight.space import left_open
 from zerojax.foresight.study import Study
 from zerojax.report import size
+
+_PIPED = 120  # columns where the output is no terminal
 
 
 def fit(
@@ -31,7 +38,7 @@ def fit(
     ],
     config: Annotated[
         Path,
-        typer.Option(help='A DeepSpeed config in JSON; what it leaves out or has as "auto" is open.'),
+        typer.Option(help='A DeepSpeed config; what it leaves out, or has as "auto", is open.'),
     ],
     devices: Annotated[
         str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")
@@ -43,7 +50,7 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat and offload for the most tokens a second.
 
@@ -52,7 +59,7 @@ def fit(
 
     Exits with 0, with 3 where nothing fits, and with 2 for bad input.
     """
-    alone()
+    compile_only()
     with steps_bar() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -64,7 +71,8 @@ def fit(
 
         try:
             raw: Any = read_file(config)
-            load(raw if isinstance(raw, dict) else config, auto=None)
+            if not isinstance(raw, dict):
+                load(config)  # says what is wrong with it
             function = find(model)
             mesh, rates = parse_devices(devices)
             remats = (False, True) if takes(function, "remat") else (None,)
@@ -92,15 +100,26 @@ def fit(
     if as_json:
         print(json.dumps({"ranking": [_row(each) for each in found], "config": best}, indent=2))
         return
-    _show(found, f"{model} on {devices}, {seq} tokens in a row")
-    counted = f"{cache.misses} compiled, {cache.hits} remembered"
-    Console().print(f"{counted}. Fastest: {found[0].choice}" + (f", in {out}" if out else ""))
+    _show(_best(found), f"{model} on {devices}, {seq} tokens in a row")
+    counted = f"{cache.misses} programs compiled, {cache.hits} remembered"
+    typer.echo(f"{counted}. Fastest: {found[0].choice}" + (f", in {out}" if out else ""))
+    if found[0].choice.remat:
+        typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
+
+
+def _best(found: Sequence[Found]) -> list[Found]:
+    """The first of each mode, whatever its micro-batch."""
+    first: dict[Choice, Found] = {}
+    for each in found:
+        mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
+        first.setdefault(mode, each)
+    return list(first.values())
 
 
 def _row(found: Found) -> dict[str, Any]:
     of = found.forecast
     return {
-        "choice": {**vars(found.choice)},
+        "choice": dataclasses.asdict(found.choice),
         "tokens_per_second": of.tokens_per_second,
         "mfu": of.mfu,
         "peak": of.peak.bytes,
@@ -111,7 +130,7 @@ def _row(found: Found) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Found], title: str) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("stage", "micro-batch", "accumulation", "remat", "offloaded"):
         table.add_column(name)
     for name in ("tokens/s", "MFU", "device memory", "host memory"):
@@ -129,4 +148,4 @@ def _show(found: Sequence[Found], title: str) -> None:
             size(of.peak.bytes),
             size(of.host_bytes),
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False).print(table)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import typer
 
 from zerojax.cli import plan_picture
 from zerojax.cli.bar import spinner
+from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
@@ -67,10 +66,7 @@ def plan(
 
     Exits with 0 where the step fits, with 3 where it does not, and with 2 for bad input.
     """
-    jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would look for GPUs
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what is not run
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # jax sets 1
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA warns of programs that do not fit
+    compile_only()
     with spinner() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -125,7 +121,7 @@ def _planned(
     study: Study, model: str, config: str, seq: int, look: bool, pictured: bool
 ) -> Planned:
     found = study.forecast(study.given)
-    others = tuple(remedies(study, found)) if look and not found.fits else None
+    others = tuple(remedies(study)) if look and not found.fits else None
     choices: Any = plan_picture.by_stage(study.given) if pictured else ()
     stages = {name: study.forecast(choice) for name, choice in choices}
     return Planned(model, config, seq, study.given, found, others, stages)

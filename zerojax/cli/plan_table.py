@@ -107,7 +107,7 @@ def _programs(planned: Planned) -> Table:
 
 def _about_memory(planned: Planned) -> Iterator[str]:
     found = planned.forecast
-    if not planned.whole:
+    if not planned.forecast.whole:
         yield f"{found.programs[-1].name!r} does not fit; the programs after it were not compiled."
     if found.host_bytes:
         yield f"host memory, for each device: {size(found.host_bytes)}"
@@ -137,7 +137,7 @@ def _traffic(planned: Planned) -> Table:
 
 def _about_time(planned: Planned) -> Iterator[str]:
     found, rates = planned.forecast, planned.forecast.rates
-    if planned.whole:
+    if planned.forecast.whole:
         tokens = f", {found.tokens_per_second:,.0f} tokens/s" if found.tokens else ""
         yield f"predicted step time: {duration(found.seconds)}{tokens}, MFU {found.mfu:.1%}"
         yield (

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.foresight.choice import Choice, changes
-from zerojax.foresight.costs import STEP
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.remedies import Remedy
 from zerojax.topology import device_kinds
@@ -48,11 +47,6 @@ class Planned:
         """Bytes of a device's memory that no step gets."""
         found = self.forecast
         return found.rates.memory - found.peak.bytes - found.headroom
-
-    @property
-    def whole(self) -> bool:
-        """Whether every program was compiled: those after one that does not fit are left out."""
-        return self.forecast.fits or self.forecast.programs[0].name == STEP
 
     @property
     def fraction(self) -> float | None:
@@ -97,13 +91,14 @@ def to_json(planned: Planned) -> dict[str, Any]:
                 "memory": dict(each.memory),
                 "bytes": each.bytes,
                 "host": each.host,
+                "times": each.times,
                 "seconds": each.seconds,
                 "compile_seconds": each.compile_seconds,
             }
             for each in found.programs
         ],
         "traffic": [dataclasses.asdict(each) | {"hidden": each.hidden} for each in found.traffic],
-        "step": _step(found) if planned.whole else None,
+        "step": _step(found) if found.whole else None,
         "assumed": {name: getattr(found.rates, name) for name in shares},
         "compile_seconds": found.compile_seconds,
         "remedies": None

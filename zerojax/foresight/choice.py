@@ -102,13 +102,13 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
     """What is to be set, in the words of the JSON, to get from one to the other."""
     if after.remat != before.remat:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
-    if after.stage != before.stage:
-        yield f'"zero_optimization": {{"stage": {after.stage}}}'
+    zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
+    if after.offload != before.offload:
+        keys = ("offload_optimizer", "offload_param")[: OFFLOADS.index(after.offload)]
+        zero += [f'"{key}": {{"device": "cpu"}}' for key in keys]
+    if zero:
+        yield f'"zero_optimization": {{{", ".join(zero)}}}'
     if after.micro != before.micro:
         yield f'"train_micro_batch_size_per_gpu": {after.micro}'
     if after.accumulation != before.accumulation:
         yield f'"gradient_accumulation_steps": {after.accumulation}'
-    if after.offload != before.offload:
-        keys = ["offload_optimizer", "offload_param"][: OFFLOADS.index(after.offload)]
-        for key in keys:
-            yield f'"{key}": {{"device": "cpu"}}'

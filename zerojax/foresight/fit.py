@@ -61,8 +61,8 @@ def fit(
                 high = at_size
             else:
                 left -= 1
-                forecast = study.forecast(choice)
-                if forecast.fits:
+                forecast = study.tried(choice)
+                if forecast and forecast.fits:
                     found.append(Found(choice, forecast))
                     low = at_size + 1
                     at_size = _fills(forecast, sizes[at_size], sizes, study.rates.room)

@@ -55,23 +55,23 @@ class Cost:
       name: as ``train_step.programs`` calls it.
       memory: bytes of the device's memory by kind, see :mod:`zerojax.foresight.attribution`.
       host: bytes of host memory beside what lies there between programs.
-      times: how often it runs in a step; what follows is of one run.
-      seconds: predicted, of which ``computing`` in kernels.
+      seconds: predicted for one run, of which ``computing`` in kernels.
       flops: of matrix products, of which ``forward`` in the forward pass, as first computed.
       traffic: collectives, then copies.
       compile_seconds: on this machine.
+      times: how often it runs in a step.
     """
 
     name: str
     memory: Mapping[str, int]
     host: int
-    times: int
     seconds: float
     computing: float
     flops: float
     forward: float
     traffic: tuple[Traffic, ...]
     compile_seconds: float
+    times: int = 1
 
     @property
     def bytes(self) -> int:

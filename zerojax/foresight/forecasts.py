@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import jax
+
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
@@ -65,6 +67,14 @@ class Forecasts:
                 measured=self._measured,
             )
         return self._known[choice]
+
+    def tried(self, choice: Choice) -> Forecast | None:
+        """The same, or None where the compiler fails."""
+        try:
+            return self.forecast(choice)
+        except jax.errors.JaxRuntimeError as error:
+            self._note(f"{choice}: XLA fails: {error}")
+            return None
 
     def least(self, choice: Choice) -> int:
         """Bytes that a choice takes at the least, without compiling it.

@@ -44,8 +44,8 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
         if study.least(choice) > study.rates.room:
             continue
         tried += 1
-        forecast = study.forecast(choice)
-        if forecast.fits:
+        forecast = study.tried(choice)
+        if forecast and forecast.fits:
             found.append(Remedy(choice, forecast))
     return sorted(found, key=lambda remedy: remedy.forecast.seconds)
 

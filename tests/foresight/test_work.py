@@ -131,3 +131,40 @@ def test_rates() -> None:
     assert h100.collective_seconds(10**9, 16) > h100.collective_seconds(10**9, 8)
     with pytest.raises(ValueError, match="Did you mean 'h100'"):
         rates("h10")
+
+
+def test_a_loop_without_a_note_counts_up_to_its_condition() -> None:
+    carried = "%c0 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) tuple(%i, %x, %y)"
+    loop = (
+        "%w = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) while(%c0), condition=%until, "
+        "body=%body"
+    )
+    until = """\
+%until (t: (s32[], bf16[64,128], bf16[128,32])) -> pred[] {
+  %t3 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%t3), index=0
+  %most = s32[] constant(7)
+  ROOT %less = pred[] compare(%at, %most), direction=LT
+}
+
+"""
+    parsed = parse(program(carried, loop).replace("ENTRY", until + "ENTRY"))
+    assert parsed.trips(parsed.entry["w"]) == 7
+    other = parse(program(carried, loop).replace("ENTRY", until.replace("LT", "GE") + "ENTRY"))
+    assert other.trips(other.entry["w"]) is None
+
+
+@pytest.mark.parametrize(
+    ("window", "labels", "summed"),
+    [
+        ("{size=1}", "0bf_oi0->0bf", 128),
+        ("{size=4}", "0fb_0io->bf0", 4),
+        ("{size=4x8 stride=3x7 lhs_dilate=4x8}", "01bf_01io->01bf", 64),
+    ],
+)
+def test_products_written_as_convolutions(window: str, labels: str, summed: int) -> None:
+    shapes = {"0bf_oi0->0bf": "32,128,1", "0fb_0io->bf0": "4,1,32", "01bf_01io->01bf": "4,8,64,32"}
+    kernel = f"%k = bf16[{shapes[labels]}]{{0}} broadcast(%y)"
+    line = f"%p1 = bf16[1,64,32]{{0}} convolution(%x, %k), window={window}, dim_labels={labels}"
+    parsed = parse(program(kernel, line))
+    assert work_of(parsed, parsed.entry, parsed.entry["p1"]).flops == {"bf16": 2 * 64 * 32 * summed}

@@ -107,7 +107,7 @@ def _walk(
         )
     for each in place.instructions:
         if each.opcode in ("while", "call", "conditional"):
-            trips = (each.trip_count or 1) if each.opcode == "while" else 1
+            trips = (program.trips(each) or 1) if each.opcode == "while" else 1
             for callee in program.callees(each):
                 yield from _walk(program, callee, host, times * trips)
 

@@ -145,6 +145,20 @@ class Program:
     def entry(self) -> Computation:
         return self.computations[self.entry_name]
 
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a ``while`` runs its body: as XLA notes it, else the constant up to which its
+        condition counts, as a scan's does from 0. None where it is neither."""
+        found = re.search(r"\bcondition=%([\w.\-]+)", loop.attributes)
+        condition = self.computations.get(found[1]) if found else None
+        if loop.trip_count is not None or condition is None:
+            return loop.trip_count
+        test = condition.root
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+            return None
+        left, right = (condition[name] for name in test.operands)
+        counts = left.opcode == "get-tuple-element" and right.opcode == "constant"
+        return int(right.argument) if counts and right.argument.isdigit() else None
+
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
         for name in instruction.called:
             if name in self.computations:
@@ -190,7 +204,7 @@ def _instruction(head: re.Match[str], rest: str) -> Instruction:
         shapes=shapes(result),
         operands=tuple(_OPERAND.findall(argument)),
         attributes=attributes,
-        argument=argument[1:-1] if opcode == "parameter" else "",
+        argument=argument[1:-1] if opcode in ("parameter", "constant") else "",
         is_root=bool(head[1]),
     )
 

@@ -120,7 +120,7 @@ def _walk(
         if each.operation in _RING:
             continue
         looped = each.opcode == "while"
-        trips = each.trip_count if looped else 1
+        trips = program.trips(each) if looped else 1
         for callee in program.callees(each):
             yield from _walk(
                 program, callee, times=times * (trips or 1), exact=exact and trips is not None

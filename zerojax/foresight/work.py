@@ -81,11 +81,23 @@ def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
     left = place[product.operands[0]].shapes[0]
     made = product.shapes[0]  # of a library's, a workspace follows
     if product.opcode == "convolution":
-        right = place[product.operands[1]].shapes[0]
-        summed = right.elements // max(right.dims[-1], 1)  # XLA's usual order of a kernel
+        summed = _convolved(product, place[product.operands[1]].shapes[0])
     else:
         summed = math.prod(left.dims[at] for at in _contracted(product))
     return left.dtype, 2 * made.elements * summed
+
+
+def _convolved(product: Instruction, kernel: Shape) -> int:
+    """Elements summed into one of a convolution's, as which TPUs write a matrix product.
+
+    The kernel's input features, at each place of its window; a window that is dilated to its own
+    size is a product for each of a batch, which meets one place only.
+    """
+    labels = re.search(r"dim_labels=\w+_(\w+)->", product.attributes)
+    window = re.search(r"window=\{size=([\dx]+)", product.attributes)
+    features = kernel.dims[labels[1].index("i")] if labels else 1
+    places = math.prod(int(n) for n in window[1].split("x")) if window else 1
+    return features * (1 if "lhs_dilate" in product.attributes else places)
 
 
 def _contracted(product: Instruction) -> list[int]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,25 @@ def test_the_module_runs(config: Path) -> None:
     assert lines[1].startswith("stage 0, no remat, batch 8 = 1 x 1 x 8 ")
     first = [line.split()[0] for line in lines if line.split()]
     assert {"parameters", "gradients", "total", "headroom", "all-reduce", "predicted"} <= {*first}
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_1024_gpus_take_less_than_a_minute(config: Path) -> None:
+    """7B parameters in a scan; with all that it takes to start Python."""
+    asked = ["--config", str(config), "--devices", "h100:1024", "--seq", "2048", "--json"]
+    command = [sys.executable, "-m", "zerojax", "plan", "--model", "examples.models:llama_7b"]
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [*command, *asked],
+        capture_output=True,
+        text=True,
+        cwd=Path(zerojax.__file__).parents[1],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - begun < 60
+    found = json.loads(done.stdout)
+    assert found["devices"]["count"] == 1024
+    assert found["parameters"] == 6_738_415_616

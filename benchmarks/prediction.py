@@ -1,0 +1,199 @@
+"""Predictions against a GPU: memory and time of steps, forecast without it and then run on it.
+
+Command::
+
+    python -m benchmarks.prediction --record benchmarks/records
+
+Each case is forecast in a process that sees no GPU, as ``python -m zerojax plan`` does, and run in
+another, which owns the GPU's memory: the device's own peak statistic, and the median of the steps'
+times. A case that is predicted not to fit is run all the same, to see that it runs out of memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import zerojax
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from examples import models
+from zerojax.config import load
+from zerojax.foresight.choice import OFFLOADS, Choice
+from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.guard import Guard
+from zerojax.foresight.models import bound
+from zerojax.foresight.study import Study
+from zerojax.foresight.workload import workload
+from zerojax.report import size
+from zerojax.step import Step
+
+STEPS, WARM_UP = 10, 3
+FRACTION = "0.95"  # of the GPU's memory, for JAX
+MEMORY, TIME = 0.05, 0.25  # how far a prediction may be off
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+CONFIG = {"bf16": {"enabled": True}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step of the main job on one GPU."""
+
+    model: str
+    choice: Choice
+    seq: int = 1024
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.choice}"
+
+
+def case(model: str, stage: int, micro: int, remat: bool, offload: int = 0) -> Case:
+    choice = Choice(stage=stage, micro=micro, remat=remat, offload=OFFLOADS[offload])
+    return Case(model=model, choice=choice)
+
+
+CASES = (
+    case("gpt2", 0, 8, True),
+    case("gpt2", 0, 8, False),
+    case("gpt2", 3, 32, True),
+    case("gpt2", 1, 8, True, 1),
+    case("gpt2_medium", 0, 8, True),
+    case("gpt2_medium", 3, 8, False),
+    case("gpt2_large", 2, 8, True),
+    case("gpt2_large", 3, 4, True, 2),
+    case("gpt2_xl", 0, 4, True),
+    case("gpt2_xl", 3, 16, True),
+    case("gpt2_xl", 2, 8, True, 1),
+    case("gpt2_xl", 3, 8, True, 2),
+    case("gpt2_xl", 0, 16, False),  # runs out of 80 GB
+    case("gpt2", 0, 128, False),  # so does this
+)
+
+
+def predict(wanted: Case, kind: str) -> dict[str, Any]:
+    """The forecast of a case, in a process without the GPU."""
+    mesh, rates = parse_devices(f"{kind}:1")
+    study = Study(
+        getattr(models, wanted.model), load(CONFIG), mesh, rates,
+        rows=wanted.choice.micro, seq=wanted.seq, remat=wanted.choice.remat,
+    )  # fmt: skip
+    found = study.forecast(wanted.choice)
+    return {"bytes": found.peak.bytes, "fits": found.fits, "seconds": found.seconds}
+
+
+def run(wanted: Case) -> dict[str, Any]:
+    """The case itself; ``bytes`` is None on devices that keep no statistic."""
+    choice = wanted.choice
+    mesh = zerojax.mesh()
+    zero = zerojax.zero(choice.config(load(CONFIG), mesh.size), mesh=mesh)
+    rows = choice.micro * mesh.size
+    function = bound(getattr(models, wanted.model), {"seq": wanted.seq, "remat": choice.remat})
+    made = workload(function, zero, rows, wanted.seq)
+    guard = Guard(zero.config, mesh, "data", zero._other, lambda mesh: None)  # let it run out
+    step = Step(made.train_step, zero.states, True, guard)
+    batch = {
+        name: jax.random.randint(jax.random.key(1), x.shape, 0, 200, x.dtype)
+        for name, x in made.batch.items()
+    }
+    times = []
+    try:
+        state = zero.init(made.create_state, jax.random.key(0))
+        for _ in range(WARM_UP + STEPS):
+            begun = time.perf_counter()
+            state, out = step(state, batch)
+            jax.block_until_ready((state, out))
+            times.append(time.perf_counter() - begun)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"bytes": None, "fits": False, "seconds": None}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    seconds = statistics.median(times[WARM_UP:])
+    return {"bytes": stats.get("peak_bytes_in_use"), "fits": True, "seconds": seconds}
+
+
+def measured(at: int, kind: str, here: bool) -> dict[str, Any]:
+    """A case in a process of its own."""
+    environment = dict(os.environ)
+    if here:
+        environment |= {_PREALLOCATE: "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION}
+    else:
+        environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "-m", "benchmarks.prediction", "--case", str(at), "--kind", kind]
+    done = subprocess.run(
+        [*command, *(["--here"] if here else [])], capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(f"{CASES[at].name}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def verdict(predicted: dict[str, Any], found: dict[str, Any]) -> str:
+    """What of a prediction is off, or "ok"."""
+    wrong = []
+    if predicted["fits"] != found["fits"]:
+        wrong.append("fit")
+    for name, most in (("bytes", MEMORY), ("seconds", TIME)):
+        if found[name] is not None and abs(predicted[name] / found[name] - 1) > most:
+            wrong.append(name)
+    return ", ".join(wrong) or "ok"
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = [["case", "predicted", "peak", "predicted", "step", "verdict"]]
+    for each in results:
+        predicted, found = each["predicted"], each["measured"]
+        peak = "no statistic" if found["fits"] else "out of memory"
+        rows.append(
+            [
+                each["case"],
+                size(predicted["bytes"]) + ("" if predicted["fits"] else ", does not fit"),
+                size(found["bytes"]) if found["bytes"] is not None else peak,
+                f"{1e3 * predicted['seconds']:.0f} ms",
+                "" if found["seconds"] is None else f"{1e3 * found['seconds']:.0f} ms",
+                verdict(predicted, found),
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kind", default="h100", help="what the GPU here is called")
+    parser.add_argument("--record", type=Path, help="a folder for the record")
+    parser.add_argument("--case", type=int, help="one case alone, as JSON")
+    parser.add_argument("--here", action="store_true", help="with --case: run it")
+    asked = parser.parse_args()
+    if asked.case is not None:
+        wanted = CASES[asked.case]
+        print(json.dumps(run(wanted) if asked.here else predict(wanted, asked.kind)))
+        return
+    os.environ[_PREALLOCATE] = "false"  # this process leaves the GPU to the others
+    if jax.default_backend() != "gpu":
+        raise SystemExit("no GPU here: this compares predictions with one")
+    results = []
+    for at, each in enumerate(CASES):
+        print(f"{at + 1} of {len(CASES)}: {each.name}", file=sys.stderr)
+        predicted, found = (measured(at, asked.kind, here) for here in (False, True))
+        results.append({"case": each.name, "predicted": predicted, "measured": found})
+    rows = table(results)
+    console().print(console_table(rows))
+    if asked.record:
+        device = jax.devices()[0].device_kind
+        text = [heading("Predictions against a GPU", f", {device}"), markdown_table(rows)]
+        (asked.record / f"{time.strftime('%Y-%m-%d')}-prediction.md").write_text("\n\n".join(text))
+        name = f"{time.strftime('%Y-%m-%d')}-prediction.json"
+        write_json(asked.record / name, {"device": device, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -80,8 +80,11 @@ class Reading:
                 else:
                     default = key.default
                     remedy = "write the value" if default is None else f"write {shown(default)}"
+                    fit = ", or let `python -m zerojax fit` choose" * (
+                        path == BY_FIELD["stage"].path
+                    )
                     self.problems.append(
-                        f'{path}: "auto" has nothing to resolve it; {remedy}, {_or_pass(path)}'
+                        f'{path}: "auto" has nothing to resolve it; {remedy}{fit}, {_or_pass(path)}'
                     )
 
     def _set_fields(self, sound: dict[str, Any]) -> None:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from benchmarks.checkpoint_memory import Footprint, footprint
 from benchmarks.checkpoint_times import CALL, COLD, COPY, NEXT_STEP, STEP, Timing, Turns, take_turns
-from benchmarks.report import circumstances, console, write_json
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from benchmarks.savers import SAVERS
 from examples.devices import data_mesh
 
@@ -123,13 +122,10 @@ def memory_table(results: Results) -> list[list[str]]:
 
 def conditions(turns: Turns) -> str:
     """What was saved and how, in prose."""
-    found = circumstances()
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     disk = ", ".join(f"{size / GIGA:.2f} GB by {by}" for by, size in turns.disk_bytes.items())
     calls = ", ".join(f"{taken:.3f} s by {by}" for by, taken in turns.first_calls.items())
     dropped = "was" if turns.timing(COLD) else "could not be"
     return (
-        f"Machine: {found['cores']} cores, {jax.devices()[0].device_kind}. Versions: {versions}.\n"
         f"A state of {turns.state_bytes / GIGA:.2f} GB at {turns.devices}; on disk {disk}.\n"
         f"Medians, each turn's seconds in brackets. The page cache {dropped} dropped for the cold "
         f"restores.\nThe first save's call, programs being compiled: {calls}."
@@ -138,18 +134,15 @@ def conditions(turns: Turns) -> str:
 
 def markdown(results: Results) -> str:
     """The record."""
-
-    def rows(table: list[list[str]]) -> str:
-        rule = ["---", *("---:" for _ in table[0][1:])]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (table[0], rule, *table[1:]))
-
-    missed = results.missed() or ["none"]
-    return (
-        "# Saving and restoring, beside plain orbax\n\n"
-        f"Date: {datetime.date.today()}. Command: `{circumstances()['command']}` (figures as JSON "
-        f"beside this file).\n{conditions(results.turns)}\n\n{rows(time_table(results.turns))}\n\n"
-        f"{rows(memory_table(results))}\n\nLimits missed: {'; '.join(missed)}.\n"
-    )
+    machine = f", {jax.devices()[0].device_kind}"
+    parts = [
+        heading("Saving and restoring, beside plain orbax", machine),
+        conditions(results.turns),
+        markdown_table(time_table(results.turns)),
+        markdown_table(memory_table(results)),
+        f"Limits missed: {'; '.join(results.missed()) or 'none'}.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def write(results: Results, folder: Path) -> None:
@@ -177,10 +170,7 @@ def main() -> None:
     out = console()
     out.print(conditions(results.turns))
     for title, table in (("time", time_table(results.turns)), ("memory", memory_table(results))):
-        shown = Table(*table[0], title=title)
-        for row in table[1:]:
-            shown.add_row(*row)
-        out.print(shown)
+        out.print(console_table(table, title=title))
     if options.record:
         write(results, options.record)
     if missed := results.missed():

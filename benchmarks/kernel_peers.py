@@ -24,8 +24,7 @@ def peers(call: Measured, device: str = "cuda") -> Iterator[tuple[str, Peer]]:
     if call.kernel == "fused_adamw":
         yield "torch", _adamw(torch, call, device)
         return
-    formulas = dict(_formulas(torch, call.kernel))
-    for name, formula in formulas.items():
+    for name, formula in _formulas(torch, call.kernel):
         yield name, _run(torch, call, formula, device)
 
 

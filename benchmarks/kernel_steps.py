@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax.training.train_state import TrainState
 from rich.progress import track
 
 import zerojax
+from benchmarks.measure import create_state_of, train_step_of
 from examples.gpt import GPT, SIZES, GPTConfig
 from examples.kernels import Kernels
-from examples.loss import loss_fn
 from pallas_kernels import compat
 
 DEVICES, STAGE = 8, 3
@@ -59,25 +57,10 @@ def compiled(size: Size, way: str, implementation: str) -> Step:
     kernels = None if way == WAYS[0] else Kernels(zero.per_device, implementation)
     model = GPT(GPTConfig(**sizes, scan=True, remat=True), kernels)
 
-    def create(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
-
-    @zero
-    def step(state: TrainState, tokens: jax.Array) -> Any:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-
-        def loss(params: Any) -> jax.Array:
-            if way == WAYS[2]:
-                return state.apply_fn({"params": params}, inputs, targets=targets).mean()
-            return loss_fn(state.apply_fn({"params": params}, inputs), targets)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    state = zero.abstract_state(create, jax.random.key(0))
+    step = zero(train_step_of(model, fused_loss=way == WAYS[2]))
+    state = zero.abstract_state(create_state_of(model), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((DEVICES * size.rows, size.block_size + 1), jnp.int32)
-    program = step.lower(state, tokens).compile()
+    program = step.lower(state, {"tokens": tokens}).compile()
     analysis: Any = program.memory_analysis()
     return Step(
         size,

@@ -68,6 +68,10 @@ class Cost:
     compile_seconds: float
     seconds: float | None = None
 
+    @classmethod
+    def of(cls, call: Measured, implementation: str, **costs: Any) -> Cost:
+        return cls(call.kernel, call.shape, implementation, call.bytes, call.flops, **costs)
+
 
 def run(calls: Sequence[Measured], devices: int) -> tuple[list[Cost], float | None]:
     """Costs of all calls, and the bandwidth of a copy in bytes a second, on a GPU."""
@@ -83,12 +87,9 @@ def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
     """Compiles one call, and times it where there is a GPU."""
     compiled, seconds = _compiled(call, implementation, devices, here)
     analysis: Any = compiled.memory_analysis()
-    return Cost(
-        kernel=call.kernel,
-        shape=call.shape,
-        implementation=implementation,
-        bytes=call.bytes,
-        flops=call.flops,
+    return Cost.of(
+        call,
+        implementation,
         launches=compat.kernels_in(compiled),
         temporaries=analysis.temp_size_in_bytes,
         compile_seconds=seconds,
@@ -101,16 +102,9 @@ def _peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
     begin = time.perf_counter()
     once()
     compile_seconds = time.perf_counter() - begin
-    return Cost(
-        kernel=call.kernel,
-        shape=call.shape,
-        implementation=name,
-        bytes=call.bytes,
-        flops=call.flops,
-        launches=0,
-        temporaries=0,
-        compile_seconds=compile_seconds,
-        seconds=timed_peer(once),
+    seconds = timed_peer(once)
+    return Cost.of(
+        call, name, launches=0, temporaries=0, compile_seconds=compile_seconds, seconds=seconds
     )
 
 

@@ -8,6 +8,7 @@ its blocks rematerialised. ``memory.py`` prints these records, and the tests ass
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -236,16 +237,16 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
 
 
 def train_step_of(
-    model: GPT, cast: Callable[[Any], Any] = lambda params: params
+    model: GPT, cast: Callable[[Any], Any] = lambda params: params, fused_loss: bool = False
 ) -> Callable[[TrainState, Any], tuple[TrainState, Any]]:
-    """The single-device step that all cases share; ``cast`` is applied to the parameters."""
+    """The single-device step that all cases share; ``cast`` is applied to the parameters, and a
+    fused loss is the model's own."""
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         def loss(params: Any) -> jax.Array:
-            tokens = batch["tokens"]
-            variables = {"params": cast(params)}
-            logits: Any = model.apply(variables, tokens[:, :-1], deterministic=True)
-            return loss_fn(logits, tokens[:, 1:])
+            inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+            apply: Any = functools.partial(model.apply, {"params": cast(params)}, inputs)
+            return apply(targets=targets).mean() if fused_loss else loss_fn(apply(), targets)
 
         value, grads = zerojax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}

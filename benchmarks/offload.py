@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.offload_largest import Largest, find_largest
 from benchmarks.offload_programs import Compiled, Costs, OffloadCase
@@ -31,7 +30,7 @@ from benchmarks.offload_tables import (
     overlap_rows,
     size_rows,
 )
-from benchmarks.report import circumstances, console, write_json
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
 
 GIGA = 10**9
 SECTIONS = ("sizes", "optimizer", "overlap", "largest")
@@ -157,10 +156,7 @@ def run(
         def show(name: str, rows: Rows, bounds: list[Limit], found: Any) -> None:
             tables[name], figures[name] = rows, found
             limits.extend(bounds)
-            table = Table(*rows[0], title=name, caption=NOTES[name], caption_justify="left")
-            for row in rows[1:]:
-                table.add_row(*row)
-            out.print(table)
+            out.print(console_table(rows, title=name, caption=NOTES[name], caption_justify="left"))
 
         if "sizes" in wanted:
             sizes = [(name, costs(case), limit) for name, case, limit in work.sizes]
@@ -202,21 +198,15 @@ def plain(costs: Costs) -> dict[str, Any]:
 
 def markdown(results: Results) -> str:
     """The record."""
-    found = circumstances()
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = [
-        "# Memory under offload\n\n"
-        f"Date: {datetime.date.today()}. Command: `{found['command']}` (figures as JSON beside "
-        f"this file).\nMachine: {found['cores']} CPU cores, no GPU. Versions: {versions}.\n\n"
+        heading("Memory under offload", ", no GPU"),
         "Compiled by XLA:GPU for H100s that are not there. GPTs with rematerialised blocks, "
         "sequences of 1024, one a device,\nbf16 compute with fp32 masters, AdamW. GB are 10^9 "
         "bytes, of one device. Device bytes of a program: arguments, temporaries,\nresults that "
-        "take no argument's place, and what rests on the device meanwhile."
+        "take no argument's place, and what rests on the device meanwhile.",
     ]
     for name, rows in results.tables.items():
-        rule = ["---", *("---:" for _ in rows[0][1:])]
-        lines = "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
-        parts.append(f"## {name}\n\n{NOTES[name]}\n\n{lines}")
+        parts += [f"## {name}", NOTES[name], markdown_table(rows)]
     parts.append(f"Limits missed: {'; '.join(results.missed()) or 'none'}.")
     return "\n\n".join(parts) + "\n"
 

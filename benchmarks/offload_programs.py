@@ -9,7 +9,7 @@ on them.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -153,11 +153,10 @@ def compile_costs(
     plan = zero.plan(state)
     found: list[Footprint] = []
     between = host = 0
-    lowered: Iterator[tuple[str, Any]] = zero(train_step_of(case.model)).programs(state, case.batch)
-    for name, program in lowered:
+    for name, program, _ in zero(train_step_of(case.model)).programs(state, case.batch):
         note(name)
         began = time.perf_counter()
-        executable = program.compile()
+        executable: Any = program.compile()
         seconds = time.perf_counter() - began
         memory, text = executable.memory_analysis(), executable.as_text()
         result = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -93,7 +93,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, dropout: Callable[[jax.Array], jax.Array]
+    q: jax.Array, k: jax.Array, v: jax.Array, dropout: Callable[..., jax.Array] = lambda x: x
 ) -> jax.Array:
     """Causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]` inputs, the softmax in fp32 or wider.
 
@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         if self.kernels and (self.deterministic or not c.dropout):
-            y = self.kernels.attention(q, k, v, lambda q, k, v: attention(q, k, v, lambda x: x))
+            y = self.kernels.attention(q, k, v, attention)
         else:
             y = attention(q, k, v, dropout)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
@@ -206,11 +206,14 @@ class GPT(nn.Module):
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 
-def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of the unrolled model (`h_0`, `h_1`, ...) as those of `scan=True` (`h`)."""
-    rest = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
-    blocks = [params[f"h_{i}"] for i in range(len(params) - len(rest))]
-    return rest | {"h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:
+    """Parameters of the unrolled model (`h_0`, `h_1`, ...) as those of `scan=True` (`h`).
+
+    `name` is the blocks' own: "layers" of an `examples.llama.Llama`.
+    """
+    rest = {key: leaf for key, leaf in params.items() if not key.startswith(f"{name}_")}
+    blocks = [params[f"{name}_{i}"] for i in range(len(params) - len(rest))]
+    return rest | {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
 def _dense(features: int, std: float, c: GPTConfig, name: str) -> nn.Dense:

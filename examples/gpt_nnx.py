@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.dtypes import promote_dtype
 
 from examples.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention
 from examples.kernels import Kernels
@@ -40,7 +39,7 @@ class SelfAttention(nnx.Module):
         qkv = jnp.split(self.c_attn(x), 3, axis=-1)
         q, k, v = (a.reshape(*x.shape[:2], self.n_head, -1) for a in qkv)
         if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
-            y = self.kernels.attention(q, k, v, lambda q, k, v: attention(q, k, v, lambda x: x))
+            y = self.kernels.attention(q, k, v, attention)
         else:
             y = attention(q, k, v, self.dropout)
         return self.c_proj(y.reshape(x.shape))
@@ -59,8 +58,8 @@ class MLP(nnx.Module):
         if not self.kernels:
             return self.c_proj(nnx.gelu(self.c_fc(x), approximate=True))
         dense: Any = self.c_fc
-        x, kernel, bias = promote_dtype(x, dense.kernel[...], dense.bias[...], dtype=self.dtype)
-        return self.c_proj(self.kernels.bias_gelu(jnp.dot(x, kernel), bias))
+        kernel, bias = dense.kernel[...], dense.bias[...]
+        return self.c_proj(self.kernels.dense_gelu(x, kernel, bias, self.dtype))
 
 
 class Block(nnx.Module):

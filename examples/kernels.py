@@ -48,13 +48,14 @@ class Kernels:
 
         return self.per_device(layer_norm, whole=[2, 3])(x, residual, scale, bias)
 
-    def bias_gelu(self, x: jax.Array, bias: jax.Array) -> jax.Array:
-        """gelu(x + bias), [B, T, 4D]."""
+    def dense_gelu(self, x: jax.Array, kernel: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
+        """gelu(x kernel + bias), [B, T, 4D], the bias added where the activation reads."""
 
         def bias_gelu(x: Any, bias: Any) -> Any:
             return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
 
-        return self.per_device(bias_gelu, whole=[1])(x, bias)
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
+        return self.per_device(bias_gelu, whole=[1])(jnp.dot(x, kernel), bias)
 
     def attention(
         self, q: jax.Array, k: jax.Array, v: jax.Array, otherwise: Callable[..., jax.Array]
@@ -94,7 +95,7 @@ class FusedLayerNorm(nn.Module):
 
 
 class FusedDenseGelu(nn.Module):
-    """`nn.gelu(nn.Dense(features)(x))`, the bias added where the activation reads."""
+    """`nn.gelu(nn.Dense(features)(x))`."""
 
     kernels: Kernels
     features: int
@@ -105,5 +106,4 @@ class FusedDenseGelu(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return self.kernels.bias_gelu(jnp.dot(x, kernel), bias)
+        return self.kernels.dense_gelu(x, kernel, bias, self.dtype)

@@ -58,6 +58,12 @@ def projected(state: State, batch: Any) -> Any:
     return new.replace(params=params), {}
 
 
+def shifted(state: State, batch: Any) -> Any:
+    """A sum as the update's, but of a number."""
+    new = state.apply_gradients(grads=zerojax.grad(loss)(state.params, batch))
+    return new.replace(params={**new.params, "v": new.params["v"] + 1.0}), {}
+
+
 def averaged_old(state: State, batch: Any) -> Any:
     value, grads = zerojax.value_and_grad(loss)(state.params, batch)
     new = state.apply_gradients(grads=grads)
@@ -89,6 +95,7 @@ def zero_with(section: Any = "cpu", **keywords: Any) -> zerojax.Zero:
         (norm_of_new, r"norm_of_new computes its result\['norm'\] from"),
         (loss_after, r"loss_after computes its result\['fell'\] from"),
         (projected, r"projected computes state\.params from"),
+        (shifted, r"shifted computes state\.params from"),
         (frozen_by_hand, r"frozen_by_hand computes state\.params from"),
     ],
 )

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.foresight.guard import Guard
 from zerojax.mesh import automatic, shard_axis
 from zerojax.mesh import mesh as all_devices
 from zerojax.optim.named import named_optimizer
@@ -37,7 +38,16 @@ class Zero:
     def __call__(self, train_step: Callable[..., Any]) -> Step:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX."""
-        return Step(train_step, self.states, self._donate)
+        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        return Step(train_step, self.states, self._donate, guard)
+
+    def _other(
+        self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any
+    ) -> tuple[Plan, Callable[[], Any]]:
+        """Plan and programs of a step under another config on the same devices."""
+        other = Zero(config, self.mesh, self.states.specs, self._donate)
+        step = other(function)
+        return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
         """Makes a state that is sharded from the start.

@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.collectives.changes import change
 from zerojax.marks import GRADIENT, count
-from zerojax.optim.one_pass import OnePass
 from zerojax.optim.wrap import ZeroTransformation
 from zerojax.parts import Opened, Parts
 from zerojax.state import take_apart
@@ -47,35 +46,31 @@ Cut = Callable[[Any], Any]
 Advance = Callable[..., tuple[Any, View]]
 
 
-def advancing(tx: ZeroTransformation, shardings: Any) -> Advance:
+def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Advance:
     """The update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
     Args:
       tx: the wrapped transformation.
-      shardings: of the parameters, for one that updates them in one pass; else None.
+      one_pass: ``(grads, state, params) -> (params, state)``, for one that updates them in one
+        pass; else None.
     """
 
     def advance(grads: Any, view: View, params: Any, **extra: Any) -> tuple[Any, View]:
-        if tx.one_pass is not None and shardings is not None and params is not None and not extra:
-            return in_one_pass(tx.one_pass, grads, view, params)
-        if view.masters is None:
-            updates, opt = tx.update(grads, view.opt, params, **extra)
-            return updates, view._replace(opt=opt)
-        updates, opt = tx.update(grads, view.opt, view.masters, **extra)
-        masters = optax.apply_updates(view.masters, updates)
-        updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), masters, view.compute)
-        compute = optax.apply_updates(view.compute, updates)
-        return updates, view._replace(opt=opt, masters=masters, compute=compute)
-
-    def in_one_pass(way: OnePass, grads: Any, view: View, params: Any) -> tuple[Any, View]:
         whole = view.masters is None
         before = params if whole else view.masters
-        after, opt = way.update(grads, view.opt, before, shardings)
-        # For who looks at them; else XLA drops these.
-        compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
-        updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
-        masters = None if whole else after
-        return updates, view._replace(opt=opt, masters=masters, compute=compute)
+        if one_pass is not None and params is not None and not extra:
+            after, opt = one_pass(grads, view.opt, before)
+            # For who looks at them; else XLA drops these.
+            compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
+            updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
+        else:
+            updates, opt = tx.update(grads, view.opt, before, **extra)
+            if whole:
+                return updates, view._replace(opt=opt)
+            after = optax.apply_updates(before, updates)
+            updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
+            compute = optax.apply_updates(view.compute, updates)
+        return updates, view._replace(opt=opt, masters=None if whole else after, compute=compute)
 
     return advance
 
@@ -90,8 +85,7 @@ def updating(advance: Advance, cut: Cut) -> Any:
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         updates, after = advance(cut(as_gradients(grads)), view, params, **extra)
-        if after.compute is not None and params is not None:
-            updates = jax.tree.map(change, after.compute, params, updates)
+        updates = _noted(updates, params, after.compute)
         return updates, after if view.compute is not None else after._replace(compute=None)
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
@@ -107,12 +101,15 @@ def collecting(cut: Cut) -> Any:
                 "accumulated over micro-batches: set gradient_accumulation_steps to 1."
             )
         kept = jax.tree.map(lambda a, g: g.astype(a.dtype), view.grads, cut(as_gradients(grads)))
-        updates = view.updates
-        if view.compute is not None and params is not None:
-            updates = jax.tree.map(change, view.compute, params, updates)
-        return updates, view._replace(grads=cut(kept))
+        return _noted(view.updates, params, view.compute), view._replace(grads=cut(kept))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def _noted(updates: Any, params: Any, compute: Any) -> Any:
+    """The updates, and the note of what they make of the parameters, where it is there already."""
+    none = compute is None or params is None
+    return updates if none else jax.tree.map(change, compute, params, updates)
 
 
 def _no_init(params: Any) -> Any:

@@ -9,9 +9,8 @@ import jax
 from jax.extend import core
 
 from zerojax import compat, marks
+from zerojax.collectives.changes import origins
 from zerojax.parts import Parts
-
-_SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
 
 
 def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
@@ -70,27 +69,15 @@ def _reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
     """Whether a result of a jaxpr is the sum of two of its arguments and nothing more."""
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def origin(v: Any) -> Any:
-        while not isinstance(v, core.Literal) and v in makers and makers[v].primitive.name in _SAME:
-            v = makers[v].invars[0]
-        return v
-
-    v = origin(out)
-    eqn = None if isinstance(v, core.Literal) else makers.get(v)
+    origin = origins(jaxpr)
+    v, eqn = origin(out)
     if eqn is None:
         return False
+    # By identity: a literal has no hash.
+    made_of = [id(origin(v)[0]) for v in eqn.invars]
     if eqn.primitive in marks.CALLS:
         inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
-        at = {
-            outer: mine
-            for outer, mine in zip(map(origin, eqn.invars), inner.invars, strict=True)
-            if not isinstance(outer, core.Literal)
-        }
-        return (
-            one in at
-            and other in at
-            and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], at[one], at[other])
-        )
-    return eqn.primitive.name == "add" and {*map(origin, eqn.invars)} == {one, other}
+        at = dict(zip(made_of, inner.invars, strict=True))
+        terms = at.get(id(one)), at.get(id(other))
+        return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)
+    return eqn.primitive.name == "add" and {*made_of} == {id(one), id(other)}

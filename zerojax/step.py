@@ -31,7 +31,9 @@ from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
+from zerojax.foresight.guard import Guard
 from zerojax.found import Found
+from zerojax.lowered import LoweredProgram
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -67,8 +69,10 @@ class Program:
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
-        one_pass = self.tx.one_pass is not None and self.tx.one_pass.wins(self.plan.mesh)
-        self.advance = advancing(self.tx, shardings.params if one_pass else None)
+        way, one_pass = self.tx.one_pass, None
+        if way is not None and way.wins(self.plan.mesh):
+            one_pass = functools.partial(way.update, shardings=shardings.params)
+        self.advance = advancing(self.tx, one_pass)
         self.to_kept = constrainer(
             jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec),
@@ -171,11 +175,9 @@ class Program:
             return compat.lower_for(traced, self.plan.mesh)
         return traced.lower()
 
-    def lowered(
-        self, parts: Parts, batch: Any, args: Any, kwargs: Any
-    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """All programs, of which there is one."""
-        yield "step", self.lower(parts, batch, args, kwargs)
+        yield LoweredProgram("step", self.lower(parts, batch, args, kwargs))
 
 
 class Step:
@@ -186,20 +188,24 @@ class Step:
         ``(model, optimizer, batch, ...) -> anything`` with NNX objects updated in place.
       states: what the config makes of a state.
       donate: reuse the memory of the state that is passed in.
+      guard: looks whether it fits, before it runs for the first time.
     """
 
-    def __init__(self, function: Callable[..., Any], states: States, donate: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], states: States, donate: bool, guard: Guard
+    ) -> None:
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__name__", "the step")
         # A step that is jitted already is traced as what it was before.
         self._function = getattr(function, "__wrapped__", function)
-        self._states, self._donate = states, donate
+        self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
         self._last: tuple[Any, Program | Streamed] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
+        known = True
         if self._last is not None and self._last[0]() is objects[0]:
             program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
@@ -208,10 +214,13 @@ class Step:
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
+            known = False
         _check_alive(parts.step)
         watch = self._watch
         watch.check()
         placed = watch.phase("batch", program.layout.place(batch))
+        if not known:
+            self._check_memory(program, objects, parts, batch, placed, args, kwargs)
         parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
         if len(objects) == 2:
             nnx_state.update(objects[0], objects[1], parts, program.tx)
@@ -222,6 +231,28 @@ class Step:
             returned = state, out
         watch.note(signals, out, program.layout.rows(batch))
         return returned
+
+    def _check_memory(
+        self,
+        program: Program | Streamed,
+        objects: Any,
+        parts: Parts,
+        batch: Any,
+        placed: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), batch, placed)
+        rows = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+        self._guard.check(
+            lambda: program.lower(parts, like, args, kwargs),
+            program.plan.bytes_per_device + rows,
+            self._function,
+            objects,
+            like,
+            args,
+            kwargs,
+        )
 
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does. Steps may follow."""
@@ -236,8 +267,8 @@ class Step:
         opened = self._states.open(objects)
         return self._program(opened).lower(opened.parts, batch, args, kwargs)
 
-    def programs(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Every program of the step by name, lowered; :meth:`lower` gives the first.
+    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+        """Every program of the step, lowered; :meth:`lower` gives the first.
 
         A step is one program, called "step", unless something is offloaded. Then "gradients" runs
         the body, and each of the others takes sub-groups of the state through the device.

@@ -20,6 +20,7 @@ from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.collect import Collect
 from zerojax.extras import divide
+from zerojax.lowered import LoweredProgram
 from zerojax.offload.copies import Copies, lying
 from zerojax.offload.disk_array import DiskArray, DiskLeaf
 from zerojax.offload.groups import Lying
@@ -164,17 +165,15 @@ class Streamed:
 
     def lower(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Lowered:
         """The first program, which makes the gradients."""
-        return dict(self.lowered(parts, batch, args, kwargs))["gradients"]
+        return next(self.lowered(parts, batch, args, kwargs)).lowered
 
-    def lowered(
-        self, parts: Parts, batch: Any, args: Any, kwargs: Any
-    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """All programs, each once, by name."""
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+        """All programs, each once."""
         arrays, static = divide(args, kwargs)
         parts = abstract(parts, self.plan)
         state = jax.tree.leaves(parts.opt_state)
         light = [x for x, heavy in zip(state, self.plan.streamed, strict=True) if not heavy]
-        yield (
+        yield LoweredProgram(
             "gradients",
             compat.lower_for(
                 self.collect.jitted.trace(
@@ -189,8 +188,8 @@ class Streamed:
                 self.plan.mesh,
             ),
         )
-        for name, traced in self.update.traced():
-            yield name, compat.lower_for(traced, self.plan.mesh)
+        for name, traced, times in self.update.traced():
+            yield LoweredProgram(name, compat.lower_for(traced, self.plan.mesh), times)
 
 
 def _leaf_of(x: Any) -> Any:

@@ -134,10 +134,10 @@ def test_a_large_mean_does_not_spoil_the_norm_in_fp16(params: dict) -> None:
 def test_masked_scores_are_finite_in_fp16() -> None:
     q = jnp.full((1, 4, 1, 8), 30, jnp.float16)
     k, v = -q, jnp.arange(32, dtype=jnp.float16).reshape(1, 4, 1, 8)
-    out, grad = jax.value_and_grad(lambda q: gpt.attention(q, k, v, lambda w: w).sum())(q)
+    out, grad = jax.value_and_grad(lambda q: gpt.attention(q, k, v).sum())(q)
     assert jnp.isfinite(out)
     assert jnp.isfinite(grad).all()
-    np.testing.assert_array_equal(gpt.attention(q, k, v, lambda w: w)[0, 0], v[0, 0])
+    np.testing.assert_array_equal(gpt.attention(q, k, v)[0, 0], v[0, 0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

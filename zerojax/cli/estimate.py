@@ -1,22 +1,35 @@
-"""`python -m zerojax estimate`: DeepSpeed's rules of thumb for a number of parameters."""
+"""`python -m zerojax estimate`: DeepSpeed's rules of thumb for a model."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
+import jax
 import typer
 
+from zerojax.api import zero
+from zerojax.cli.problem import explained
 from zerojax.foresight.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_cold,
+    parameters,
 )
+from zerojax.foresight.models import bound, find
+from zerojax.foresight.workload import workload
 
 
 def estimate(
-    params: Annotated[float, typer.Option(help="Parameters of the model, as 7e9.")],
+    params: Annotated[float | None, typer.Option(help="Parameters of the model, as 7e9.")] = None,
     largest_layer: Annotated[
         float | None, typer.Option(help="Parameters of its largest layer; without it no ZeRO-3.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="In place of both: a name, as llama-7b, or module:function for yours."),
+    ] = None,
+    seq: Annotated[
+        int, typer.Option(min=1, help="Tokens in a row, where the model's size depends on it.")
+    ] = 8,
     devices_per_node: Annotated[int, typer.Option(min=1)] = 8,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     buffer_factor: Annotated[
@@ -28,6 +41,11 @@ def estimate(
     Activations, logits and gathered parameters are not in them.
     """
     try:
+        if (params is None) == (model is None) or (model and largest_layer is not None):
+            raise ValueError("give either --params, with or without --largest-layer, or --model")
+        if model is not None:
+            params, largest_layer = counted(model, seq)
+        assert params is not None
         estimate_zero2_model_states_mem_needs_all_cold(
             params, devices_per_node, nodes, buffer_factor
         )
@@ -36,6 +54,23 @@ def estimate(
             estimate_zero3_model_states_mem_needs_all_cold(
                 params, largest_layer, devices_per_node, nodes, buffer_factor
             )
-    except ValueError as error:
-        typer.echo(error, err=True)
+    except Exception as error:
+        named = "" if model is None else f"model {model!r} cannot be counted"
+        if (said := explained(error, named)) is None:
+            raise
+        typer.echo(said, err=True)
         raise typer.Exit(2) from None
+
+
+def counted(model: str, seq: int) -> tuple[int, int]:
+    """Parameters of a model and of its largest layer; blocks are not stacked where it can be had.
+
+    Raises:
+      ModelError: it is not known, or cannot be imported or called.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed
+    decorated = zero()
+    options = {"zero": decorated, "rows": 1, "seq": seq, "scan": False}
+    made = workload(bound(find(model), options), decorated, 1, seq)
+    state = jax.eval_shape(made.create_state, jax.random.key(0))
+    return parameters(state[0] if isinstance(state, tuple) else state.params)

@@ -59,7 +59,7 @@ def explain(
     with 1 where the file cannot be read.
     """
     try:
-        found = explained(config, auto=_stand_ins(auto or []), devices=devices, every=every)
+        found = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
@@ -132,11 +132,11 @@ def _table(rows: Sequence[Row], grouped: bool) -> Table:
     return table
 
 
-def _stand_ins(given: list[str]) -> dict[str, Any] | None:
+def stand_ins(given: list[str]) -> dict[str, Any] | None:
     """KEY=VALUE pairs as a mapping; a value that is not JSON is a string.
 
     Example:
-      >>> _stand_ins(["a.b=300", "c=linear"])
+      >>> stand_ins(["a.b=300", "c=linear"])
       {'a.b': 300, 'c': 'linear'}
     """
     found: dict[str, Any] = {}

@@ -7,6 +7,7 @@ So the step's sum is replaced by what it would give.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,19 @@ from jax.extend.core import primitives as prims
 
 from zerojax import compat, marks
 
-SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
-"""Equations that make nothing new."""
+_SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
+
+
+def origins(jaxpr: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """A function that says of a variable what it is, past equations that make nothing new, and
+    which equation of the jaxpr makes that, or None."""
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def origin(v: Any) -> tuple[Any, Any]:
+        eqn = None if isinstance(v, core.Literal) else made.get(v)
+        return origin(eqn.invars[0]) if eqn and eqn.primitive.name in _SAME else (v, eqn)
+
+    return origin
 
 
 @jax.jit
@@ -29,21 +41,17 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
 
 def sums(jaxpr: Any) -> dict[Any, Any]:
     """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def origin(v: Any) -> Any:
-        while not isinstance(v, core.Literal) and v in made and made[v].primitive.name in SAME:
-            v = made[v].invars[0]
-        return v
+    if not any(map(_is_change, jaxpr.eqns)):
+        return {}
+    origin = origins(jaxpr)
 
     def changed(one: Any, other: Any) -> Any:
         """The new value, if ``other`` is a change of ``one``."""
-        v = origin(other)
-        eqn = None if isinstance(v, core.Literal) else made.get(v)
+        _, eqn = origin(other)
         if eqn is None or not _is_change(eqn):
             return None
         new, old, _ = eqn.invars
-        return new if origin(one) is origin(old) else None
+        return new if origin(one)[0] is origin(old)[0] else None
 
     found: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
@@ -52,7 +60,7 @@ def sums(jaxpr: Any) -> dict[Any, Any]:
             a, b = eqn.invars
             if (new := changed(a, b) or changed(b, a)) is not None:
                 found[eqn.outvars[0]] = new
-        elif eqn.primitive.name in SAME and not isinstance(first, core.Literal) and first in found:
+        elif eqn.primitive.name in _SAME and not isinstance(first, core.Literal) and first in found:
             found[eqn.outvars[0]] = found[first]
     return found
 

@@ -33,6 +33,8 @@ _SCHEMA = {
     "Assignment": {"buffers": (1, "Buffer*"), "traces": (4, "Trace*")},
     "Hlo": {"assignment": (3, "Assignment")},
 }
+# Without a GPU to try them on, XLA may choose tiles for Triton that it then cannot compile.
+_LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 _FREED = 1  # of Event.kind; the others are taken, 0, and shared, 2
 
 
@@ -59,9 +61,13 @@ def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
       may be below the executable's temporary bytes, which have gaps.
     """
     with tempfile.TemporaryDirectory(prefix="zerojax-") as folder:
-        executable = lowered.compile(
-            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        )
+        dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        try:
+            executable = lowered.compile(compiler_options=dump)
+        except jax.errors.JaxRuntimeError as error:
+            if "tile" not in str(error):
+                raise
+            executable = lowered.compile(compiler_options=dump | _LIBRARY_PRODUCTS)
         dumps = sorted(Path(folder).glob("*after_optimizations.hlo.pb"))
         return executable, tuple(buffers_at_peak(dumps[-1].read_bytes()) if dumps else ())
 

@@ -57,9 +57,7 @@ class Known:
         shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
         layers = [shape[1:] for shape in shapes if len(shape) > 2]
         tables = [leaf.shape for leaf in leaves if "embed" in leaf.path and len(leaf.shape) == 2]
-        return cls(
-            frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0)
-        )
+        return cls(frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0))
 
 
 def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> dict[str, int]:
@@ -96,9 +94,7 @@ def _arguments(program: Program, hosted: Collection[str]) -> collections.Counter
     return found
 
 
-def _kind(
-    program: Program, callers: Callers, place: Computation, held: Held, known: Known
-) -> str:
+def _kind(program: Program, callers: Callers, place: Computation, held: Held, known: Known) -> str:
     made = place[held.instruction]
     if made.operation == "all-gather":
         gathered = any(is_argument(program, callers, place, each) for each in made.operands)

@@ -40,7 +40,9 @@ class Choice:
     @property
     def possible(self) -> bool:
         """Whether ZeRO knows it: offload needs stages 1 to 3, that of parameters stage 3."""
-        return self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
+        return (
+            self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
+        )
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
@@ -70,7 +72,9 @@ class Choice:
             train_batch_size=self.micro * self.accumulation * world,
             train_micro_batch_size_per_gpu=self.micro,
             gradient_accumulation_steps=self.accumulation,
-            offload_optimizer=(before.offload_optimizer or OffloadOptimizer()) if optimizer else None,
+            offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
+            if optimizer
+            else None,
             offload_param=(before.offload_param or OffloadParam()) if param else None,
         )
 
@@ -98,13 +102,13 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
     """What is to be set, in the words of the JSON, to get from one to the other."""
     if after.remat != before.remat:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
-    if after.stage != before.stage:
-        yield f'"zero_optimization": {{"stage": {after.stage}}}'
+    zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
+    if after.offload != before.offload:
+        keys = ("offload_optimizer", "offload_param")[: OFFLOADS.index(after.offload)]
+        zero += [f'"{key}": {{"device": "cpu"}}' for key in keys]
+    if zero:
+        yield f'"zero_optimization": {{{", ".join(zero)}}}'
     if after.micro != before.micro:
         yield f'"train_micro_batch_size_per_gpu": {after.micro}'
     if after.accumulation != before.accumulation:
         yield f'"gradient_accumulation_steps": {after.accumulation}'
-    if after.offload != before.offload:
-        keys = ["offload_optimizer", "offload_param"][: OFFLOADS.index(after.offload)]
-        for key in keys:
-            yield f'"{key}": {{"device": "cpu"}}'

@@ -9,6 +9,7 @@ They are compiled for the devices of the plan's mesh, which need not be there.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +18,22 @@ from typing import Any
 import jax
 
 from zerojax.foresight.assignment import compile_and_look
-from zerojax.foresight.attribution import GRADIENTS, OTHER, PARAMETERS, STATE, Known, attribute
+from zerojax.foresight.attribution import (
+    GRADIENTS,
+    KINDS,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    Known,
+    attribute,
+)
 from zerojax.foresight.copies import host_copies, in_host
 from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
 from zerojax.foresight.hlo import Program, parse
 from zerojax.foresight.rates import Rates
 from zerojax.foresight.timeline import INWARD, OUTWARD, Spent, spend
 from zerojax.foresight.traffic import collectives
+from zerojax.lowered import LoweredProgram
 from zerojax.offload.places import DISK, HOST
 from zerojax.plan import Plan
 
@@ -31,15 +41,73 @@ STEP, FIRST = "step", "gradients"
 """What a step's only program is called, and the first of several."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one compiled program shows by itself. Bytes and seconds.
+
+    Attributes:
+      memory: of the device by kind, arguments and temporaries.
+      arguments, result: on the device; results that take an argument's place are not counted.
+      read, written: of an update's arguments, those that lie on the device between programs.
+      host: arguments and results in host memory; ``host_temporary`` beside them.
+      seconds, computing, flops, forward, traffic, compile_seconds: as :class:`Cost` has them.
+    """
+
+    memory: dict[str, int]
+    arguments: int
+    result: int
+    read: int
+    written: int
+    host: int
+    host_temporary: int
+    seconds: float
+    computing: float
+    flops: float
+    forward: float
+    traffic: tuple[Traffic, ...]
+    compile_seconds: float
+
+
+def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
+    """Compile a program and measure it."""
+    begun = time.perf_counter()
+    executable, held = compile_and_look(lowered)
+    seconds = time.perf_counter() - begun
+    memory: Any = executable.memory_analysis()
+    text = executable.as_text() or ""
+    program = parse(text)
+    between = _arguments(program, in_host(text))
+    spent = spend(program, collectives(text), host_copies(text), rates)
+    return Measured(
+        memory=attribute(text, held, memory.temp_size_in_bytes, known),
+        arguments=memory.argument_size_in_bytes,
+        result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+        read=between["read"],
+        written=between["written"],
+        host=memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes,
+        host_temporary=memory.host_temp_size_in_bytes,
+        seconds=spent.seconds,
+        computing=spent.computing,
+        flops=spent.flops,
+        forward=spent.forward,
+        traffic=tuple(_traffic(text, spent)),
+        compile_seconds=seconds,
+    )
+
+
+Measure = Callable[[jax.stages.Lowered, Known, Rates], Measured]
+
+
 def forecast(
-    programs: Iterable[tuple[str, jax.stages.Lowered]],
+    programs: Iterable[LoweredProgram],
     plan: Plan,
     rates: Rates,
     tokens: int = 0,
     note: Callable[[str], None] = lambda name: None,
     enough: Callable[[Cost], bool] = lambda cost: False,
+    measured: Measure = measure,
 ) -> Forecast:
-    """Compile the programs of a step and measure them.
+    """Compile the programs of a step and put together what they take.
 
     Args:
       programs: as ``train_step.programs(state, batch)`` yields them.
@@ -48,90 +116,80 @@ def forecast(
       tokens: of all devices in a step.
       note: told the name of each program before it is compiled.
       enough: told of each program; where it is True the others are left out.
+      measured: what measures a program; one that remembers, perhaps.
 
     Raises:
       ImportError: the compiler's wheels are not installed.
     """
     known = Known.of(plan)
     found: list[Cost] = []
-    resting: collections.Counter[str] = collections.Counter()
-    host = 0
-    for name, lowered in programs:
+    first, left_out = None, False
+    for name, lowered, times in programs:
         note(name)
-        begun = time.perf_counter()
-        executable, held = compile_and_look(lowered)
-        seconds = time.perf_counter() - begun
-        memory: Any = executable.memory_analysis()
-        text = executable.as_text()
-        program = parse(text)
-        kinds = collections.Counter(attribute(text, held, memory.temp_size_in_bytes, known))
-        result = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        kinds[GRADIENTS if name == FIRST else OTHER] += max(result, 0)
+        one = measured(lowered, known, rates)
+        kinds = collections.Counter(one.memory)
+        kinds[GRADIENTS if name == FIRST else OTHER] += one.result
         if name == FIRST:
-            resting = collections.Counter(
-                {PARAMETERS: memory.argument_size_in_bytes, GRADIENTS: max(result, 0)}
-            )
-            host = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
-        elif name != STEP:
+            first = one
+        elif first is not None:  # an update, while parameters and gradients lie there
             kinds[STATE] += kinds.pop(OTHER, 0)
-            kinds += resting - _arguments(program, in_host(text))
-        spent = spend(program, collectives(text), host_copies(text), rates)
+            kinds[PARAMETERS] += max(first.arguments - one.written, 0)
+            kinds[GRADIENTS] += max(first.result - one.read, 0)
         found.append(
             Cost(
                 name=name,
-                memory=dict(kinds),
-                host=memory.host_temp_size_in_bytes,
-                seconds=spent.seconds,
-                computing=spent.computing,
-                flops=spent.flops,
-                forward=spent.forward,
-                traffic=tuple(_traffic(text, spent)),
-                compile_seconds=seconds,
+                memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
+                host=one.host_temporary,
+                seconds=one.seconds,
+                computing=one.computing,
+                flops=one.flops,
+                forward=one.forward,
+                traffic=one.traffic,
+                times=times,
+                compile_seconds=one.compile_seconds,
             )
         )
-        if enough(found[-1]):
+        if left_out := name != STEP and enough(found[-1]):
             break
+    host = (first.host if first else 0) + max(each.host for each in found)
     return Forecast(
         plan=plan,
         rates=rates,
         parameters=sum(math.prod(leaf.shape) for leaf in plan.leaves["params"]),
         tokens=tokens,
         programs=tuple(found),
-        host_bytes=plan.bytes_in(HOST) + host + max(each.host for each in found),
+        host_bytes=plan.bytes_in(HOST) + host,
         disk_bytes=plan.bytes_in(DISK),
+        whole=not left_out,
     )
 
 
 def _arguments(program: Program, hosted: frozenset[str]) -> collections.Counter[str]:
-    """Bytes of an update's arguments that lie on the device between programs: all but the pieces
-    of the state."""
+    """Bytes of the arguments on the device by name, of a tree by its name."""
     found = collections.Counter[str]()
-    kinds = {"written[": PARAMETERS, "read[": GRADIENTS}
     for each in program.entry.instructions:
         if each.opcode == "parameter" and each.name not in hosted:
-            for prefix, kind in kinds.items():
-                if each.op_name.startswith(prefix):
-                    found[kind] += sum(shape.bytes for shape in each.shapes)
+            found[each.op_name.partition("[")[0]] += sum(shape.bytes for shape in each.shapes)
     return found
 
 
 def _traffic(text: str, spent: Spent) -> Iterator[Traffic]:
     """Collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
-    seen = set[tuple[str, str]]()
+    # What stands in a computation that is called from two places comes twice, its time once.
+    under_way, waited = dict(spent.under_way), dict(spent.waited)
+
+    def add(
+        kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: tuple[str, str]
+    ) -> None:
+        seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
+        parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
+
     for each in collectives(text):
         key = each.computation, each.name
-        # A computation called from several places has its times summed already.
-        again, _ = key in seen, seen.add(key)
-        under, waited = (0.0 if again else of.get(key, 0.0) for of in (spent.under_way, spent.waited))
-        parts[each.kind].append(
-            Traffic(each.kind, each.dtypes, each.times, each.moved_bytes, under, waited)
-        )
+        add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
     for copy in host_copies(text):
-        key = copy.computation, copy.name
-        again, _ = key in seen, seen.add(key)
-        under, waited = (0.0 if again else of.get(key, 0.0) for of in (spent.under_way, spent.waited))
         kind = INWARD if copy.inward else OUTWARD
-        parts[kind].append(Traffic(kind, (), copy.times, copy.times * copy.bytes, under, waited))
+        add(kind, (), copy.times, copy.times * copy.bytes, (copy.computation, copy.name))
     for same in parts.values():
         yield together(same)

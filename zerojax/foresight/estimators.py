@@ -82,7 +82,7 @@ class Estimate:
             "  per CPU  |  per GPU |   Options",
         ]
         lines += [
-            f" {need.cpu / GIB:7.2f}GB | {need.gpu / GIB:6.2f}GB | {need.options}".rstrip()
+            f" {need.cpu / GIB:7.2f}GB | {need.gpu / GIB:6.2f}GB | {need.options}"
             for need in self.needs
         ]
         return "\n".join(lines)
@@ -116,7 +116,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     p, _ = _checked(total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor)
     gpus, a = num_gpus_per_node * num_nodes, additional_buffer_factor
     needs = (
-        Need(int(p * max(4 * gpus, 16) * a), 2 * p, "offload_optimizer=cpu "),
+        Need(int(p * max(4 * gpus, 16) * a), 2 * p, "offload_optimizer=cpu"),
         Need(
             int(p * 4 * num_gpus_per_node * a), 2 * p + int(18 * p / gpus), "offload_optimizer=none"
         ),

@@ -10,8 +10,6 @@ from zerojax.foresight.rates import Rates
 from zerojax.plan import Plan
 from zerojax.topology import GPUS_PER_HOST
 
-RESERVE = 3 * 10**9 // 2
-"""Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -33,6 +31,16 @@ class Traffic:
     seconds: float
     waited: float
 
+    def repeated(self, times: int) -> Traffic:
+        """The same so often."""
+        return dataclasses.replace(
+            self,
+            times=times * self.times,
+            bytes=times * self.bytes,
+            seconds=times * self.seconds,
+            waited=times * self.waited,
+        )
+
     @property
     def hidden(self) -> float:
         """The share that runs beside computation, 0 to 1."""
@@ -47,10 +55,11 @@ class Cost:
       name: as ``train_step.programs`` calls it.
       memory: bytes of the device's memory by kind, see :mod:`zerojax.foresight.attribution`.
       host: bytes of host memory beside what lies there between programs.
-      seconds: predicted, of which ``computing`` in kernels.
+      seconds: predicted for one run, of which ``computing`` in kernels.
       flops: of matrix products, of which ``forward`` in the forward pass, as first computed.
       traffic: collectives, then copies.
       compile_seconds: on this machine.
+      times: how often it runs in a step.
     """
 
     name: str
@@ -62,6 +71,7 @@ class Cost:
     forward: float
     traffic: tuple[Traffic, ...]
     compile_seconds: float
+    times: int = 1
 
     @property
     def bytes(self) -> int:
@@ -80,6 +90,7 @@ class Forecast:
       tokens: of all devices in a step; 0 where the batch has none.
       programs: in the order they run.
       host_bytes, disk_bytes: of host memory and disk, for each device.
+      whole: every program was compiled; those after one that does not fit may be left out.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -89,6 +100,7 @@ class Forecast:
     programs: tuple[Cost, ...]
     host_bytes: int
     disk_bytes: int
+    whole: bool = True
 
     @property
     def devices(self) -> int:
@@ -100,14 +112,9 @@ class Forecast:
         return max(self.programs, key=lambda program: program.bytes)
 
     @property
-    def room(self) -> int:
-        """Bytes of a device that a step may take."""
-        return self.rates.memory - RESERVE
-
-    @property
     def headroom(self) -> int:
         """Bytes left at the peak; below 0 where the step does not fit."""
-        return self.room - self.peak.bytes
+        return self.rates.room - self.peak.bytes
 
     @property
     def fits(self) -> bool:
@@ -118,7 +125,7 @@ class Forecast:
         """Of a step. What lies on disk is read and written once a step, beside the rest."""
         beside = min(self.devices, GPUS_PER_HOST)
         disk = 2 * self.disk_bytes * beside / self.rates.disk
-        return max(sum(each.seconds for each in self.programs), disk)
+        return max(sum(each.times * each.seconds for each in self.programs), disk)
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,7 +136,7 @@ class Forecast:
     def mfu(self) -> float:
         """Model FLOPs utilization: 3 times the forward pass's matrix products, without what is
         computed again, over the step's time at the highest matrix rate (PaLM, appendix B)."""
-        model = 3 * sum(each.forward for each in self.programs)
+        model = 3 * sum(each.times * each.forward for each in self.programs)
         return model / (self.seconds * max(self.rates.matrix.values()))
 
     @property
@@ -142,7 +149,7 @@ class Forecast:
         kinds: dict[str, list[Traffic]] = collections.defaultdict(list)
         for program in self.programs:
             for each in program.traffic:
-                kinds[each.kind].append(each)
+                kinds[each.kind].append(each.repeated(program.times))
         return tuple(map(together, kinds.values()))
 
 

@@ -6,7 +6,8 @@ Names are entry points of the group ``zerojax.models``, so that any package can 
     my-model = "my_package.models:my_model"
 
 A function may take any of ``zero`` (the :class:`zerojax.Zero` it is planned for), ``rows`` and
-``seq`` (of the batch), and ``remat`` (bool: keep a block's input only), by those names.
+``seq`` (of the batch), ``remat`` (bool: keep a block's input only), and ``scan`` (bool, with a
+default: False makes each block a module of its own, to be counted), by those names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 GROUP = "zerojax.models"
-OPTIONS = ("zero", "rows", "seq", "remat")
 
 
 class ModelError(ValueError):
@@ -77,7 +77,7 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     if missing:
         raise ModelError(
             f"{getattr(function, '__name__', 'the function')} wants {', '.join(missing)}; it may "
-            f"take {', '.join(OPTIONS)}, and give others a default"
+            f"take {', '.join(options)}, and give others a default"
         )
     return functools.partial(function, **{k: v for k, v in options.items() if k in wanted})
 

@@ -10,7 +10,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import jax
+
 from zerojax.topology import GPUS_PER_HOST, device_kinds, lookup
+
+RESERVE = 3 * 10**9 // 2
+"""Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Rates:
     host_share: float
     launch: float
     latency: float
+
+    @property
+    def room(self) -> int:
+        """Bytes of a device that a step may take."""
+        return self.memory - RESERVE
 
     def compute_seconds(self, flops: Mapping[str, int], moved: int) -> float:
         """``max(sum flops / matrix rate, bytes / memory rate)`` + the launch."""
@@ -100,3 +110,14 @@ def rates(kind: str) -> Rates:
         network=speeds["network"],
         host=speeds["host"],
     )  # fmt: skip
+
+
+def rates_of(device: jax.Device, room: int) -> Rates:
+    """The rates of a device that is there, of which a step may take ``room`` bytes.
+
+    One that is in no list counts as an A100: the order of two times may be right, the times are
+    not.
+    """
+    kinds = device_kinds()["gpu"]
+    named = (kind for kind, figures in kinds.items() if figures["name"] == device.device_kind)
+    return dataclasses.replace(rates(next(named, "a100")), memory=room + RESERVE)

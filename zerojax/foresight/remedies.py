@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.study import Study
+from zerojax.foresight.forecasts import Forecasts
 
 COMPILES = 8
 
@@ -21,9 +22,7 @@ class Remedy:
     forecast: Forecast
 
 
-def remedies(
-    study: Study, given: Forecast, wanted: int = 3, compiles: int = COMPILES
-) -> list[Remedy]:
+def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Remedy]:
     """Choices for the same rows that fit, cheapest first by predicted step time.
 
     Those that give up least are tried first: a lower stage before a higher one, then remat, then
@@ -31,8 +30,7 @@ def remedies(
     left out, and so is one that cannot fit by what is known of others.
 
     Args:
-      study: of the model and the devices.
-      given: the forecast of ``study.given``.
+      study: of the step and the devices.
       wanted: how many are enough.
       compiles: choices to compile at the most.
     """
@@ -43,11 +41,11 @@ def remedies(
             break
         if any(_further(choice, each.choice) for each in found):
             continue
-        if study.least(choice) > given.room:
+        if study.least(choice) > study.rates.room:
             continue
         tried += 1
-        forecast = study.forecast(choice)
-        if forecast.fits:
+        forecast = study.tried(choice)
+        if forecast and forecast.fits:
             found.append(Remedy(choice, forecast))
     return sorted(found, key=lambda remedy: remedy.forecast.seconds)
 
@@ -68,7 +66,9 @@ def milder_first(given: Choice) -> Iterator[Choice]:
         )
         for offload, micro, remat, stage in itertools.product(offloads, micros, remats, stages)
     ]
-    return (each for each in sorted(choices, key=_severity(given)) if each != given and each.possible)
+    return (
+        each for each in sorted(choices, key=_severity(given)) if each != given and each.possible
+    )
 
 
 def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
@@ -76,7 +76,7 @@ def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
         steps = (
             (choice.stage - given.stage),
             2 * (choice.remat != given.remat),
-            2 * (choice.micro != given.micro),
+            math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
             4 * OFFLOADS.index(choice.offload),
         )
         return (sum(steps), *steps)

@@ -12,19 +12,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zerojax.api import Zero, zero
+from zerojax.api import zero
 from zerojax.config import ZeroConfig
-from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.costs import forecast
-from zerojax.foresight.forecast import RESERVE, Cost, Forecast
+from zerojax.foresight.costs import Measure, measure
+from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.models import bound, takes
 from zerojax.foresight.rates import Rates
-from zerojax.foresight.workload import Workload, workload
+from zerojax.foresight.workload import workload
 from zerojax.mesh import shard_axis
 
 
-class Study:
+class Study(Forecasts):
     """A model's step on a mesh, compiled once for each choice.
 
     Args:
@@ -35,7 +34,7 @@ class Study:
       rows: of a batch of all devices; None for what the config says, else one a device.
       seq: tokens in a row.
       remat: for functions that take it.
-      note: told what is being compiled.
+      note, measured: see :class:`Forecasts`.
 
     Attributes:
       given: the config's own choice.
@@ -55,53 +54,24 @@ class Study:
         seq: int,
         remat: bool | None = None,
         note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
     ) -> None:
-        self.config, self.mesh, self.rates, self.seq = config, mesh, rates, seq
+        self._function, self._config, self._mesh, self._seq = function, config, mesh, seq
         self.world = mesh.shape[shard_axis(mesh)]
-        self.remats = takes(function, "remat")
+        remats = takes(function, "remat")
         sizes = config.batch(self.world)
         rows = rows or sizes.train or (sizes.micro or 1) * sizes.accumulation * self.world
-        self.given = Choice.of(config, rows, self.world, bool(remat) if self.remats else None)
-        self._function, self._note = function, note
-        self._known: dict[Choice, Forecast] = {}
+        given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
+        super().__init__(self._built, given, rates, note, measured)
 
-    def forecast(self, choice: Choice) -> Forecast:
-        """What a choice costs; where a program does not fit, those after it are left out."""
-        if choice not in self._known:
-            made, decorated = self._workload(choice)
-            state = decorated.abstract_state(made.create_state, jax.random.key(0))
-            objects = state if isinstance(state, tuple) else (state,)
-            self._known[choice] = forecast(
-                decorated(made.train_step).programs(*objects, made.batch),
-                decorated.plan(*objects),
-                self.rates,
-                tokens=made.tokens,
-                note=lambda name: self._note(f"{choice}: {name}"),
-                enough=self._too_much,
-            )
-        return self._known[choice]
-
-    def least(self, choice: Choice) -> int:
-        """Bytes that a choice takes at the least, without compiling it.
-
-        The state at rest, and the activations of what was compiled with as many rows in a
-        micro-batch, or fewer, and as much or more remat.
-        """
-        made, decorated = self._workload(choice)
-        state = decorated.abstract_state(made.create_state, jax.random.key(0))
-        plan = decorated.plan(*state if isinstance(state, tuple) else (state,))
-        activations = (
-            each.peak.memory.get(ACTIVATIONS, 0)
-            for known, each in self._known.items()
-            if known.micro <= choice.micro and bool(known.remat) >= bool(choice.remat)
-        )
-        return plan.bytes_per_device + max(activations, default=0)
-
-    def _workload(self, choice: Choice) -> tuple[Workload, Zero]:
-        decorated = zero(choice.config(self.config, self.world), mesh=self.mesh)
+    def _built(self, choice: Choice) -> Built:
+        decorated = zero(choice.config(self._config, self.world), mesh=self._mesh)
         rows = choice.micro * choice.accumulation * self.world
-        options = {"zero": decorated, "rows": rows, "seq": self.seq, "remat": choice.remat}
-        return workload(bound(self._function, options), decorated, rows, self.seq), decorated
-
-    def _too_much(self, cost: Cost) -> bool:
-        return cost.bytes > self.rates.memory - RESERVE
+        options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
+        made = workload(bound(self._function, options), decorated, rows, self._seq)
+        state = decorated.abstract_state(made.create_state, jax.random.key(0))
+        objects = state if isinstance(state, tuple) else (state,)
+        step = decorated(made.train_step)
+        return Built(
+            decorated.plan(*objects), lambda: step.programs(*objects, made.batch), made.tokens
+        )

@@ -16,9 +16,12 @@ from zerojax.foresight.hlo import Computation, Instruction, Program, Shape
 
 # These make no kernel: names for what is there, and the ends of what has been started.
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier optimization-barrier "
-    "partition-id replica-id add-dependency iota while conditional call".split()
-)
+    {
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+        "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "add-dependency",
+        "iota", "while", "conditional", "call",
+    }
+)  # fmt: skip
 _LIBRARY = re.compile("gemm|matmul|conv")
 _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 

@@ -1,7 +1,7 @@
 """What is to be planned: a step with the state and the batch it takes, all abstract.
 
-    made = workload(lambda: linen_model, zero, rows=64, seq=1024)
-    made.train_step, made.batch
+made = workload(lambda: linen_model, zero, rows=64, seq=1024)
+made.train_step, made.batch
 """
 
 from __future__ import annotations

@@ -124,14 +124,16 @@ class Update:
             for i in turn.done:  # gradients
                 arrays[i] = None
 
-    def traced(self) -> Iterator[tuple[str, Any]]:
-        """Every program of the update, each once, traced for abstract arguments."""
+    def traced(self) -> Iterator[tuple[str, Any, int]]:
+        """Every program of the update, each once, traced for abstract arguments; and how often
+        it runs."""
         calls = [call for turn in self.turns for call in (turn.load, turn.update) if call]
         scalars = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.separated.scalars]
-        each: dict[int, Call] = {}
+        each: dict[int, list[Call]] = {}
         for call in calls:
-            each.setdefault(id(call.program), call)
-        for number, call in enumerate(each.values(), 1):
+            each.setdefault(id(call.program), []).append(call)
+        for number, same in enumerate(each.values(), 1):
+            call = same[0]
             program: Any = call.program
             traced = program.trace(
                 [self._abstract(i) for i in call.ids.written],
@@ -141,7 +143,7 @@ class Update:
                 jax.ShapeDtypeStruct((len(call.coming),), jnp.int32),
                 scalars,
             )
-            yield f"update {number}", traced
+            yield f"update {number}", traced, len(same)
 
     def _abstract(self, i: int) -> Any:
         x = self.lying[i]

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import dispatch, fused_adamw
 from zerojax.optim.decay import Mask
 
+_KERNEL = "mosaic_gpu"
+
 
 class OnePass(NamedTuple):
     """Another way to an optimizer's update: parameters and moments at once.
@@ -61,14 +63,11 @@ def adam_in_one_pass(
       always: with None, take the kernel wherever it works in place, faster or not.
     """
 
-    def chosen() -> str:
-        if implementation is not None or not always:
-            return dispatch.choose("fused_adamw", implementation)
-        return dispatch.in_place(dispatch.target())
-
     def wins(mesh: Mesh) -> bool:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return chosen() == "mosaic_gpu"
+            if implementation is None and always:
+                return dispatch.in_place(dispatch.target()) == _KERNEL
+            return dispatch.choose("fused_adamw", implementation) == _KERNEL
 
     def update(
         grads: Any,
@@ -85,7 +84,7 @@ def adam_in_one_pass(
         b1 = betas[0](adam.count) if callable(betas[0]) else betas[0]
         lr = rate(last.count) if callable(rate) else rate
         scalars = [jnp.asarray(x, jnp.float32) for x in (scale, lr, b1, run)]
-        decays = _decays(params, mask)
+        decays = _decays(params, mask if weight_decay else None)
 
         def on_shards(scalars: Any, count: Any, *leaves: Any) -> list[Any]:
             scale, lr, b1, run = scalars
@@ -104,7 +103,7 @@ def adam_in_one_pass(
                         decoupled=decoupled,
                         scale=scale,
                         run=run != 0,
-                        implementation=chosen(),
+                        implementation=_KERNEL,
                     )
                     columns = (found.params, found.mu, found.nu)
                     for i, *results in zip(part, *columns, strict=True):
@@ -138,8 +137,5 @@ def adam_in_one_pass(
 
 def _decays(params: Any, mask: Mask | None) -> list[bool]:
     """Whether each leaf decays."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    tree = mask(params) if callable(mask) else mask
-    spread = jax.tree.map(lambda yes, part: jax.tree.map(lambda _: yes, part), tree, params)
-    return [bool(yes) for yes in jax.tree.leaves(spread)]
+    yes = True if mask is None else mask(params) if callable(mask) else mask
+    return [bool(x) for x in jax.tree.leaves(jax.tree.broadcast(yes, params))]

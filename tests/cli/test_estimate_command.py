@@ -1,0 +1,61 @@
+"""`python -m zerojax estimate --model`: a model's parameters, counted."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from zerojax.__main__ import app
+from zerojax.cli.estimate import counted
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["estimate", *args])
+
+
+def test_a_model_is_counted() -> None:
+    total = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64
+    assert counted("mine:sound", 8) == (total, 16 * 64 + 64)
+    given = run("--params", str(total), "--largest-layer", str(16 * 64 + 64))
+    result = run("--model", "mine:sound", "--nodes", "1")
+    assert result.exit_code == 0
+    assert result.output == given.output
+    assert "ZeRO-3" in result.output
+
+
+def test_blocks_are_counted_one_by_one() -> None:
+    """An unrolled Llama's largest layer is its embedding, a stack's the 32 layers of a product."""
+    assert counted("examples.models:llama_7b", 8) == (6_738_415_616, 32000 * 4096)
+
+
+def test_nnx_and_workloads() -> None:
+    assert counted("mine:nnx_model", 8) == (3 * 5 + 5, 3 * 5 + 5)
+    assert counted("mine:whole_workload", 8) == counted("mine:sound", 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "give either --params, with or without --largest-layer, or --model"),
+        (["--params", "7e9", "--model", "mine:sound"], "give either --params"),
+        (["--model", "mine:sound", "--largest-layer", "5"], "give either --params"),
+        (["--model", "none-such"], "unknown model 'none-such'."),
+        (["--model", "mine:three"], "model 'mine:three' cannot be counted: a int is no flax"),
+        (["--model", "mine:raises"], "KeyError: 'no such thing'\n  File "),
+        (["--params", "-1"], "total_params is -1.0; it must be above 0"),
+    ],
+)
+def test_what_will_not_do(args: list[str], says: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert says in result.stderr

@@ -1,0 +1,80 @@
+"""`python -m zerojax fit`, compiled for the CPU devices of the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.foresight.rates import RESERVE, rates
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """``run(room, *options)``: the command, on devices with so many bytes."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": "auto"}}))
+    jax.config.update("jax_disable_most_optimizations", True)
+
+    def command(room: int, *options: str) -> Any:
+        made = dataclasses.replace(rates("h100"), memory=RESERVE + room)
+        devices = lambda text: (zerojax.mesh(), made)  # noqa: E731
+        monkeypatch.setattr("zerojax.cli.fit.parse_devices", devices)
+        asked = ["fit", "--model", "mine:sound", "--config", str(config), "--devices", "h100:8"]
+        return CliRunner().invoke(app, [*asked, "--seq", "8", *options])
+
+    yield command
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "best.json"
+    made = run(10**9, "--batch", "16", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    assert "remembered. Fastest: stage" in made.output
+    best = json.loads(out.read_text())
+    assert best["train_batch_size"] == 16
+    zerojax.zero(out)  # a config like any other
+
+    again = run(10**9, "--batch", "16", "--json")
+    found = json.loads(again.stdout)
+    assert found["config"] == best
+    speeds = [each["tokens_per_second"] for each in found["ranking"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {each["choice"]["stage"] for each in found["ranking"]} == {0, 1, 2, 3}
+    assert "0 programs compiled" in run(10**9, "--batch", "16").output
+
+
+def test_nothing_fits(run: Any) -> None:
+    made = run(10, "--batch", "16", "--compiles", "2")
+    assert made.exit_code == 3
+    assert "nothing fits h100:8" in made.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--batch", "12"), "take 8 or 16"),
+        (("--model", "gpt22"), "unknown model"),
+        (("--config", "none.json"), "none.json"),
+    ],
+)
+def test_bad_input(run: Any, options: tuple[str, ...], says: str) -> None:
+    made = run(10**9, *options)
+    assert made.exit_code == 2
+    assert says in made.output

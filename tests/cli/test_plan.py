@@ -1,0 +1,244 @@
+"""`python -m zerojax plan`: from options to an exit status, on devices that are not there."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.cli.problem import explained
+from zerojax.foresight.rates import Rates, rates
+
+HERE = Path(__file__).parent
+LEAST = 1_500_000_000
+"""Of device memory: what no step gets."""
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """`mine` is a module, and `named` a name, as a package would add it."""
+    info = tmp_path / "other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[zerojax.models]\nnamed-model = mine:sound\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    sys.modules.pop("mine", None)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "zero.json"
+    zero = {"stage": 0, "stage3_param_persistence_threshold": 0}
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    path.write_text(json.dumps({"zero_optimization": zero, **batch}))
+    return path
+
+
+@pytest.fixture
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compile for the eight CPU devices of the tests; `on_cpus(room)` leaves so much room."""
+
+    def room(room: int = 10**9) -> None:
+        made: Rates = dataclasses.replace(rates("h100"), memory=LEAST + room)
+        devices = lambda text: (zerojax.mesh(), made)  # noqa: E731
+        monkeypatch.setattr(sys.modules["zerojax.cli.plan"], "parse_devices", devices)
+
+    room()
+    return room
+
+
+def run(config: Path, *args: Any, model: str = "mine:sound", devices: str = "h100:8") -> Any:
+    given = ["--model", model, "--config", config, "--devices", devices, "--seq", 16, *args]
+    return CliRunner().invoke(app, ["plan", *map(str, given)], env={"COLUMNS": "40"})
+
+
+def refused(result: Any) -> str:
+    """What is said on stderr of input that will not do."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_a_step_that_fits_and_then_does_not(config: Path, on_cpus: Any) -> None:
+    result = run(config, "--batch", 16, "--json", model="named-model")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert told["fits"]
+    assert (told["model"], told["rows"], told["seq"]) == ("named-model", 16, 16)
+    assert told["choice"] == {
+        "stage": 0, "micro": 2, "accumulation": 1, "remat": True, "offload": "none",
+    }  # fmt: skip
+    peak = told["memory"]["peak"]
+    assert peak == sum(told["memory"]["kinds"].values()) > 4 * told["parameters"]
+    assert told["step"]["tokens"] == 16 * 16
+    assert [each["kind"] for each in told["traffic"]] == ["all-reduce"]
+    assert told["remedies"] is None
+
+    on_cpus(peak - 1)
+    result = run(config, "--batch", 16)
+    assert result.exit_code == 3, result.output
+    assert " does not fit by " in result.stdout
+    assert '"zero_optimization": {"stage": 1} ' in result.stdout
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
+    on_cpus(100)
+    result = run(config, f"--{'' if look else 'no-'}remedies", "--json", model="mine:plain")
+    assert result.exit_code == 3, result.output
+    assert json.loads(result.stdout)["remedies"] == ([] if look else None)
+
+
+@pytest.mark.usefixtures("on_cpus")
+def test_a_picture(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.svg"
+    result = run(config, "--picture", picture)
+    assert result.exit_code == 0, result.output
+    assert all(f"<!-- stage {n} -->" in picture.read_text() for n in range(4))
+
+
+def test_what_stands_in_for_auto(config: Path) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    config.write_text(json.dumps({"scheduler": scheduler}))
+    key = "scheduler.params.total_num_steps"
+    assert f'{key}: "auto" cannot be resolved' in refused(run(config))
+    # What comes after the config is refused next.
+    assert "unknown model" in refused(run(config, "--auto", f"{key}=10", model="none-such"))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nameb-model", "unknown model 'nameb-model'. Did you mean 'named-model'? Known: "),
+        ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere' (looked in PYTHONPATH"),
+        ("mine:gone", "AttributeError: module 'mine' has no attribute 'gone'"),
+        ("mine:jnp", "model 'mine:jnp': module is no function"),
+    ],
+)
+def test_models_that_are_not_there(config: Path, model: str, says: str) -> None:
+    assert says in refused(run(config, model=model))
+
+
+def test_a_module_that_raises(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "raising.py"
+    file.write_text("x = 1\nassert x == 2, 'x is one'\n")
+    said = refused(run(config, model="raising:f"))
+    assert "model 'raising:f': AssertionError: x is one" in said
+    assert said.endswith(f"  File \"{file}\", line 2, in <module>\n    assert x == 2, 'x is one'\n")
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("three", "model 'mine:three' cannot be planned: a int is no flax model: return"),
+        ("demanding", "demanding wants width; it may take zero, rows, seq, remat, and give"),
+    ],
+)
+def test_what_gives_no_model(config: Path, model: str, says: str) -> None:
+    assert refused(run(config, model=f"mine:{model}")).startswith(says)
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize(
+    ("model", "error", "line"),
+    [
+        (
+            "narrow",
+            "TypeError: dot_general requires contracting dimensions to have the same shape, got "
+            "(16,) and (15,).",
+            "in layer\n    return nn.relu(nn.Dense(16)(x @ jnp.ones((self.width, 16))))\n",
+        ),
+        ("raises", "KeyError: 'no such thing'", 'in raises\n    raise KeyError("no such thing")\n'),
+    ],
+    ids=["in the step", "before it"],
+)
+def test_the_users_own_errors(config: Path, model: str, error: str, line: str) -> None:
+    """Their type, their text, and the line of theirs that they come from."""
+    said = refused(run(config, model=f"mine:{model}"))
+    assert said.startswith(f"model 'mine:{model}' cannot be planned:\n{error}\n  File ")
+    assert str(HERE / "mine.py") in said
+    assert said.endswith(line)
+
+
+def test_xlas_own_errors() -> None:
+    error = jax.errors.JaxRuntimeError("INTERNAL: no tile\n\nSuspected Python Code Location:\n  x")
+    assert explained(error, "model 'a:b' cannot be planned") == (
+        "model 'a:b' cannot be planned: XLA does not compile it. Another version of jax may, or "
+        "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.\nINTERNAL: no tile"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--seq", 0], "--seq"),
+        (["--batch", 0], "--batch"),
+        (["--remat"], "--remat: model 'mine:plain' takes no `remat`"),
+        (["--no-remat"], "--no-remat: model 'mine:plain' takes no `remat`"),
+        (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
+        (["--devices", "h10:8"], "unknown device kind 'h10'. Did you mean 'h100'?"),
+        (["--devices", "8"], "devices '8': give KIND:N, as h100:8"),
+        (["--auto", "a"], "expected KEY=VALUE"),
+    ],
+)
+def test_options_that_will_not_do(config: Path, args: list[Any], says: str) -> None:
+    assert says in refused(run(config, *args, model="mine:plain"))
+
+
+@pytest.mark.usefixtures("on_cpus")
+def test_configs_that_will_not_do(config: Path) -> None:
+    assert "train_batch_size 8 or 16" in refused(run(config, "--batch", 12))
+    assert "no such file" in refused(run(config.with_name("none.json")))
+    config.write_text('{"zero_optimisation": {}}')
+    assert "did you mean `zero_optimization`?" in refused(run(config))
+
+
+def test_missing_wheels(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["zerojax.topology"], "_missing", lambda _: True)
+    for devices, extra in (("h100:8", "compile"), ("v5e:16", "tpu")):
+        assert f"pip install 'zerojax[{extra}]'" in refused(run(config, devices=devices))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_the_module_runs(config: Path) -> None:
+    """Without a GPU, and with nothing but the tables on stdout and nothing on stderr."""
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    environment |= {"COLUMNS": "40", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "tpu"}
+    command = ["--model", "mine:sound", "--config", str(config), "--devices", "h100:8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", "plan", *command, "--seq", "16", "--no-remat"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment | {"PYTHONIOENCODING": "utf-8"},
+        cwd=Path(zerojax.__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(" parameters, " + str(config) + ", 8 x h100")
+    assert lines[1].startswith("stage 0, no remat, batch 8 = 1 x 1 x 8 ")
+    first = [line.split()[0] for line in lines if line.split()]
+    assert {"parameters", "gradients", "total", "headroom", "all-reduce", "predicted"} <= {*first}

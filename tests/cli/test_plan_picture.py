@@ -1,0 +1,44 @@
+"""The picture of `python -m zerojax plan`: what is in it, and where it may be written."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from made_up import GB, cost, forecast
+
+from zerojax.cli.plan_picture import by_stage, check, draw
+from zerojax.foresight.choice import Choice
+
+
+def test_every_stage_has_its_bar(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stages = {f"stage {n}": forecast(cost(memory={"logits": (90 - n) * GB})) for n in range(4)}
+    for suffix in (".svg", ".png"):
+        draw(tmp_path / f"a{suffix}", "mine, batch 64", stages)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "a.svg").read_text()
+    words = ["stage 0", "stage 3", "90 GB", "87 GB", "logits", "device memory", "mine, batch 64"]
+    assert all(f"<!-- {word} -->" in text for word in words)
+    assert "<!-- activations -->" not in text
+
+
+def test_the_stages_of_a_choice() -> None:
+    given = Choice(stage=2, micro=4, remat=True, offload="optimizer")
+    made = dict(by_stage(given))
+    assert [*made] == ["stage 0", *(f"stage {n}, optimizer offloaded" for n in (1, 2, 3))]
+    assert [choice.stage for choice in made.values()] == [0, 1, 2, 3]
+    assert all(choice.possible for choice in made.values())
+    assert {(choice.micro, choice.remat) for choice in made.values()} == {(4, True)}
+    assert given in made.values()
+
+
+def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"give a file that ends in \.png or \.svg"):
+        check(tmp_path / "a.pdf")
+    with pytest.raises(ValueError, match="there is no folder"):
+        check(tmp_path / "none" / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'zerojax\[examples\]'"):
+        check(tmp_path / "a.PNG")

@@ -1,0 +1,164 @@
+"""What `python -m zerojax plan` prints, from a forecast that is made up: tables and JSON."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import pytest
+from made_up import GB, GIVEN, cost, forecast, planned
+
+from zerojax.cli.plan_table import duration, show
+from zerojax.cli.planned import Planned, to_json
+from zerojax.foresight.attribution import KINDS
+from zerojax.foresight.rates import rates
+from zerojax.foresight.remedies import Remedy
+from zerojax.report import size
+
+
+def printed(made: Planned, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    show(made)
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def row(lines: list[str], first: str) -> list[str]:
+    (cells,) = [cells for line in lines if (cells := re.split(r" {2,}", line))[0] == first]
+    return cells[1:]
+
+
+def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(planned(), capsys)
+    assert lines[:2] == [
+        "mine:[red], 6,738,415,616 parameters, a.json, 8 x h100",
+        "stage 3, no remat, batch 64 = 4 x 2 x 8 (micro-batch x accumulation x devices), "
+        "1024 tokens in a row",
+    ]
+    assert row(lines, "parameters") == ["20 GB", "█" * 7]
+    assert row(lines, "total") == ["30 GB", "█" * 11]
+    assert row(lines, "device memory") == ["84.9 GB", "█" * 30]
+    assert row(lines, "headroom") == [size(84942979072 - 3 * GB // 2 - 30 * GB - 123)]
+    assert row(lines, "all-gather") == ["bf16, f32", "1,234", "5 GB", "500 ms", "75%"]
+    assert row(lines, "to the device") == ["7", "3 GB", "20 ms", "0%"]
+    assert "predicted step time: 2 s, 32,768 tokens/s, MFU 30.3%" in lines
+    assert "not yet confirmed on hardware" in lines[-2]
+    assert lines[-1] == "compiled in 12 s"
+    whole = "\n".join(lines)
+    assert all(word not in whole for word in ("does not fit", "host memory", "disk", "PREALLOC"))
+
+
+def test_the_json_holds_every_figure() -> None:
+    told = json.loads(json.dumps(to_json(planned())))
+    assert told["memory"]["kinds"] == {
+        "parameters": 20 * GB,
+        "activations": 10 * GB,
+        "logits": 123,
+    }
+    memory = told["memory"]
+    assert memory["peak"] == 30 * GB + 123
+    assert memory["device"] == memory["reserve"] + memory["headroom"] + memory["peak"]
+    assert told["traffic"][0] == {
+        "kind": "all-gather", "dtypes": ["bf16", "f32"], "times": 1234, "bytes": 5 * GB,
+        "seconds": 0.5, "waited": 0.125, "hidden": 0.75,
+    }  # fmt: skip
+    assert told["step"] == {
+        "seconds": 2.0, "tokens": 65536, "tokens_per_second": 32768.0, "mfu": 6e14 / 989e12 / 2,
+    }  # fmt: skip
+    assert told["choice"] == dataclasses.asdict(GIVEN)
+    assert (told["rows"], told["seq"], told["compile_seconds"]) == (64, 1024, 12.0)
+    assert told["devices"] == {"kind": "h100", "count": 8}
+    assert told["fits"]
+    assert told["remedies"] is None
+
+
+def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    small = cost("update [1]", memory={"parameters": GB}, seconds=0.25, traffic=())
+    found = forecast(cost("gradients"), small, host_bytes=7 * GB, disk_bytes=2 * GB)
+    lines = printed(planned(found), capsys)
+    assert row(lines, "gradients") == ["30 GB", "2 s", "12 s", "the peak above"]
+    assert row(lines, "update [1]") == ["1 GB", "250 ms", "12 s"]
+    assert "host memory, for each device: 7 GB" in lines
+    assert "disk, for each device: 2 GB" in lines
+    told = to_json(planned(found))
+    assert [each["bytes"] for each in told["programs"]] == [30 * GB + 123, GB]
+    assert told["memory"]["program"] == "gradients"
+    assert (told["memory"]["host"], told["memory"]["disk"]) == (7 * GB, 2 * GB)
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what does instead, in the words of the JSON."""
+    small = forecast(cost(memory={"parameters": 8 * GB}, seconds=3.0), host_bytes=GB)
+    choice = dataclasses.replace(GIVEN, remat=True, offload="optimizer")
+    made = planned(forecast(kind="rtx-3090"), remedies=(Remedy(choice, small),))
+    lines = printed(made, capsys)
+    assert row(lines, "total") == ["30 GB", "█" * 30]  # to the scale of what is over
+    assert row(lines, "does not fit by") == [size(-made.forecast.headroom)]
+    assert "What fits, cheapest first, each compiled:" in lines
+    wanted = "remat: true (an option of the model), "
+    wanted += '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+    assert row(lines, wanted)[0] == "8 GB"
+    assert row(lines, wanted)[2:] == ["1 GB", "3 s"]
+    (remedy,) = to_json(made)["remedies"]
+    assert remedy["set"] == [
+        "remat: true (an option of the model)",
+        '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
+    ]
+    assert remedy["choice"] == dataclasses.asdict(choice)
+    assert (remedy["peak"], remedy["step"]["seconds"]) == (8 * GB, 3.0)
+    assert not to_json(made)["fits"]
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned(forecast(kind="rtx-3090"), remedies=())
+    assert "No other setting of this batch that was compiled fits:" in printed(made, capsys)[-1]
+    made = planned(forecast(kind="rtx-3090"))
+    assert printed(made, capsys)[-1] == "compiled in 12 s"
+
+
+def test_programs_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned(forecast(cost("gradients"), kind="rtx-3090", whole=False))
+    lines = printed(made, capsys)
+    assert "'gradients' does not fit; the programs after it were not compiled." in lines
+    assert not any("predicted step time" in line for line in lines)
+    assert to_json(made)["step"] is None
+
+
+def test_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned(forecast(tokens=0))
+    assert "predicted step time: 2 s, MFU 30.3%" in printed(made, capsys)
+    assert to_json(made)["step"]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "fraction"),
+    [(0.74, "h100", None), (0.901, "h100", 0.91), (0.99, "h100", None), (0.8, "v5p", None)],
+)
+def test_the_fraction_that_jax_is_to_take(
+    share: float, kind: str, fraction: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = {"activations": int(share * rates(kind).memory)}
+    made = planned(forecast(cost(memory=memory), kind=kind))
+    assert to_json(made)["memory"]["mem_fraction"] == fraction
+    said = [s for s in printed(made, capsys) if "XLA_PYTHON_CLIENT_MEM_FRACTION" in s]
+    assert [s.rpartition("=")[2] for s in said] == ([f"{fraction:.2f}"] if fraction else [])
+
+
+def test_every_kind_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(planned(forecast(cost(memory={kind: 2000 for kind in KINDS}))), capsys)
+    assert [row(lines, kind) for kind in KINDS] == [["2 kB"]] * len(KINDS)
+
+
+def test_a_terminal_has_its_own_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    show(planned(forecast(cost(traffic=cost().traffic))))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert max(len(line) for line in plain.splitlines() if "─" in line) <= 70
+    assert "mine:[red]" in plain
+
+
+def test_durations() -> None:
+    seconds = (0.0, 0.00025, 0.5, 12.34, 1234.5)
+    assert [duration(s) for s in seconds] == ["0 us", "250 us", "500 ms", "12.3 s", "1,234 s"]

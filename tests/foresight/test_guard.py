@@ -1,0 +1,120 @@
+"""A step that does not fit is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.foresight.guard import Guard, OutOfMemoryError, free_bytes
+from zerojax.step import Step
+
+DIM, LAYERS, ROWS = 64, 3, 256
+STATE = LAYERS * DIM * DIM * 12  # bytes of masters and moments in float32
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(LAYERS):
+            x = nn.relu(nn.Dense(DIM, use_bias=False)(x))
+        return x
+
+
+def create_state(key: jax.Array) -> TrainState:
+    model = Model()
+    params = model.init(key, jnp.zeros((1, DIM)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean(state.apply_fn({"params": params}, batch["x"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+BATCH = {"x": np.ones((ROWS, DIM))}  # float64: jax makes it float32
+
+
+def guarded(
+    zero: zerojax.Zero, free: int | None, function: Callable[..., Any] = train_step
+) -> Step:
+    """A step on devices with so many bytes free."""
+    guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free)
+    return Step(function, zero.states, True, guard)
+
+
+@pytest.fixture
+def compiles() -> Any:
+    """The names of what jax compiles meanwhile."""
+    seen: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        seen.extend(["compile"] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_step_that_fits_runs_and_is_compiled_once(compiles: list[str]) -> None:
+    zero = zerojax.zero(stage=1)
+    state = zero.init(create_state, jax.random.key(0))
+    step = guarded(zero, 10**9)
+    compiles.clear()
+    state, _ = step(state, BATCH)
+    assert len(compiles) == 1
+    state, _ = step(state, BATCH)
+    assert len(compiles) == 1
+
+
+def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str]) -> None:
+    zero = zerojax.zero(stage=0)
+    state = zero.init(create_state, jax.random.key(0))
+    with pytest.raises(OutOfMemoryError, match="of each device's memory") as error:
+        guarded(zero, 1000)(state, BATCH)
+    told = str(error.value)
+    assert '"zero_optimization": {"stage": 1}' in told
+    assert "optimizer state" in told
+    assert "does not fit; compiling stage 1" in capfd.readouterr().err
+    # Nothing was run or taken.
+    assert int(state.step) == 0
+    guarded(zero, None)(state, BATCH)
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    zero = zerojax.zero(stage=3)
+    state = zero.init(create_state, jax.random.key(0))
+    with pytest.raises(MemoryError, match="rematerialise the model's blocks"):
+        guarded(zero, -(10**9))(state, BATCH)
+
+
+def test_nnx() -> None:
+    zero = zerojax.zero(stage=0)
+
+    def create() -> Any:
+        model = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        grads = nnx.grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(model)
+        optimizer.update(model, grads)
+
+    model, optimizer = zero.init(create)
+    with pytest.raises(OutOfMemoryError, match="zero_optimization"):
+        guarded(zero, 100, step)(model, optimizer, BATCH)
+
+
+def test_devices_that_do_not_say_what_is_free_are_not_asked_to() -> None:
+    assert free_bytes(zerojax.zero(stage=0).mesh) is None

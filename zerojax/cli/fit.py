@@ -1,0 +1,151 @@
+"""`python -m zerojax fit`: the settings that train fastest, by prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerojax.cli.bar import steps_bar
+from zerojax.cli.compiling import compile_only
+from zerojax.cli.problem import explained
+from zerojax.config import load
+from zerojax.config.read import read_file
+from zerojax.foresight.cache import Cache
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.fit import COMPILES, Found
+from zerojax.foresight.fit import fit as search
+from zerojax.foresight.models import find, takes
+from zerojax.foresight.space import left_open
+from zerojax.foresight.study import Study
+from zerojax.report import size
+
+_PIPED = 120  # columns where the output is no terminal
+
+
+def fit(
+    model: Annotated[
+        str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
+    ],
+    config: Annotated[
+        Path,
+        typer.Option(help='A DeepSpeed config; what it leaves out, or has as "auto", is open.'),
+    ],
+    devices: Annotated[
+        str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")
+    ],
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of an update, over all devices; else open.")
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 1024,
+    out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
+    compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
+    minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+) -> None:
+    """Searches stage, micro-batch, accumulation, remat and offload for the most tokens a second.
+
+    Every choice in the ranking was compiled and fits. What was compiled before, for the same step
+    and devices, is remembered in ~/.cache/zerojax.
+
+    Exits with 0, with 3 where nothing fits, and with 2 for bad input.
+    """
+    compile_only()
+    with steps_bar() as progress:
+        task = progress.add_task("reading", total=None)
+
+        def note(text: str) -> None:
+            progress.update(task, description=f"compiling {text}")
+
+        def done(modes: int, of: int) -> None:
+            progress.update(task, completed=modes, total=of)
+
+        try:
+            raw: Any = read_file(config)
+            if not isinstance(raw, dict):
+                load(config)  # says what is wrong with it
+            function = find(model)
+            mesh, rates = parse_devices(devices)
+            remats = (False, True) if takes(function, "remat") else (None,)
+            space, fixed = left_open(raw, batch, mesh.size, remats)
+            cache = Cache()
+            study = Study(
+                function, load(fixed), mesh, rates, rows=batch, seq=seq, note=note, measured=cache
+            )
+            found = search(study, space, compiles, 60 * minutes, done)
+        except Exception as error:
+            if (said := explained(error, f"model {model!r} cannot be planned")) is None:
+                raise
+            typer.echo(said, err=True)
+            raise typer.Exit(2) from None
+    if not found:
+        typer.echo(
+            f"nothing fits {devices}: take more devices, or a model whose blocks are "
+            "rematerialised (--model with a `remat` option)",
+            err=True,
+        )
+        raise typer.Exit(3)
+    best = found[0].choice.json(fixed, study.world)
+    if out is not None:
+        out.write_text(json.dumps(best, indent=2) + "\n")
+    if as_json:
+        print(json.dumps({"ranking": [_row(each) for each in found], "config": best}, indent=2))
+        return
+    _show(_best(found), f"{model} on {devices}, {seq} tokens in a row")
+    counted = f"{cache.misses} programs compiled, {cache.hits} remembered"
+    typer.echo(f"{counted}. Fastest: {found[0].choice}" + (f", in {out}" if out else ""))
+    if found[0].choice.remat:
+        typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
+
+
+def _best(found: Sequence[Found]) -> list[Found]:
+    """The first of each mode, whatever its micro-batch."""
+    first: dict[Choice, Found] = {}
+    for each in found:
+        mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
+        first.setdefault(mode, each)
+    return list(first.values())
+
+
+def _row(found: Found) -> dict[str, Any]:
+    of = found.forecast
+    return {
+        "choice": dataclasses.asdict(found.choice),
+        "tokens_per_second": of.tokens_per_second,
+        "mfu": of.mfu,
+        "peak": of.peak.bytes,
+        "headroom": of.headroom,
+        "host": of.host_bytes,
+        "seconds": of.seconds,
+    }
+
+
+def _show(found: Sequence[Found], title: str) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("stage", "micro-batch", "accumulation", "remat", "offloaded"):
+        table.add_column(name)
+    for name in ("tokens/s", "MFU", "device memory", "host memory"):
+        table.add_column(name, justify="right")
+    for each in found:
+        choice, of = each.choice, each.forecast
+        table.add_row(
+            str(choice.stage),
+            str(choice.micro),
+            str(choice.accumulation),
+            {None: "", False: "no", True: "yes"}[choice.remat],
+            choice.offload,
+            f"{of.tokens_per_second:,.0f}",
+            f"{of.mfu:.1%}",
+            size(of.peak.bytes),
+            size(of.host_bytes),
+        )
+    Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False).print(table)

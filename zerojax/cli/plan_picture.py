@@ -1,0 +1,89 @@
+"""The picture of `python -m zerojax plan`: memory by kind, a bar a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from zerojax.foresight.attribution import KINDS
+from zerojax.foresight.choice import OFFLOADS, Choice
+from zerojax.foresight.forecast import Forecast
+from zerojax.report import size
+
+SUFFIXES = (".png", ".svg")
+_INK, _FAINT, _FULL = "#22272e", "#d8dce2", "#b3261e"
+_COLOURS = (
+    "#3b6fb6", "#d9622b", "#7a5ba6", "#8fb3e0", "#3f9b6d", "#e0a030", "#7d8794", "#aab2bd",
+    "#d8dce2",
+)  # fmt: skip
+
+
+def check(path: Path) -> None:
+    """That a picture can be written there.
+
+    Raises:
+      ValueError: not for a suffix that is known, or not into a folder that exists.
+      ImportError: matplotlib is missing.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--picture {path}: give a file that ends in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {path}: there is no folder {path.parent}; make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install 'zerojax[examples]'")
+
+
+def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:
+    """The same batch at each stage by name, with as much of the offload as the stage knows.
+
+    Example:
+      >>> given = Choice(stage=3, micro=1, offload="optimizer and parameters")
+      >>> [name for name, _ in by_stage(given)][:2]
+      ['stage 0', 'stage 1, optimizer offloaded']
+    """
+    for stage in range(4):
+        offloads = OFFLOADS[: OFFLOADS.index(given.offload) + 1]
+        choices = [dataclasses.replace(given, stage=stage, offload=each) for each in offloads]
+        choice = next(each for each in reversed(choices) if each.possible)
+        offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
+        yield f"stage {stage}{offload}", choice
+
+
+def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
+    """Write the picture.
+
+    Args:
+      path: ends in ".png" or ".svg".
+      title: above it.
+      stages: forecasts by the name of their bar, from the top.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.7 * len(stages) + 2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    memory = max(found.rates.memory for found in stages.values()) / 1e9
+    most = max(memory, *(found.peak.bytes / 1e9 for found in stages.values()))
+    starts = [0.0] * len(stages)
+    for kind, colour in zip(KINDS, _COLOURS, strict=True):
+        widths = [found.peak.memory.get(kind, 0) / 1e9 for found in stages.values()]
+        if any(widths):
+            label = kind if max(widths) > most / 500 else None  # the others are not to be seen
+            axes.barh(list(stages), widths, left=starts, height=0.6, color=colour, label=label)
+            starts = [at + width for at, width in zip(starts, widths, strict=True)]
+    for row, found in enumerate(stages.values()):
+        at, colour = found.peak.bytes / 1e9 + most / 100, _INK if found.fits else _FULL
+        axes.text(at, row, size(found.peak.bytes), va="center", color=colour, fontweight="bold")
+    axes.axvline(memory, color=_FULL, linewidth=1.5, linestyle="--", label="device memory")
+    axes.invert_yaxis()
+    axes.set_xlim(0, most * 1.12)
+    axes.set_xlabel("GB of each device at the peak of a step, as compiled", color=_INK)
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=12)
+    axes.tick_params(colors=_INK, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.grid(axis="x", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower left", ncols=5, frameon=False, labelcolor=_INK, fontsize=9)
+    figure.savefig(path)

@@ -1,0 +1,180 @@
+"""The tables of `python -m zerojax plan`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zerojax.cli.planned import Planned
+from zerojax.foresight.attribution import KINDS
+from zerojax.foresight.choice import changes
+from zerojax.report import size
+
+_PIPED = 10_000
+"""Columns where the output is no terminal: no cell is cut or wrapped, one thing is one line."""
+_BAR = 30
+
+
+def show(planned: Planned) -> None:
+    """Prints what a step takes, and what would make it fit where that was looked for."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    found = planned.forecast
+    for line in _title(planned):
+        console.print(escape(line), soft_wrap=True)
+    console.print(_memory(planned, "█" if console.encoding.startswith("utf") else "#"))
+    if len(found.programs) > 1:
+        console.print(_programs(planned))
+    for line in _about_memory(planned):
+        console.print(escape(line), soft_wrap=True)
+    if found.traffic:
+        console.print(_traffic(planned))
+    for line in _about_time(planned):
+        console.print(escape(line), soft_wrap=True)
+    if planned.remedies is not None:
+        _remedies(console, planned)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+      >>> duration(0.0123), duration(2e-6), duration(83.25)
+      ('12.3 ms', '2 us', '83.2 s')
+    """
+    for unit, parts in (("s", 1.0), ("ms", 1e3)):
+        if seconds * parts >= 1:
+            return f"{seconds * parts:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _title(planned: Planned) -> Iterator[str]:
+    found, choice = planned.forecast, planned.choice
+    yield (
+        f"{planned.model}, {found.parameters:,} parameters, {planned.config}, "
+        f"{found.devices} x {found.rates.kind}"
+    )
+    remat = {None: "", True: ", remat", False: ", no remat"}[choice.remat]
+    offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
+    yield (
+        f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
+        f"{choice.accumulation} x {found.devices} (micro-batch x accumulation x devices), "
+        f"{planned.seq} tokens in a row"
+    )
+
+
+def _memory(planned: Planned, mark: str) -> Table:
+    """Bars are drawn to the scale of the device's memory, or of what is over it."""
+    found = planned.forecast
+    peak, memory = found.peak, found.rates.memory
+    width = _BAR / max(memory, peak.bytes)
+
+    def bar(n: int) -> str:
+        return mark * round(n * width)
+
+    table = _table("memory of a device", ">bytes", "")
+    for kind in KINDS:
+        if kind in peak.memory:
+            table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
+    table.add_section()
+    table.add_row("total", size(peak.bytes), bar(peak.bytes), style="bold")
+    table.add_row("device memory", size(memory), bar(memory))
+    table.add_row("reserve", size(planned.reserve), "for the driver, NCCL and the allocator")
+    if found.fits:
+        table.add_row("headroom", size(found.headroom), style="bold green")
+    else:
+        table.add_row("does not fit by", size(-found.headroom), style="bold red")
+    return table
+
+
+def _programs(planned: Planned) -> Table:
+    found = planned.forecast
+    table = _table("program", ">memory of a device", ">time", ">compile", "")
+    for each in found.programs:
+        table.add_row(
+            escape(each.name),
+            size(each.bytes),
+            duration(each.seconds),
+            duration(each.compile_seconds),
+            "the peak above" if each is found.peak else "",
+        )
+    return table
+
+
+def _about_memory(planned: Planned) -> Iterator[str]:
+    found = planned.forecast
+    if not planned.forecast.whole:
+        yield f"{found.programs[-1].name!r} does not fit; the programs after it were not compiled."
+    if found.host_bytes:
+        yield f"host memory, for each device: {size(found.host_bytes)}"
+    if found.disk_bytes:
+        yield f"disk, for each device: {size(found.disk_bytes)}"
+    if planned.fraction is not None:
+        yield (
+            f"The step takes {found.peak.bytes / found.rates.memory:.0%} of the device's memory, "
+            "and JAX preallocates 75% unless told otherwise: set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={planned.fraction:.2f}"
+        )
+
+
+def _traffic(planned: Planned) -> Table:
+    table = _table("traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden")
+    for each in planned.forecast.traffic:
+        table.add_row(
+            each.kind,
+            ", ".join(each.dtypes),
+            f"{each.times:,}",
+            size(each.bytes),
+            duration(each.seconds),
+            f"{each.hidden:.0%}",
+        )
+    return table
+
+
+def _about_time(planned: Planned) -> Iterator[str]:
+    found, rates = planned.forecast, planned.forecast.rates
+    if planned.forecast.whole:
+        tokens = f", {found.tokens_per_second:,.0f} tokens/s" if found.tokens else ""
+        yield f"predicted step time: {duration(found.seconds)}{tokens}, MFU {found.mfu:.1%}"
+        yield (
+            "  a roofline model: of their peaks matrix products are assumed to reach "
+            f"{rates.matrix_share:.0%}, device memory {rates.memory_share:.0%}, links "
+            f"{rates.link_share:.0%}, host copies {rates.host_share:.0%} (device_kinds.json); not "
+            "yet confirmed on hardware"
+        )
+    yield f"compiled in {duration(found.compile_seconds)}"
+
+
+def _remedies(console: Console, planned: Planned) -> None:
+    if not planned.remedies:
+        console.print(
+            "[bold red]No other setting of this batch that was compiled fits:[/] take more "
+            "devices, fewer rows (--batch) or fewer tokens (--seq)",
+            soft_wrap=True,
+        )
+        return
+    console.print("\nWhat fits, cheapest first, each compiled:", soft_wrap=True)
+    table = _table("set", ">total", ">headroom", ">host", ">step")
+    for each in planned.remedies:
+        found = each.forecast
+        table.add_row(
+            escape(", ".join(changes(planned.choice, each.choice))),
+            size(found.peak.bytes),
+            size(found.headroom),
+            size(found.host_bytes),
+            duration(found.seconds),
+        )
+    console.print(table)
+
+
+def _table(*heads: str) -> Table:
+    """With those columns; one whose head begins with ">" is flushed right."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        name = head.removeprefix(">")
+        table.add_column(name, justify="right" if name != head else "left", overflow="fold")
+    return table

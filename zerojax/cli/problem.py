@@ -1,0 +1,72 @@
+"""What a command says of an error that its input caused, the user's own code included."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+import traceback
+from pathlib import Path
+
+import jax
+
+from zerojax.config import ConfigError
+from zerojax.foresight.models import ModelError
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "zerojax")
+_TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+
+
+def explained(error: Exception, doing: str = "") -> str | None:
+    """An error in the user's words: its type, its text, and their last line that led to it.
+
+    Args:
+      error: as it was caught.
+      doing: what failed, for errors that do not say so.
+
+    Returns:
+      None where neither the input nor code of the user's is known to have caused it.
+
+    Example:
+      >>> explained(TypeError("an int is no flax model"), "model 'a:b' cannot be planned")
+      "model 'a:b' cannot be planned: an int is no flax model"
+      >>> explained(KeyError("a bug"), "model 'a:b' cannot be planned") is None
+      True
+    """
+    if isinstance(error, ConfigError | ModelError):
+        frame = last_frame(error.__cause__) if error.__cause__ else None
+        return f"{error}\n{_place(frame)}" if frame else str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        cause = str(error).partition("\n\nSuspected Python Code Location")[0]
+        remedy = f"Another version of jax may, or {_TRITON}."
+        return f"{doing}: XLA does not compile it. {remedy}\n{cause.rstrip()}"
+    if (frame := last_frame(error)) is not None:
+        return f"{doing}:\n{type(error).__name__}: {error}\n{_place(frame)}"
+    if not isinstance(error, ValueError | TypeError | ImportError):
+        return None
+    return f"{doing}: {error}" if doing else str(error)
+
+
+def last_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame outside of Python, JAX, Flax, optax and zerojax."""
+    libraries = [_folder(name) for name in _LIBRARIES]
+    python = Path(sysconfig.get_path("stdlib"))
+
+    def theirs(frame: traceback.FrameSummary) -> bool:
+        path = Path(frame.filename)
+        if frame.filename.startswith("<") or any(path.is_relative_to(x) for x in libraries if x):
+            return False
+        return not path.is_relative_to(python) or "site-packages" in path.parts
+
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if theirs(each)]
+    return frames[-1] if frames else None
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    """As Python shows it."""
+    where = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+    return f"{where}\n    {frame.line}" if frame.line else where
+
+
+def _folder(name: str) -> Path | None:
+    found = importlib.util.find_spec(name)
+    return Path(found.origin).parent if found and found.origin else None

@@ -1,0 +1,93 @@
+"""One step on some devices, forecast under different settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+
+from zerojax.foresight.attribution import ACTIVATIONS
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.costs import Measure, forecast, measure
+from zerojax.foresight.forecast import Cost, Forecast
+from zerojax.foresight.rates import Rates
+from zerojax.lowered import LoweredProgram
+from zerojax.plan import Plan
+
+
+class Built(NamedTuple):
+    """A step under one choice, not compiled yet.
+
+    Attributes:
+      plan: of its state.
+      programs: as ``train_step.programs`` yields them; traced only when they are asked for.
+      tokens: in a batch of all devices.
+    """
+
+    plan: Plan
+    programs: Callable[[], Iterable[LoweredProgram]]
+    tokens: int
+
+
+class Forecasts:
+    """The forecasts of a step, each compiled once.
+
+    Args:
+      build: the step under a choice.
+      given: the choice that is asked about.
+      rates: of the devices.
+      note: told what is being compiled.
+      measured: what compiles and measures a program, as :func:`zerojax.foresight.costs.measure`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Choice], Built],
+        given: Choice,
+        rates: Rates,
+        note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
+    ) -> None:
+        self.given, self.rates = given, rates
+        self._build, self._note, self._measured = build, note, measured
+        self._known: dict[Choice, Forecast] = {}
+
+    def forecast(self, choice: Choice) -> Forecast:
+        """What a choice costs; where a program does not fit, those after it are left out."""
+        if choice not in self._known:
+            built = self._build(choice)
+            self._known[choice] = forecast(
+                built.programs(),
+                built.plan,
+                self.rates,
+                tokens=built.tokens,
+                note=lambda name: self._note(f"{choice}: {name}"),
+                enough=self._too_much,
+                measured=self._measured,
+            )
+        return self._known[choice]
+
+    def tried(self, choice: Choice) -> Forecast | None:
+        """The same, or None where the compiler fails."""
+        try:
+            return self.forecast(choice)
+        except jax.errors.JaxRuntimeError as error:
+            self._note(f"{choice}: XLA fails: {error}")
+            return None
+
+    def least(self, choice: Choice) -> int:
+        """Bytes that a choice takes at the least, without compiling it.
+
+        The state at rest, and the activations of what was compiled with as many rows in a
+        micro-batch, or fewer, and as much or more remat.
+        """
+        activations = (
+            each.peak.memory.get(ACTIVATIONS, 0)
+            for known, each in self._known.items()
+            if known.micro <= choice.micro and bool(known.remat) >= bool(choice.remat)
+        )
+        return self._build(choice).plan.bytes_per_device + max(activations, default=0)
+
+    def _too_much(self, cost: Cost) -> bool:
+        return cost.bytes > self.rates.room

@@ -1,0 +1,119 @@
+"""Whether a step fits, before it runs for the first time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.config import ZeroConfig
+from zerojax.foresight.choice import Choice, changes
+from zerojax.foresight.forecasts import Built, Forecasts
+from zerojax.foresight.rates import rates_of
+from zerojax.foresight.remedies import remedies
+from zerojax.lowered import LoweredProgram
+from zerojax.plan import Plan
+from zerojax.report import size
+
+Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
+
+
+class OutOfMemoryError(MemoryError):
+    """A step that has not run, because the devices' memory does not hold what it needs."""
+
+
+def free_bytes(mesh: Mesh) -> int | None:
+    """Bytes that are free in the fullest of this process's devices; None where none can say."""
+    found = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(found, default=None)
+
+
+class Guard:
+    """Compares what a step takes with what is free, before it runs for the first time.
+
+    Args:
+      config, mesh, axis: of the step.
+      other: the same step under another config, for an abstract state and batch: its plan, and
+        its programs, traced when they are asked for.
+      free: bytes that are free, as :func:`free_bytes` finds them.
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        mesh: Mesh,
+        axis: str,
+        other: Callable[..., Other],
+        free: Callable[[Mesh], int | None] = free_bytes,
+    ) -> None:
+        self._config, self._mesh, self._world = config, mesh, mesh.shape[axis]
+        self._other, self._free = other, free
+
+    def check(self, lower: Callable[[], jax.stages.Lowered], there: int, *step: Any) -> None:
+        """Compiles a program, and raises where it does not fit.
+
+        jax keeps what is compiled here for the run, so that this costs no second compile. Where
+        it does not fit, settings that would are looked for with the compiler: minutes, perhaps.
+
+        Args:
+          lower: lowers the step, or the first of its programs, which makes the gradients.
+          there: bytes of its arguments that lie on a device already, and so are not free.
+          *step: what ``other`` is given with another config: the function, its objects, the
+            batch, and its other arguments.
+
+        Raises:
+          OutOfMemoryError: the message says by how much, what takes the memory, and what fits.
+        """
+        free = self._free(self._mesh)
+        if free is None:
+            return
+        memory: Any = lower().compile().memory_analysis()
+        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        room = free + there
+        if taken > room:
+            raise OutOfMemoryError(self._advice(taken, room, *step))
+
+    def _advice(
+        self, taken: int, room: int, function: Any, objects: Any, batch: Any, *rest: Any
+    ) -> str:
+        def build(choice: Choice) -> Built:
+            config = choice.config(self._config, self._world)
+            return Built(*self._other(config, function, objects, batch, *rest), 0)
+
+        rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
+        given = Choice.of(self._config, rows, self._world)
+        study = Forecasts(build, given, rates_of(self._mesh.devices.flat[0], room), _told)
+        kinds = study.forecast(given).peak.memory
+        listed = sorted(kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= taken / 100)
+        found = [
+            f"  {', '.join(changes(given, remedy.choice))}: {size(remedy.forecast.peak.bytes)}"
+            for remedy in remedies(study, wanted=2)
+        ]
+        advice = (
+            "These settings fit, each compiled, the fastest first by prediction:"
+            if found
+            else "No stage, micro-batch or offload was found that fits with the same batch: "
+            "rematerialise the model's blocks (jax.checkpoint, nn.remat), take more devices, or a "
+            "smaller batch."
+        )
+        return "\n".join(
+            [
+                f"the step takes {size(taken)} of each device's memory, and {size(room)} are there "
+                f"for it, so it was not run. It takes {parts}.",
+                advice,
+                *found,
+            ]
+        )
+
+
+def _told(text: str) -> None:
+    print(f"zerojax: the step does not fit; compiling {text}", file=sys.stderr)

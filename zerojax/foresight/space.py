@@ -1,0 +1,128 @@
+"""What a config leaves open: the settings among which the fastest are searched."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zerojax.config import ConfigError
+from zerojax.foresight.choice import OFFLOADS, Choice, Offload
+
+LARGEST = 1024  # rows of a device in a micro-batch
+
+_BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+_ZERO = ("stage", "offload_optimizer", "offload_param")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """Settings that may be chosen.
+
+    Attributes:
+      stages, remats, offloads: to be tried in every combination that there is.
+      micro: rows of a device in a micro-batch, where that is given.
+      accumulation: micro-batches an update, where that is given.
+      rows: of a device in an update, where that is given; micro-batches divide it.
+    """
+
+    stages: Sequence[int] = (0, 1, 2, 3)
+    remats: Sequence[bool | None] = (None,)
+    offloads: Sequence[Offload] = OFFLOADS
+    micro: int | None = None
+    accumulation: int | None = None
+    rows: int | None = None
+
+    def sizes(self) -> list[int]:
+        """Micro-batches that may be chosen, rising; powers of two where nothing says more."""
+        if self.micro is not None:
+            return [self.micro]
+        powers = [2**n for n in range(LARGEST.bit_length())]
+        if self.rows is None:
+            return powers
+        if self.accumulation is not None:
+            return [self.rows // self.accumulation]
+        return sorted({n for n in (*powers, self.rows) if self.rows % n == 0})
+
+    def choice(self, mode: Choice, micro: int) -> Choice:
+        """A mode with a micro-batch, and the accumulation that follows."""
+        accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
+        return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
+
+    def modes(self) -> Iterator[Choice]:
+        """Every combination of the other settings, those that cost least first."""
+        for offload, remat, stage in itertools.product(self.offloads, self.remats, self.stages):
+            mode = Choice(stage=stage, micro=1, remat=remat, offload=offload)
+            if mode.possible:
+                yield mode
+
+
+def left_open(
+    config: Mapping[str, Any], rows: int | None, world: int, remats: Sequence[bool | None]
+) -> tuple[Space, dict[str, Any]]:
+    """What a DeepSpeed config leaves open, and the config without it.
+
+    Batch sizes, the stage and the two offload sections are open where the config has "auto" or
+    nothing; what it gives is kept.
+
+    Args:
+      config: as read from JSON.
+      rows: of an update over all devices, if the caller knows.
+      world: devices.
+      remats: the model's choices.
+
+    Raises:
+      ConfigError: the rows do not divide among the devices, or the config has others.
+
+    Example:
+      >>> space, _ = left_open({"zero_optimization": {"stage": 2}}, 64, 8, [None])
+      >>> space.stages, space.sizes(), space.offloads
+      ((2,), [1, 2, 4, 8], ('none', 'optimizer', 'optimizer and parameters'))
+    """
+    rest = copy.deepcopy(dict(config))
+    zero = rest.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    for section, keys in ((rest, _BATCH), (zero, _ZERO)):
+        for key in keys:
+            if section.get(key) == "auto" or section.get(key, 0) is None:
+                del section[key]
+    total = rest.get("train_batch_size")
+    if rows is not None and total not in (None, rows):
+        raise ConfigError(f"train_batch_size: {total} in the config, but {rows} were asked for")
+    total = rows if total is None else total
+    if isinstance(total, int) and total % world:
+        raise ConfigError(
+            f"train_batch_size: {total} rows do not divide among {world} devices; take "
+            f"{total - total % world or world} or {total - total % world + world}"
+        )
+    space = Space(
+        stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),
+        remats=remats,
+        offloads=_offloads(zero),
+        micro=rest.get("train_micro_batch_size_per_gpu"),
+        accumulation=rest.get("gradient_accumulation_steps"),
+        rows=total // world if isinstance(total, int) else None,
+    )
+    return space, rest
+
+
+def _offloads(zero: Mapping[str, Any]) -> tuple[Offload, ...]:
+    """Those that agree with the sections that are there."""
+
+    def there(section: str) -> bool | None:
+        found = zero.get(section)
+        return found.get("device", "none") != "none" if isinstance(found, dict) else None
+
+    optimizer, param = there("offload_optimizer"), there("offload_param")
+    held = {"none": (False, False), "optimizer": (True, False), OFFLOADS[2]: (True, True)}
+    return tuple(
+        each
+        for each in OFFLOADS
+        if optimizer in (None, held[each][0]) and param in (None, held[each][1])
+    )

@@ -130,7 +130,7 @@ def _pair(
         find_largest(study, choice, start=start)
         for choice, start in zip((PLAIN, TWO), published, strict=True)
     )
-    room, parameters = plain.above.room, plain.above.parameters
+    room, parameters = plain.above.rates.room, plain.above.parameters
     torch, deepspeed = AMP_BYTES * parameters, ZERO2_BYTES * parameters
     rows = (
         Row(

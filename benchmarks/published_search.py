@@ -77,7 +77,7 @@ def _next(known: Mapping[int, Forecast], low: int, high: int | None) -> int:
     """A size between the largest that fits and the smallest that does not."""
     if len(known) < 2 or (high is not None and len(known) > GUESSES):
         return 2 * low if high is None else (low + high) // 2
-    room = next(iter(known.values())).room
+    room = next(iter(known.values())).rates.room
     near = sorted(known, key=lambda n: abs(known[n].peak.bytes - room))[:2]
     slope = _slope(min(near), max(near), known)
     if slope <= 0:

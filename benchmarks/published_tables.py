@@ -105,7 +105,7 @@ def detail(found: Forecast) -> str:
     """Of what the peak consists, and what there is."""
     peak, held = found.peak.bytes, states(found)
     return (
-        f"{giga(peak)} of {giga(found.room)} GB: model states {giga(held)}, "
+        f"{giga(peak)} of {giga(found.rates.room)} GB: model states {giga(held)}, "
         f"activations and the rest {giga(peak - held)}"
     )
 
@@ -136,7 +136,7 @@ def figures(found: Forecast) -> dict[str, Any]:
         "parameters": found.parameters,
         "peak_program": found.peak.name,
         "peak_bytes": found.peak.bytes,
-        "room_bytes": found.room,
+        "room_bytes": found.rates.room,
         "memory": dict(found.peak.memory),
         "resting_bytes": found.plan.bytes_per_device,
         "host_bytes": found.host_bytes,

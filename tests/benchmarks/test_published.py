@@ -38,11 +38,10 @@ class FakeStudy:
         memory = {PARAMETERS: 1000 * MB, ACTIVATIONS: size - 1000 * MB}
         return SimpleNamespace(
             fits=size <= ROOM,
-            room=ROOM,
             devices=8,
             parameters=500 * MB,
             peak=SimpleNamespace(name="step", bytes=size, memory=memory),
-            rates=SimpleNamespace(kind="fake", matrix={"f16": 1e14}),
+            rates=SimpleNamespace(kind="fake", room=ROOM, matrix={"f16": 1e14}),
             plan=SimpleNamespace(bytes_per_device=750 * MB),
             host_bytes=0,
             tokens_per_second=1234.0,

@@ -1,0 +1,85 @@
+"""The steps of the published tables: what a study compiles.
+
+    Study(encoder, config, topology("titan-rtx", 2), rates("titan-rtx"), rows=2, seq=128)
+
+All of them scan their layers, so that they compile in seconds.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from benchmarks.published_models import Encoder, EncoderDecoder
+from examples import gpt, llama
+from examples.loss import loss_fn
+from zerojax.api import Zero
+from zerojax.foresight.workload import Workload
+from zerojax.gradients import value_and_grad
+
+
+def gpt2_xl() -> nn.Module:
+    """GPT-2 XL with its own vocabulary; nothing is rematerialised."""
+    sizes: dict[str, Any] = gpt.SIZES["gpt2-xl"] | {"vocab_size": 50257}
+    return gpt.GPT(gpt.GPTConfig(**sizes, scan=True))
+
+
+def llama_of(size: str) -> Callable[..., nn.Module]:
+    """A Llama by its name in ``examples.llama.SIZES``, for a study with or without remat."""
+
+    def model(remat: bool) -> nn.Module:
+        return llama.Llama(llama.LlamaConfig(**llama.SIZES[size], scan=True, remat=remat))
+
+    return model
+
+
+def encoder(zero: Zero, rows: int, seq: int) -> Workload:
+    """A step of sequence classification. The labels are of two classes."""
+    batch = {"tokens": _tokens(rows, seq), "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+
+    def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
+        return loss_fn(apply(batch["tokens"])[:, None], batch["labels"][:, None])
+
+    return _workload(Encoder(), zero, batch, ("tokens",), loss, rows * seq)
+
+
+def encoder_decoder(zero: Zero, rows: int, seq: int) -> Workload:
+    """A step of conditional generation: ``seq`` tokens of source, half as many of target."""
+    batch = {"source": _tokens(rows, seq), "target": _tokens(rows, seq // 2)}
+
+    def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
+        return apply(batch["source"], batch["target"]).mean()
+
+    inputs = ("source", "target")
+    return _workload(EncoderDecoder(), zero, batch, inputs, loss, rows * (seq + seq // 2))
+
+
+def _workload(
+    model: nn.Module,
+    zero: Zero,
+    batch: dict[str, jax.ShapeDtypeStruct],
+    inputs: tuple[str, ...],
+    loss: Callable[[Callable[..., Any], Any], jax.Array],
+    tokens: int,
+) -> Workload:
+    def create_state(key: jax.Array) -> TrainState:
+        examples = (jnp.zeros((1, batch[name].shape[1]), jnp.int32) for name in inputs)
+        params = model.init(key, *examples)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def of(params: Any) -> jax.Array:
+            return loss(functools.partial(state.apply_fn, {"params": params}), batch)
+
+        value, grads = value_and_grad(of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return Workload(create_state, train_step, batch, tokens)
+
+
+def _tokens(rows: int, seq: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, seq), jnp.int32)

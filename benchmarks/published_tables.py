@@ -1,0 +1,146 @@
+"""What a published table becomes: rows of what was said, what was computed, and why they differ."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.published_search import Forecasts, Largest
+from zerojax.api import zero
+from zerojax.foresight.attribution import GATHERED, GRADIENTS, PARAMETERS, STATE
+from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.study import Study
+
+GIGA = 1e9
+HEADINGS = ["case", "published", "computed", "of each device", "why"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a study is made of.
+
+    Attributes:
+      function: gives the model or the workload.
+      devices: as ``zerojax plan`` names them.
+      seq: tokens in a row.
+      precision: "fp16" or "bf16".
+      remat: of functions that take it.
+    """
+
+    function: Callable[..., Any]
+    devices: str
+    seq: int
+    precision: str = "fp16"
+    remat: bool | None = None
+
+
+Opener = Callable[[Setup], Forecasts]
+
+
+def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) -> Study:
+    """A study with AdamW and one row a device."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    keywords: dict[str, Any] = {"stage": 0, "optimizer": optimizer, setup.precision: True}
+    config = zero(**keywords).config
+    mesh, rates = parse_devices(setup.devices)
+    return Study(
+        setup.function, config, mesh, rates, rows=None, seq=setup.seq, remat=setup.remat, note=note
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure of a table.
+
+    Attributes:
+      case: what it is of.
+      published, computed: the figures.
+      detail: the memory of each device, or whatever else the computed figure consists of.
+      why: they differ, or agree.
+    """
+
+    case: str
+    published: str
+    computed: str
+    detail: str
+    why: str
+
+    @property
+    def cells(self) -> list[str]:
+        return [self.case, self.published, self.computed, self.detail, self.why]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One published table.
+
+    Attributes:
+      name: for ``--only``.
+      title: a heading.
+      source: who published it, and what was run.
+      ours: what was compiled in its place, where it is not the same.
+      rows: its figures.
+      figures: of every compile, for JSON.
+    """
+
+    name: str
+    title: str
+    source: str
+    ours: str
+    rows: tuple[Row, ...]
+    figures: Mapping[str, Any]
+
+    @property
+    def table(self) -> list[list[str]]:
+        return [HEADINGS, *(row.cells for row in self.rows)]
+
+
+def states(found: Forecast) -> int:
+    """Bytes of parameters, gradients and optimizer state at the peak, gathered ones included."""
+    memory = found.peak.memory
+    return sum(memory.get(kind, 0) for kind in (PARAMETERS, GRADIENTS, STATE, GATHERED))
+
+
+def detail(found: Forecast) -> str:
+    """Of what the peak consists, and what there is."""
+    peak, held = found.peak.bytes, states(found)
+    return (
+        f"{giga(peak)} of {giga(found.rates.room)} GB: model states {giga(held)}, "
+        f"activations and the rest {giga(peak - held)}"
+    )
+
+
+def largest_detail(found: Largest) -> str:
+    """The same, and what one row more takes."""
+    text = "" if found.fitting is None else f"{detail(found.fitting)}; "
+    return (
+        f"{text}{found.row_bytes / 1e6:.0f} MB a row; at {found.micro + 1} it takes "
+        f"{giga(found.above.peak.bytes)}"
+    )
+
+
+def fits(found: Forecast) -> str:
+    return "fits" if found.fits else "does not fit"
+
+
+def giga(size: float) -> str:
+    return f"{size / GIGA:.1f}"
+
+
+def figures(found: Forecast) -> dict[str, Any]:
+    """What of a forecast goes into the JSON."""
+    return {
+        "fits": found.fits,
+        "devices": found.devices,
+        "kind": found.rates.kind,
+        "parameters": found.parameters,
+        "peak_program": found.peak.name,
+        "peak_bytes": found.peak.bytes,
+        "room_bytes": found.rates.room,
+        "memory": dict(found.peak.memory),
+        "resting_bytes": found.plan.bytes_per_device,
+        "host_bytes": found.host_bytes,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "compile_seconds": found.compile_seconds,
+    }

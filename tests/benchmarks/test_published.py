@@ -1,0 +1,222 @@
+"""The published tables: the search, what the rows say, the models' sizes, and GPT-2 XL's claims."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import published, published_models
+from benchmarks.published_batches import OFFLOADED, PLAIN
+from benchmarks.published_llama import formula
+from benchmarks.published_search import find_largest
+from benchmarks.published_steps import encoder, encoder_decoder, gpt2_xl
+from benchmarks.published_tables import HEADINGS, Section, Setup, fits, open_study
+from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
+from zerojax.foresight.choice import Choice
+
+MB = 10**6
+ROOM = 24_000 * MB
+
+
+class FakeStudy:
+    """So many bytes for a micro-batch, the first 1000 MB of them parameters."""
+
+    def __init__(self, size: Callable[[int], int]) -> None:
+        self.size, self.asked = size, list[Choice]()
+
+    def forecast(self, choice: Choice) -> Any:
+        if choice not in self.asked:
+            self.asked.append(choice)
+        size = self.size(choice.micro)
+        memory = {PARAMETERS: 1000 * MB, ACTIVATIONS: size - 1000 * MB}
+        return SimpleNamespace(
+            fits=size <= ROOM,
+            devices=8,
+            parameters=500 * MB,
+            peak=SimpleNamespace(name="step", bytes=size, memory=memory),
+            rates=SimpleNamespace(kind="fake", room=ROOM, matrix={"f16": 1e14}),
+            plan=SimpleNamespace(bytes_per_device=750 * MB),
+            host_bytes=0,
+            tokens_per_second=1234.0,
+            mfu=0.5,
+            compile_seconds=1.0,
+        )
+
+
+def affine(row: int, rest: int = 4000) -> Callable[[int], int]:
+    return lambda micro: (rest + row * micro) * MB
+
+
+@pytest.mark.parametrize("start", [1, 8, 40, 400])
+@pytest.mark.parametrize("row", [7, 157, 401, 9000])
+def test_the_search_finds_the_largest_in_few_compiles(start, row):
+    study = FakeStudy(affine(row))
+    found = find_largest(study, PLAIN, start=start)
+    assert found.micro == 20_000 // row
+    assert found.fitting.fits
+    assert not found.above.fits
+    assert {found.micro, found.micro + 1} <= set(found.compiled)
+    assert found.row_bytes == row * MB
+    assert len(study.asked) == len(found.compiled) <= 12
+
+
+def test_the_search_survives_steps_and_bends():
+    study = FakeStudy(lambda n: (4000 + 300 * n + 40 * (n // 8) * n) * MB)
+    best = max(n for n in range(1, 100) if study.size(n) <= ROOM)
+    assert find_largest(study, PLAIN, start=3).micro == best
+
+
+def test_the_search_ends_where_not_one_row_fits():
+    found = find_largest(FakeStudy(affine(1, rest=30_000)), PLAIN, start=8)
+    assert found.micro == 0
+    assert found.fitting is None
+    with pytest.raises(ValueError, match="start=0: give the micro-batch"):
+        find_largest(FakeStudy(affine(1)), PLAIN, start=0)
+
+
+def sections() -> list[Section]:
+    return [make(lambda setup: FakeStudy(affine(400))) for make in published.SECTIONS.values()]
+
+
+def test_every_row_says_what_was_published_what_was_computed_and_why():
+    found = sections()
+    assert [each.name for each in found] == list(published.SECTIONS)
+    assert [len(each.rows) for each in found] == [3, 2, 2, 4, 4]
+    for each in found:
+        assert each.source
+        assert each.ours
+        for row in each.rows:
+            assert len(row.cells) == len(HEADINGS)
+            assert all(row.cells), row
+    pair = found[1].rows
+    assert (pair[0].published, pair[0].computed) == ("8", "50")
+    assert pair[0].detail == (
+        "24.0 of 24.0 GB: model states 1.0, activations and the rest 23.0; 400 MB a row; "
+        "at 51 it takes 24.4"
+    )
+    assert found[3].rows[0].published == "fits; 7,000 tokens/s"
+    assert "1,234 tokens/s" in found[3].rows[0].computed
+
+
+def test_the_record_and_the_console_show_every_row():
+    found = sections()
+    text = published.markdown(found)
+    assert text.count("| --- | --- | --- | --- | --- |") == len(found)
+    out = Console(width=160, record=True, quiet=True)
+    for each in found:
+        published.show(each, out)
+        assert f"## {each.title}" in text
+        for row in each.rows:
+            assert f"| {' | '.join(row.cells)} |" in text
+
+
+def test_one_section_can_be_asked_for(monkeypatch):
+    monkeypatch.setattr(published, "open_study", lambda setup, note: FakeStudy(affine(400)))
+    (only,) = published.run(["states"], Console(quiet=True))
+    assert only.name == "states"
+
+
+def test_model_states_are_counted_as_the_paper_does():
+    assert [formula(stage, 10**9, 64) / 10**9 for stage in range(4)] == [
+        16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64,
+    ]  # fmt: skip
+
+
+def shapes(model: Any, *inputs: Any) -> Any:
+    return jax.eval_shape(model.init, jax.random.key(0), *inputs)
+
+
+def weights(model: Any, *inputs: Any) -> Any:
+    """Random ones, from numpy: compiling the models' own takes longer than these tests may."""
+    generator = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), leaf.dtype),
+        shapes(model, *inputs),
+    )
+
+
+def parameters(model: Any, *lengths: int) -> int:
+    made = shapes(model, *(jnp.zeros((1, length), jnp.int32) for length in lengths))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made))
+
+
+def test_the_models_have_the_sizes_of_those_they_stand_for():
+    encoder = published_models.Encoder()
+    assert parameters(encoder, 128) == pytest.approx(900e6, rel=0.05)
+    both = published_models.EncoderDecoder()
+    assert 360e6 < parameters(both, 128, 64) < 400e6
+    assert parameters(gpt2_xl(), 128) == pytest.approx(1.5576e9, rel=0.001)
+
+
+def test_the_encoder_sees_the_order_of_tokens():
+    model = published_models.Encoder(
+        vocab=16, layers=2, heads=2, width=8, inner=16, span=4, classes=2
+    )
+    tokens = jnp.array([[1, 2, 3, 4]])
+    params, apply = weights(model, tokens), jax.jit(model.apply)
+    logits = apply(params, tokens)
+    assert logits.shape == (1, 2)
+    assert not jnp.allclose(logits, apply(params, jnp.array([[1, 4, 3, 2]])), atol=1e-3)
+
+
+def test_disentangled_scores_are_the_sum_of_three():
+    attention = published_models.Attention(heads=1)
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(1, 3, 4)).astype(np.float32)
+    near = generator.normal(size=(8, 4)).astype(np.float32)
+    params = weights(attention, x, x, near)["params"]
+
+    def dense(name, x):
+        return x @ np.asarray(params[name]["kernel"]) + np.asarray(params[name]["bias"])
+
+    q, k, v = (dense(name, x[0]) for name in ("query", "key", "value"))
+    near_k, near_q = dense("key", near), dense("query", near)
+    scores = np.array(
+        [
+            [q[i] @ k[j] + q[i] @ near_k[4 + i - j] + k[j] @ near_q[4 + i - j] for j in range(3)]
+            for i in range(3)
+        ]
+    )
+    expected = dense("out", jax.nn.softmax(scores / math.sqrt(3 * 4)) @ v)
+    got = jax.jit(attention.apply)({"params": params}, x, x, near)[0]
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_the_decoder_looks_at_the_source_and_not_ahead():
+    model = published_models.EncoderDecoder(
+        vocab=16, layers=(1, 2), heads=2, width=8, inner=16, positions=8
+    )
+    source, target = jnp.array([[1, 2, 3, 4]]), jnp.array([[5, 6, 7]])
+    params, apply = weights(model, source, target), jax.jit(model.apply)
+    losses = apply(params, source, target)
+    assert losses.shape == (1, 3)
+    later = apply(params, source, target.at[0, 2].set(9))
+    assert jnp.allclose(losses[:, :2], later[:, :2])
+    assert not jnp.allclose(losses, apply(params, source + 1, target))
+
+
+@pytest.mark.parametrize("step", [encoder, encoder_decoder])
+def test_the_workloads_have_rows_and_tokens(step):
+    zero = SimpleNamespace(optimizer=lambda: None)
+    made = step(zero, rows=4, seq=8)
+    assert made.tokens == 4 * 8 * (1 if step is encoder else 1.5)
+    assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(made.batch))
+
+
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_gpt2_xl_on_24_gb_as_published():
+    """Not one row by data parallelism, 16 with everything offloaded."""
+    study = open_study(Setup(function=gpt2_xl, devices="titan-rtx:1", seq=128))
+    assert fits(study.forecast(PLAIN)) == "does not fit"
+    offloaded = study.forecast(dataclasses.replace(OFFLOADED, micro=16))
+    assert fits(offloaded) == "fits"
+    assert offloaded.host_bytes > 15 * offloaded.parameters

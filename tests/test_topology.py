@@ -107,4 +107,4 @@ def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
 
 def test_every_kind_has_its_source() -> None:
     kinds = device_kinds()
-    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"]}
+    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common"}

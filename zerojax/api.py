@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -46,6 +47,8 @@ class Zero:
     ) -> tuple[Plan, Callable[[], Any]]:
         """Plan and programs of a step under another config on the same devices."""
         other = Zero(config, self.mesh, self.states.specs, self._donate)
+        if len(objects) == 1:  # memory is short: no copies of a state are to be made
+            objects = jax.eval_shape(lambda state: state, objects)
         step = other(function)
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 

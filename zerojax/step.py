@@ -45,7 +45,13 @@ from zerojax.watch import Signals, Watch
 
 
 class Program:
-    """The compiled step for one kind of state."""
+    """The compiled step for one kind of state.
+
+    Attributes:
+      checked: it is known to fit.
+    """
+
+    checked = False
 
     def __init__(
         self,
@@ -205,7 +211,6 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, batch, args, kwargs = self._arguments(args, kwargs)
-        known = True
         if self._last is not None and self._last[0]() is objects[0]:
             program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
@@ -214,13 +219,13 @@ class Step:
             program = self._program(opened)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
-            known = False
         _check_alive(parts.step)
         watch = self._watch
         watch.check()
         placed = watch.phase("batch", program.layout.place(batch))
-        if not known:
+        if not program.checked:
             self._check_memory(program, objects, parts, batch, placed, args, kwargs)
+            program.checked = True
         parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
         if len(objects) == 2:
             nnx_state.update(objects[0], objects[1], parts, program.tx)
@@ -244,9 +249,11 @@ class Step:
     ) -> None:
         like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), batch, placed)
         rows = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+        jax.block_until_ready(parts)  # what made them has let go of its memory
         self._guard.check(
-            lambda: program.lower(parts, like, args, kwargs),
-            program.plan.bytes_per_device + rows,
+            lambda: program.lowered(parts, like, args, kwargs),
+            program.plan,
+            rows,
             self._function,
             objects,
             like,

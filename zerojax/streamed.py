@@ -38,6 +38,8 @@ _ONCE = "streamed to where the optimizer state lies: update once, or train witho
 class Streamed:
     """The compiled programs for one kind of state; called as :class:`zerojax.step.Program`."""
 
+    checked = False
+
     def __init__(
         self,
         function: Callable[..., Any],

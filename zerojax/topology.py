@@ -31,7 +31,7 @@ TPUS_PER_HOST = 4
 # What XLA's GPU compiler asks of a device (GpuTargetConfigProto), in protobuf's text format.
 _GPU_TARGET = Template("""
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: $threads_per_core
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
@@ -57,8 +57,8 @@ def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = No
     """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
 
     Args:
-      name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``, ``"v5e"``,
-        ``"v5p"`` or ``"v6e"``.
+      name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``,
+        ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
       devices: how many. GPUs stand 8 to a host, so above 8 it is a multiple of 8; TPU chips
         stand 4 to a host, so it is a multiple of 4.
       axes: sizes by axis name, outermost first; their product is ``devices``. By default one
@@ -180,6 +180,12 @@ def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
     return topologies.get_topology_desc(
         platform="tpu", topology_name=f"{name.lower()}:{torus}"
     ).devices
+
+
+def torus(kind: str, devices: int) -> tuple[int, ...]:
+    """The sides of the torus in which so many TPU chips are compiled for; of GPUs none."""
+    figures = lookup(kind)[1]
+    return _torus(devices, figures["torus_rank"]) if "torus_rank" in figures else ()
 
 
 def _torus(chips: int, rank: int) -> tuple[int, ...]:

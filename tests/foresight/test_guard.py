@@ -18,6 +18,7 @@ import zerojax
 from zerojax.foresight.guard import Guard, OutOfMemoryError, free_bytes
 from zerojax.step import Step
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 DIM, LAYERS, ROWS = 64, 3, 256
 STATE = LAYERS * DIM * DIM * 12  # bytes of masters and moments in float32
 
@@ -42,6 +43,16 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
 
     value, grads = jax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
+
+
+def linear() -> Any:
+    model = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    grads = nnx.grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(model)
+    optimizer.update(model, grads)
 
 
 BATCH = {"x": np.ones((ROWS, DIM))}  # float64: jax makes it float32
@@ -79,6 +90,44 @@ def test_a_step_that_fits_runs_and_is_compiled_once(compiles: list[str]) -> None
     assert len(compiles) == 1
 
 
+def test_nnx_is_checked_once() -> None:
+    asked: list[int] = []
+
+    def free(mesh: Any) -> int:
+        asked.append(1)
+        return 10**9
+
+    zero = zerojax.zero(stage=1)
+    model, optimizer = zero.init(linear)
+    step = Step(
+        nnx_step, zero.states, True, Guard(zero.config, zero.mesh, "data", zero._other, free)
+    )
+    for _ in range(3):
+        step(model, optimizer, BATCH)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("offload", ["offload_optimizer", "offload_param"])
+def test_every_program_of_an_offloaded_step_counts(offload: str) -> None:
+    zero = zerojax.zero(stage=3, **{offload: "cpu"})
+    state = zero.init(create_state, jax.random.key(0))
+    state, _ = guarded(zero, 10**9)(state, BATCH)
+    with pytest.raises(OutOfMemoryError, match="of each device's memory"):
+        guarded(zero, 1000)(state, BATCH)
+
+
+def test_what_goes_wrong_in_the_search_hides_nothing() -> None:
+    zero = zerojax.zero(stage=3)
+
+    def other(*_: Any) -> Any:
+        raise KeyError("no such settings")
+
+    state = zero.init(create_state, jax.random.key(0))
+    guard = Guard(zero.config, zero.mesh, "data", other, lambda mesh: 1000)
+    with pytest.raises(OutOfMemoryError, match="not found: KeyError: 'no such settings'"):
+        Step(train_step, zero.states, True, guard)(state, BATCH)
+
+
 def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     zero = zerojax.zero(stage=0)
     state = zero.init(create_state, jax.random.key(0))
@@ -102,18 +151,9 @@ def test_where_nothing_helps_it_says_so() -> None:
 
 def test_nnx() -> None:
     zero = zerojax.zero(stage=0)
-
-    def create() -> Any:
-        model = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        grads = nnx.grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(model)
-        optimizer.update(model, grads)
-
-    model, optimizer = zero.init(create)
+    model, optimizer = zero.init(linear)
     with pytest.raises(OutOfMemoryError, match="zero_optimization"):
-        guarded(zero, 100, step)(model, optimizer, BATCH)
+        guarded(zero, 100, nnx_step)(model, optimizer, BATCH)
 
 
 def test_devices_that_do_not_say_what_is_free_are_not_asked_to() -> None:

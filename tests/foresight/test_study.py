@@ -22,7 +22,7 @@ from zerojax.foresight.attribution import (
     STATE,
 )
 from zerojax.foresight.cache import Cache
-from zerojax.foresight.choice import Choice, changes
+from zerojax.foresight.choice import OFFLOADS, Choice, Offload, changes
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.fit import fit
 from zerojax.foresight.models import ModelError, bound, find
@@ -199,11 +199,27 @@ def test_what_a_config_gives_is_kept() -> None:
     fixed, _ = left_open({"gradient_accumulation_steps": 4}, 64, 8, [None])
     assert fixed.sizes() == [2]
     assert fixed.choice(Choice(stage=1, micro=1), 2).accumulation == 4
-    assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 6]
+    assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 3, 6]
     with pytest.raises(ConfigError, match="take 8 or 16"):
         left_open({}, 12, 8, [None])
     with pytest.raises(ConfigError, match="64 in the config, but 32"):
         left_open({"train_batch_size": 64}, 32, 8, [None])
+
+
+def test_old_forms_of_a_config() -> None:
+    space, rest = left_open({"zero_optimization": True}, 8, 8, [None])
+    assert space.stages == (1,)
+    assert rest["zero_optimization"] == {"stage": 1}
+    space, rest = left_open({"zero_optimization": {"cpu_offload": True}}, 8, 8, [None])
+    assert space.offloads == ("optimizer", "optimizer and parameters")
+    assert "cpu_offload" not in rest["zero_optimization"]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_every_offload_is_told_and_given_back(offload: Offload) -> None:
+    choice = Choice(stage=3, micro=2, offload=offload)
+    assert Choice.of(load(choice.json({}, 8)), 16, 8) == choice
+    assert Choice.of(choice.config(load({}), 8), 16, 8) == choice
 
 
 def test_no_dump() -> None:
@@ -232,6 +248,22 @@ def test_what_is_no_model() -> None:
     of = Study(lambda: 3, load(CONFIG), mesh, rates, rows=1, seq=8)
     with pytest.raises(TypeError, match="a int is no flax model"):
         of.forecast(of.given)
+
+
+def test_parameters_on_disk_can_be_planned() -> None:
+    mesh, rates = parse_devices("h100:2")
+    place = {"device": "nvme", "nvme_path": "/not/here"}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+    config = load({"bf16": {"enabled": True}, "zero_optimization": zero})
+    found = Study(model, config, mesh, rates, rows=2, seq=SEQ).forecast
+    assert found(Choice.of(config, 2, 2, False)).disk_bytes >= PARAMETERS_HELD * 8 / 2
+
+
+def test_a_torus_that_is_not_compiled_for() -> None:
+    with pytest.raises(ValueError, match="256 of them are compiled for as 16x16"):
+        parse_devices("v5e:8x32")
+    with pytest.raises(ValueError, match="compiled for as no torus"):
+        parse_devices("h100:2x4")
 
 
 @pytest.mark.parametrize("devices", ["h100:", "8", "h100:8x", "h100:0"])

@@ -168,3 +168,26 @@ def test_products_written_as_convolutions(window: str, labels: str, summed: int)
     line = f"%p1 = bf16[1,64,32]{{0}} convolution(%x, %k), window={window}, dim_labels={labels}"
     parsed = parse(program(kernel, line))
     assert work_of(parsed, parsed.entry, parsed.entry["p1"]).flops == {"bf16": 2 * 64 * 32 * summed}
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "made"),
+    [
+        ("Forward", "%image, %kernel", "8,14,14,64"),
+        ("BackwardInput", "%out, %kernel", "8,16,16,32"),
+        ("BackwardFilter", "%image, %out", "64,3,3,32"),
+    ],
+)
+def test_cudnns_convolutions(target: str, operands: str, made: str) -> None:
+    arrays = (
+        "%image = f32[8,16,16,32]{0} broadcast(%v)",
+        "%kernel = f32[64,3,3,32]{0} broadcast(%v)",
+        "%out = f32[8,14,14,64]{0} broadcast(%v)",
+    )
+    line = (
+        f"%c1 = (f32[{made}]{{0}}, u8[99]{{0}}) custom-call({operands}), window={{size=3x3}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    )
+    parsed = parse(program(*arrays, line))
+    work = work_of(parsed, parsed.entry, parsed.entry["c1"])
+    assert work.flops == {"f32": 2 * 8 * 14 * 14 * 64 * 3 * 3 * 32}

@@ -20,8 +20,7 @@ import jax
 
 # Message, then field: its number and its type, "*" where it is repeated.
 _SCHEMA = {
-    "Place": {"computation": (1, "string"), "instruction": (2, "string")},
-    "Buffer": {"id": (1, "int64"), "size": (2, "int64"), "defined_at": (3, "Place")},
+    "Buffer": {"id": (1, "int64"), "size": (2, "int64"), "color": (4, "int64")},
     "Event": {
         "kind": (1, "int32"),
         "buffer": (2, "int64"),
@@ -35,6 +34,7 @@ _SCHEMA = {
 }
 # Without a GPU to try them on, XLA may choose tiles for Triton that it then cannot compile.
 _LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_HOST = 5  # the memory space of what XLA calls S(5)
 _FREED = 1  # of Event.kind; the others are taken, 0, and shared, 2
 
 
@@ -83,10 +83,10 @@ def buffers_at_peak(dump: bytes) -> list[Held]:
         assignment = message.FromString(dump).assignment
     except Exception as error:  # protobuf's own class differs by its implementation
         raise ValueError(f"not a compiled program's dump: {error}") from error
-    sizes = {buffer.id: buffer.size for buffer in assignment.buffers}
+    sizes = {buffer.id: buffer.size for buffer in assignment.buffers if buffer.color != _HOST}
     found: list[Held] = []
     for trace in assignment.traces:
-        found += _peak(trace.events, sizes)
+        found += _peak([event for event in trace.events if event.buffer in sizes], sizes)
     return sorted(found, key=lambda held: -held.bytes)
 
 

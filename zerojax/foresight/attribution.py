@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
@@ -35,6 +36,7 @@ _ARGUMENTS = {
 }
 
 Dims = tuple[int, ...]
+_POSITIONS = re.compile("wpe|pos")  # whose rows are no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,11 @@ class Known:
         leaves = plan.leaves["params"]
         shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
         layers = [shape[1:] for shape in shapes if len(shape) > 2]
-        tables = [leaf.shape for leaf in leaves if "embed" in leaf.path and len(leaf.shape) == 2]
+        tables = [
+            leaf.shape
+            for leaf in leaves
+            if "embed" in leaf.path and len(leaf.shape) == 2 and not _POSITIONS.search(leaf.path)
+        ]
         return cls(frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0))
 
 
@@ -74,7 +80,7 @@ def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> 
     """
     program = parse(text)
     callers, _ = schedules(program)
-    found = _arguments(program, in_host(text))
+    found = arguments(program, in_host(text))
     for each in held:
         place = program.computations.get(each.computation)
         known_place = place is not None and each.instruction in place.position
@@ -85,7 +91,8 @@ def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> 
     return {kind: found[kind] for kind in KINDS if found[kind]}
 
 
-def _arguments(program: Program, hosted: Collection[str]) -> collections.Counter[str]:
+def arguments(program: Program, hosted: Collection[str]) -> collections.Counter[str]:
+    """Bytes of a program's arguments on the device, by kind."""
     found = collections.Counter[str]()
     for each in program.entry.instructions:
         if each.opcode == "parameter" and each.name not in hosted:

@@ -16,8 +16,10 @@ from zerojax.foresight.attribution import Known
 from zerojax.foresight.costs import Measured, measure
 from zerojax.foresight.forecast import Traffic
 from zerojax.foresight.rates import Rates
+from zerojax.topology import device_kinds
 
-VERSIONS = ("zerojax", "jaxlib", "jax-cuda13-plugin", "libtpu")
+VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 KEPT = 2000
 """Programs that are kept; those not asked for the longest go first."""
 
@@ -41,7 +43,7 @@ class Cache:
         self.hits = self.misses = 0
 
     def __call__(self, lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
-        path = self._folder / f"{_key(lowered, rates)}.json"
+        path = self._folder / f"{_key(lowered, known, rates)}.json"
         try:
             found = json.loads(path.read_text())
             made = Measured(**found | {"traffic": tuple(map(_traffic, found["traffic"]))})
@@ -68,9 +70,13 @@ class Cache:
             return
 
 
-def _key(lowered: jax.stages.Lowered, rates: Rates) -> str:
+def _key(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
-    digest.update(repr((dataclasses.asdict(rates), [_version(name) for name in VERSIONS])).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):  # what measures
+        digest.update(source.read_bytes())
+    flags = [os.environ.get(name) for name in FLAGS]
+    figures = dataclasses.asdict(rates), sorted(known.params), known.vocabulary, device_kinds()
+    digest.update(repr((figures, flags, [_version(name) for name in VERSIONS])).encode())
     return digest.hexdigest()[:32]
 
 

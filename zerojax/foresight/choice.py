@@ -8,8 +8,19 @@ from typing import Any, Literal
 
 from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-Offload = Literal["none", "optimizer", "optimizer and parameters"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
+Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
+# Whether the optimizer's state and the parameters are; what moves more comes later.
+_HELD: dict[Offload, tuple[bool, bool]] = {
+    "none": (False, False),
+    "optimizer": (True, False),
+    "parameters": (False, True),
+    "optimizer and parameters": (True, True),
+}
+OFFLOADS = tuple(_HELD)
+TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
+"""Those that a search tries: parameters alone move much and leave most."""
+
+_SECTIONS = ("offload_optimizer", "offload_param")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +51,13 @@ class Choice:
     @property
     def possible(self) -> bool:
         """Whether ZeRO knows it: offload needs stages 1 to 3, that of parameters stage 3."""
-        return (
-            self.stage >= {"none": 0, "optimizer": 1, "optimizer and parameters": 3}[self.offload]
-        )
+        optimizer, params = self.held
+        return self.stage >= (3 if params else 1 if optimizer else 0)
+
+    @property
+    def held(self) -> tuple[bool, bool]:
+        """Whether the optimizer's state, and the parameters, are offloaded."""
+        return _HELD[self.offload]
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
@@ -54,18 +69,18 @@ class Choice:
         filled = dataclasses.replace(config, train_batch_size=rows)
         sizes = filled.batch(world)
         assert sizes.micro
-        held = (config.offload_optimizer, config.offload_param)
+        held = (config.offload_optimizer is not None, config.offload_param is not None)
         return cls(
             stage=config.stage,
             micro=sizes.micro,
             accumulation=sizes.accumulation,
             remat=remat,
-            offload=OFFLOADS[sum(each is not None for each in held)],
+            offload=next(name for name, each in _HELD.items() if each == held),
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
         """A config with these settings, everything else as it was."""
-        optimizer, param = (self.offload != "none", self.offload == OFFLOADS[-1])
+        optimizer, param = self.held
         return dataclasses.replace(
             before,
             stage=self.stage,
@@ -81,10 +96,7 @@ class Choice:
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
         """A DeepSpeed JSON with these settings, everything else as it was."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
-        for name, there in (
-            ("offload_optimizer", self.offload != "none"),
-            ("offload_param", self.offload == OFFLOADS[-1]),
-        ):
+        for name, there in zip(_SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
             if there:
@@ -104,8 +116,9 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
     zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
     if after.offload != before.offload:
-        keys = ("offload_optimizer", "offload_param")[: OFFLOADS.index(after.offload)]
-        zero += [f'"{key}": {{"device": "cpu"}}' for key in keys]
+        for key, was, there in zip(_SECTIONS, before.held, after.held, strict=True):
+            if there and not was:
+                zero.append(f'"{key}": {{"device": "cpu"}}')
     if zero:
         yield f'"zero_optimization": {{{", ".join(zero)}}}'
     if after.micro != before.micro:

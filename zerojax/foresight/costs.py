@@ -12,29 +12,31 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from zerojax.foresight.assignment import compile_and_look
 from zerojax.foresight.attribution import (
+    BATCH,
     GRADIENTS,
     KINDS,
     OTHER,
     PARAMETERS,
     STATE,
     Known,
+    arguments,
     attribute,
 )
-from zerojax.foresight.copies import host_copies, in_host
+from zerojax.foresight.copies import HostCopy, host_copies, in_host
 from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
 from zerojax.foresight.hlo import Program, parse
 from zerojax.foresight.rates import Rates
 from zerojax.foresight.timeline import INWARD, OUTWARD, Spent, spend
-from zerojax.foresight.traffic import collectives
+from zerojax.foresight.traffic import Collective, collectives
 from zerojax.lowered import LoweredProgram
-from zerojax.offload.places import DISK, HOST
+from zerojax.offload.places import DEVICE, DISK, HOST
 from zerojax.plan import Plan
 
 STEP, FIRST = "step", "gradients"
@@ -48,17 +50,16 @@ class Measured:
     Attributes:
       memory: of the device by kind, arguments and temporaries.
       arguments, result: on the device; results that take an argument's place are not counted.
-      read, written: of an update's arguments, those that lie on the device between programs.
-      host: arguments and results in host memory; ``host_temporary`` beside them.
+      between: of an update's arguments, those that lie on the device between programs.
+      host_result: results in host memory; ``host_temporary`` beside arguments and results.
       seconds, computing, flops, forward, traffic, compile_seconds: as :class:`Cost` has them.
     """
 
     memory: dict[str, int]
     arguments: int
     result: int
-    read: int
-    written: int
-    host: int
+    between: int
+    host_result: int
     host_temporary: int
     seconds: float
     computing: float
@@ -76,21 +77,46 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     memory: Any = executable.memory_analysis()
     text = executable.as_text() or ""
     program = parse(text)
-    between = _arguments(program, in_host(text))
-    spent = spend(program, collectives(text), host_copies(text), rates)
+    sent, copied = collectives(text), host_copies(text)
+    spent = spend(program, sent, copied, rates)
     return Measured(
         memory=attribute(text, held, memory.temp_size_in_bytes, known),
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-        read=between["read"],
-        written=between["written"],
-        host=memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes,
+        between=_between(program, in_host(text)),
+        host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
         seconds=spent.seconds,
         computing=spent.computing,
         flops=spent.flops,
         forward=spent.forward,
-        traffic=tuple(_traffic(text, spent)),
+        traffic=tuple(_traffic(sent, copied, spent)),
+        compile_seconds=seconds,
+    )
+
+
+def weigh(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
+    """Compile a program as it will be run, which jax then does not compile again, and look at its
+    memory alone."""
+    begun = time.perf_counter()
+    executable = lowered.compile()
+    seconds = time.perf_counter() - begun
+    memory: Any = executable.memory_analysis()
+    program, hosted = parse(text := executable.as_text() or ""), in_host(text)
+    kinds = arguments(program, hosted)
+    kinds[OTHER] += memory.temp_size_in_bytes
+    return Measured(
+        memory=dict(kinds),
+        arguments=memory.argument_size_in_bytes,
+        result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+        between=_between(program, hosted),
+        host_result=memory.host_output_size_in_bytes,
+        host_temporary=memory.host_temp_size_in_bytes,
+        seconds=0.0,
+        computing=0.0,
+        flops=0.0,
+        forward=0.0,
+        traffic=(),
         compile_seconds=seconds,
     )
 
@@ -131,10 +157,14 @@ def forecast(
         kinds[GRADIENTS if name == FIRST else OTHER] += one.result
         if name == FIRST:
             first = one
-        elif first is not None:  # an update, while parameters and gradients lie there
+            # What else of the state is on the device: the copies and the batch are none of it.
+            given = one.arguments - _copies(plan, DEVICE) - one.memory.get(BATCH, 0)
+            kinds[STATE] += max(plan.bytes_in(DEVICE) - given, 0)
+        elif first is not None:  # an update; state, copies and gradients lie there meanwhile
             kinds[STATE] += kinds.pop(OTHER, 0)
-            kinds[PARAMETERS] += max(first.arguments - one.written, 0)
-            kinds[GRADIENTS] += max(first.result - one.read, 0)
+            lying = plan.bytes_in(DEVICE) + _copies(plan, DEVICE) + first.result
+            kinds[GRADIENTS] += (rest := min(max(lying - one.between, 0), first.result))
+            kinds[PARAMETERS] += max(lying - one.between, 0) - rest
         found.append(
             Cost(
                 name=name,
@@ -151,7 +181,9 @@ def forecast(
         )
         if left_out := name != STEP and enough(found[-1]):
             break
-    host = (first.host if first else 0) + max(each.host for each in found)
+    host = max(each.host for each in found)
+    if first is not None:
+        host += _copies(plan, HOST) + first.host_result
     return Forecast(
         plan=plan,
         rates=rates,
@@ -164,16 +196,26 @@ def forecast(
     )
 
 
-def _arguments(program: Program, hosted: frozenset[str]) -> collections.Counter[str]:
-    """Bytes of the arguments on the device by name, of a tree by its name."""
-    found = collections.Counter[str]()
-    for each in program.entry.instructions:
-        if each.opcode == "parameter" and each.name not in hosted:
-            found[each.op_name.partition("[")[0]] += sum(shape.bytes for shape in each.shapes)
-    return found
+def _between(program: Program, hosted: frozenset[str]) -> int:
+    """Bytes of an update's arguments on the device that are not pieces of the state."""
+    return sum(
+        shape.bytes
+        for each in program.entry.instructions
+        if each.opcode == "parameter" and each.op_name.startswith(("written[", "read["))
+        if each.name not in hosted
+        for shape in each.shapes
+    )
 
 
-def _traffic(text: str, spent: Spent) -> Iterator[Traffic]:
+def _copies(plan: Plan, place: str) -> int:
+    """Bytes of the parameters as the step computes with them, where they are not those at rest."""
+    pairs = zip(plan.leaves["params"], plan.compute, strict=True)
+    return sum(now.bytes_per_device for rest, now in pairs if rest != now and now.place == place)
+
+
+def _traffic(
+    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: Spent
+) -> Iterator[Traffic]:
     """Collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
     # What stands in a computation that is called from two places comes twice, its time once.
@@ -185,10 +227,10 @@ def _traffic(text: str, spent: Spent) -> Iterator[Traffic]:
         seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
         parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
 
-    for each in collectives(text):
+    for each in sent:
         key = each.computation, each.name
         add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
-    for copy in host_copies(text):
+    for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
         add(kind, (), copy.times, copy.times * copy.bytes, (copy.computation, copy.name))
     for same in parts.values():

@@ -44,7 +44,7 @@ def fit(
       done: told how many modes have been looked at, of how many.
 
     Returns:
-      All that fit and were compiled, most tokens a second first.
+      All that fit and were compiled, most rows a second first.
     """
     found: list[Found] = []
     modes, sizes = list(space.modes()), space.sizes()
@@ -72,7 +72,9 @@ def fit(
                     high = at_size
             at_size = min(at_size, high - 1)
     done(len(modes), len(modes))
-    return sorted(found, key=lambda each: -each.forecast.tokens_per_second)
+    return sorted(
+        found, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
+    )
 
 
 def _less(found: Choice, mode: Choice) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import jax
-
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
@@ -69,11 +67,12 @@ class Forecasts:
         return self._known[choice]
 
     def tried(self, choice: Choice) -> Forecast | None:
-        """The same, or None where the compiler fails."""
+        """The same, or None where that fails: XLA's own limits, or a step that does not take
+        such settings."""
         try:
             return self.forecast(choice)
-        except jax.errors.JaxRuntimeError as error:
-            self._note(f"{choice}: XLA fails: {error}")
+        except Exception as error:
+            self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
 
     def least(self, choice: Choice) -> int:

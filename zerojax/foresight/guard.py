@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import Choice, changes
+from zerojax.foresight.costs import forecast, weigh
 from zerojax.foresight.forecasts import Built, Forecasts
-from zerojax.foresight.rates import rates_of
+from zerojax.foresight.rates import Rates, rates_of
 from zerojax.foresight.remedies import remedies
 from zerojax.lowered import LoweredProgram
 from zerojax.plan import Plan
@@ -26,13 +30,18 @@ class OutOfMemoryError(MemoryError):
 
 
 def free_bytes(mesh: Mesh) -> int | None:
-    """Bytes that are free in the fullest of this process's devices; None where none can say."""
+    """Bytes that are free in the fullest device of all processes; None where none can say."""
     found = []
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    return min(found, default=None)
+    free = min(found, default=None)
+    if jax.process_count() == 1:
+        return free
+    # All must come to the same end: where one raises, the others would wait for it.
+    known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
+    return int(known.min()) if math.isfinite(known.min()) else None
 
 
 class Guard:
@@ -56,15 +65,22 @@ class Guard:
         self._config, self._mesh, self._world = config, mesh, mesh.shape[axis]
         self._other, self._free = other, free
 
-    def check(self, lower: Callable[[], jax.stages.Lowered], there: int, *step: Any) -> None:
-        """Compiles a program, and raises where it does not fit.
+    def check(
+        self,
+        programs: Callable[[], Iterable[LoweredProgram]],
+        plan: Plan,
+        batch_bytes: int,
+        *step: Any,
+    ) -> None:
+        """Compiles a step, and raises where it does not fit.
 
         jax keeps what is compiled here for the run, so that this costs no second compile. Where
         it does not fit, settings that would are looked for with the compiler: minutes, perhaps.
 
         Args:
-          lower: lowers the step, or the first of its programs, which makes the gradients.
-          there: bytes of its arguments that lie on a device already, and so are not free.
+          programs: of the step, to be lowered.
+          plan: of its state, which lies on the devices already.
+          batch_bytes: of a device, which are there too.
           *step: what ``other`` is given with another config: the function, its objects, the
             batch, and its other arguments.
 
@@ -74,45 +90,46 @@ class Guard:
         free = self._free(self._mesh)
         if free is None:
             return
-        memory: Any = lower().compile().memory_analysis()
-        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        room = free + there
-        if taken > room:
-            raise OutOfMemoryError(self._advice(taken, room, *step))
+        room = free + plan.bytes_per_device + batch_bytes
+        rates = rates_of(self._mesh.devices.flat[0], room)
+        taken = forecast(programs(), plan, rates, measured=weigh).peak
+        if taken.bytes <= room:
+            return
+        try:
+            advice = self._advice(rates, *step)
+        except Exception as error:  # whatever it is, it must not hide what was asked for
+            advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
+        raise OutOfMemoryError(
+            f"the step takes {size(taken.bytes)} of each device's memory, and {size(room)} are "
+            f"there for it, so it was not run.\n{advice}"
+        )
 
-    def _advice(
-        self, taken: int, room: int, function: Any, objects: Any, batch: Any, *rest: Any
-    ) -> str:
+    def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: Any) -> str:
+        if jax.process_count() > 1:
+            return "What takes it, and settings that fit: `python -m zerojax plan`."
+
         def build(choice: Choice) -> Built:
             config = choice.config(self._config, self._world)
             return Built(*self._other(config, function, objects, batch, *rest), 0)
 
         rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
-        study = Forecasts(build, given, rates_of(self._mesh.devices.flat[0], room), _told)
-        kinds = study.forecast(given).peak.memory
-        listed = sorted(kinds.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= taken / 100)
+        study = Forecasts(build, given, rates, _told)
+        peak = study.forecast(given).peak
+        listed = sorted(peak.memory.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= peak.bytes / 100)
         found = [
             f"  {', '.join(changes(given, remedy.choice))}: {size(remedy.forecast.peak.bytes)}"
             for remedy in remedies(study, wanted=2)
         ]
-        advice = (
+        says = (
             "These settings fit, each compiled, the fastest first by prediction:"
             if found
             else "No stage, micro-batch or offload was found that fits with the same batch: "
             "rematerialise the model's blocks (jax.checkpoint, nn.remat), take more devices, or a "
             "smaller batch."
         )
-        return "\n".join(
-            [
-                f"the step takes {size(taken)} of each device's memory, and {size(room)} are there "
-                f"for it, so it was not run. It takes {parts}.",
-                advice,
-                *found,
-            ]
-        )
+        return "\n".join([f"Its program {peak.name!r} takes {parts}.", says, *found])
 
 
 def _told(text: str) -> None:

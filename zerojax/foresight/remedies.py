@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from zerojax.foresight.choice import OFFLOADS, Choice
+from zerojax.foresight.choice import OFFLOADS, TRIED, Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.forecasts import Forecasts
 
@@ -55,7 +55,8 @@ def milder_first(given: Choice) -> Iterator[Choice]:
     stages = range(given.stage, 4)
     remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
     micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
-    offloads = OFFLOADS[OFFLOADS.index(given.offload) :]
+    further = OFFLOADS[OFFLOADS.index(given.offload) + 1 :]
+    offloads = [given.offload, *(each for each in TRIED if each in further)]
     choices = [
         Choice(
             stage=stage,

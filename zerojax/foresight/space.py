@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError
-from zerojax.foresight.choice import OFFLOADS, Choice, Offload
+from zerojax.config.old_names import rename
+from zerojax.config.read_offload import OLD_SWITCHES
+from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
@@ -34,7 +36,7 @@ class Space:
 
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[bool | None] = (None,)
-    offloads: Sequence[Offload] = OFFLOADS
+    offloads: Sequence[Offload] = TRIED
     micro: int | None = None
     accumulation: int | None = None
     rows: int | None = None
@@ -43,12 +45,11 @@ class Space:
         """Micro-batches that may be chosen, rising; powers of two where nothing says more."""
         if self.micro is not None:
             return [self.micro]
-        powers = [2**n for n in range(LARGEST.bit_length())]
         if self.rows is None:
-            return powers
+            return [2**n for n in range(LARGEST.bit_length())]
         if self.accumulation is not None:
             return [self.rows // self.accumulation]
-        return sorted({n for n in (*powers, self.rows) if self.rows % n == 0})
+        return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
 
     def choice(self, mode: Choice, micro: int) -> Choice:
         """A mode with a micro-batch, and the accumulation that follows."""
@@ -86,6 +87,8 @@ def left_open(
       ((2,), [1, 2, 4, 8], ('none', 'optimizer', 'optimizer and parameters'))
     """
     rest = copy.deepcopy(dict(config))
+    if problems := list(rename(rest)):
+        raise ConfigError(problems)
     zero = rest.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     for section, keys in ((rest, _BATCH), (zero, _ZERO)):
@@ -112,17 +115,22 @@ def left_open(
     return space, rest
 
 
-def _offloads(zero: Mapping[str, Any]) -> tuple[Offload, ...]:
-    """Those that agree with the sections that are there."""
-
-    def there(section: str) -> bool | None:
+def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
+    """Those that agree with the sections, or their old switches, that are there."""
+    wanted = []
+    for section in ("offload_optimizer", "offload_param"):
+        old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
+        if any(old) and section not in zero:
+            zero[section] = {"device": "cpu"}
         found = zero.get(section)
-        return found.get("device", "none") != "none" if isinstance(found, dict) else None
-
-    optimizer, param = there("offload_optimizer"), there("offload_param")
-    held = {"none": (False, False), "optimizer": (True, False), OFFLOADS[2]: (True, True)}
+        given = found.get("device", "none") != "none" if isinstance(found, dict) else None
+        wanted.append(any(old) if old and given is None else given)
+    tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(
         each
-        for each in OFFLOADS
-        if optimizer in (None, held[each][0]) and param in (None, held[each][1])
+        for each in tried
+        if all(
+            want in (None, held)
+            for want, held in zip(wanted, Choice(stage=3, micro=1, offload=each).held, strict=True)
+        )
     )

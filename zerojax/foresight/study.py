@@ -6,6 +6,7 @@ study.forecast(study.given).fits
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.api import zero
-from zerojax.config import ZeroConfig
+from zerojax.config import ConfigError, OffloadParam, ZeroConfig
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.forecasts import Built, Forecasts
@@ -25,6 +26,8 @@ from zerojax.mesh import shard_axis
 
 class Study(Forecasts):
     """A model's step on a mesh, compiled once for each choice.
+
+    Parameters on disk are forecast as if they were in host memory.
 
     Args:
       function: gives a flax model or a workload, see :mod:`zerojax.foresight.models`.
@@ -60,12 +63,21 @@ class Study(Forecasts):
         self.world = mesh.shape[shard_axis(mesh)]
         remats = takes(function, "remat")
         sizes = config.batch(self.world)
+        if rows is not None and sizes.train not in (None, rows):
+            raise ConfigError(
+                f"train_batch_size: {sizes.train} in the config, but {rows} were asked for"
+            )
         rows = rows or sizes.train or (sizes.micro or 1) * sizes.accumulation * self.world
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
         super().__init__(self._built, given, rates, note, measured)
 
     def _built(self, choice: Choice) -> Built:
-        decorated = zero(choice.config(self._config, self.world), mesh=self._mesh)
+        config = choice.config(self._config, self.world)
+        if config.offload_param and config.offload_param.device == "nvme":
+            # A program that reads a disk cannot be compiled for devices that are not there; on
+            # its way to the device a parameter is in host memory in either case.
+            config = dataclasses.replace(config, offload_param=OffloadParam())
+        decorated = zero(config, mesh=self._mesh)
         rows = choice.micro * choice.accumulation * self.world
         options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
         made = workload(bound(self._function, options), decorated, rows, self._seq)

@@ -78,6 +78,8 @@ def _target(each: Instruction) -> str:
 
 def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
     """2 for each element of the result and each element that is summed into it."""
+    if "conv" in _target(product):
+        return _library_convolution(place, product)
     left = place[product.operands[0]].shapes[0]
     made = product.shapes[0]  # of a library's, a workspace follows
     if product.opcode == "convolution":
@@ -85,6 +87,21 @@ def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
     else:
         summed = math.prod(left.dims[at] for at in _contracted(product))
     return left.dtype, 2 * made.elements * summed
+
+
+def _library_convolution(place: Computation, call: Instruction) -> tuple[str, int]:
+    """Of cuDNN's: each pass multiplies as often as the forward one, whose result it takes or
+    makes."""
+    first, second = (place[name].shapes[0] for name in call.operands[:2])
+    target, made = _target(call), call.shapes[0]
+    out, kernel = made, second
+    if "BackwardInput" in target:
+        out = first
+    elif "BackwardFilter" in target:
+        out, kernel = second, made
+    labels = re.search(r"dim_labels=\w+_(\w+)->", call.attributes)
+    features = kernel.dims[labels[1].index("o")] if labels else 1
+    return first.dtype, 2 * out.elements * kernel.elements // features
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:
@@ -113,7 +130,7 @@ def _bytes(program: Program, place: Computation, each: Instruction) -> int:
     if each.opcode in FREE:
         return 0
     read = [place[name].shapes for name in each.operands if name in place.position]
-    written = list(each.shapes)
+    written = list(each.shapes[:1] if _LIBRARY.search(_target(each)) else each.shapes)
     if each.operation in ("slice", "dynamic-slice", "gather"):
         return 2 * _size(written)
     if each.operation == "dynamic-update-slice":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -12,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
 from zerojax.api import zero
 from zerojax.offload.disk_array import DiskArray
-from zerojax.topology import topology
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class Check:
     says: str
     seconds: float
 
+
+_COMPILE = """
+import sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from zerojax.topology import topology
+
+whole = NamedSharding(topology(sys.argv[1], int(sys.argv[2])), PartitionSpec())
+x = jax.ShapeDtypeStruct((128,), "float32", sharding=whole)
+jax.jit(lambda x: x * 2).lower(x).compile()
+"""
 
 Try = tuple[str, Callable[[], str]]
 """A name, and a function that says what it did, or raises."""
@@ -162,8 +174,16 @@ def _step(**config: Any) -> TrainState:
 
 
 def _compiled(kind: str, devices: int) -> str:
-    """Compiles one line for devices that need not be there."""
-    whole = NamedSharding(topology(kind, devices), PartitionSpec())
-    x = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=whole)
-    jax.jit(lambda x: x * 2).lower(x).compile()
-    return f'x * 2 for zerojax.topology("{kind}", {devices})'
+    """Compiles one line for devices that need not be there, in a process that looks for none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, kind, str(devices)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["the process ended"]
+        raise RuntimeError(said[0].partition("Error: ")[2] or said[0])
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    here = "" if platforms == "cpu" else "; a program of yours sets JAX_PLATFORMS=cpu for it"
+    return f'x * 2 for zerojax.topology("{kind}", {devices}){here}'

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,24 @@ def buffers_at_peak(dump: bytes) -> list[Held]:
 
 
 def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
-    """What is held at the peak of one heap: a value may share the buffer of one before it."""
+    """What is held at the peak of one heap."""
+    totals = [total for total, _ in _heap(events, sizes)]
+    if not totals:
+        return []
+    at = totals.index(max(totals))
+    _, values = next(itertools.islice(_heap(events, sizes), at, None))
+    newest = ((sizes[buffer], list(made.values())[-1]) for buffer, made in values.items())
+    return [Held(size, made.instruction, made.computation) for size, made in newest]
+
+
+def _heap(
+    events: Sequence[Any], sizes: dict[int, int]
+) -> Iterator[tuple[int, dict[int, dict[int, Any]]]]:
+    """After each event the bytes that are held, and of each buffer what made the values that are
+    in it: a value may share the buffer of one before it."""
     owner: dict[int, int] = {}  # of a value: the value whose buffer it is in
-    values: dict[int, dict[int, Any]] = {}  # of a buffer: what made the values that are in it
-    total, most, at_peak = 0, -1, list[Held]()
+    values: dict[int, dict[int, Any]] = {}
+    total = 0
     for event in events:
         if event.kind == _FREED:
             buffer = owner[event.buffer]
@@ -102,21 +117,13 @@ def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
             if not values[buffer]:
                 del values[buffer]
                 total -= sizes[buffer]
-            continue
-        buffer = owner.get(event.shared_with, event.buffer)
-        owner[event.buffer] = buffer
-        if buffer not in values:
-            values[buffer] = {}
-            total += sizes[buffer]
-        values[buffer][event.buffer] = event
-        if total > most:
-            most = total
-            newest = {buffer: list(made.values())[-1] for buffer, made in values.items()}
-            at_peak = [
-                Held(sizes[buffer], made.instruction, made.computation)
-                for buffer, made in newest.items()
-            ]
-    return at_peak
+        else:
+            buffer = owner[event.buffer] = owner.get(event.shared_with, event.buffer)
+            if buffer not in values:
+                values[buffer] = {}
+                total += sizes[buffer]
+            values[buffer][event.buffer] = event
+        yield total, values
 
 
 @functools.cache

@@ -74,50 +74,59 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     begun = time.perf_counter()
     executable, held = compile_and_look(lowered)
     seconds = time.perf_counter() - begun
-    memory: Any = executable.memory_analysis()
     text = executable.as_text() or ""
-    program = parse(text)
-    sent, copied = collectives(text), host_copies(text)
+    program, sent, copied = parse(text), collectives(text), host_copies(text)
+    memory: Any = executable.memory_analysis()
+    kinds = attribute(text, held, memory.temp_size_in_bytes, known)
     spent = spend(program, sent, copied, rates)
+    traffic = tuple(_traffic(sent, copied, spent))
+    return _measured(memory, kinds, _between(program, in_host(text)), spent, traffic, seconds)
+
+
+def weigh(
+    lowered: jax.stages.Lowered, known: Known, rates: Rates, *, several: bool = True
+) -> Measured:
+    """Compile a program as it will be run, which jax then does not compile again, and look at its
+    memory alone.
+
+    Args:
+      lowered, known, rates: as for :func:`measure`; the last two are not looked at.
+      several: it is one of a step's several programs. That of a step of one needs no reading.
+    """
+    begun = time.perf_counter()
+    executable = lowered.compile()
+    seconds = time.perf_counter() - begun
+    memory: Any = executable.memory_analysis()
+    kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
+    if several:
+        program, hosted = parse(text := executable.as_text() or ""), in_host(text)
+        kinds, between = arguments(program, hosted), _between(program, hosted)
+    kinds[OTHER] += memory.temp_size_in_bytes
+    return _measured(memory, dict(kinds), between, Spent(), (), seconds)
+
+
+def _measured(
+    memory: Any,
+    kinds: dict[str, int],
+    between: int,
+    spent: Spent,
+    traffic: tuple[Traffic, ...],
+    compile_seconds: float,
+) -> Measured:
+    """``memory`` is XLA's ``memory_analysis``."""
     return Measured(
-        memory=attribute(text, held, memory.temp_size_in_bytes, known),
+        memory=kinds,
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-        between=_between(program, in_host(text)),
+        between=between,
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
         seconds=spent.seconds,
         computing=spent.computing,
         flops=spent.flops,
         forward=spent.forward,
-        traffic=tuple(_traffic(sent, copied, spent)),
-        compile_seconds=seconds,
-    )
-
-
-def weigh(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
-    """Compile a program as it will be run, which jax then does not compile again, and look at its
-    memory alone."""
-    begun = time.perf_counter()
-    executable = lowered.compile()
-    seconds = time.perf_counter() - begun
-    memory: Any = executable.memory_analysis()
-    program, hosted = parse(text := executable.as_text() or ""), in_host(text)
-    kinds = arguments(program, hosted)
-    kinds[OTHER] += memory.temp_size_in_bytes
-    return Measured(
-        memory=dict(kinds),
-        arguments=memory.argument_size_in_bytes,
-        result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-        between=_between(program, hosted),
-        host_result=memory.host_output_size_in_bytes,
-        host_temporary=memory.host_temp_size_in_bytes,
-        seconds=0.0,
-        computing=0.0,
-        flops=0.0,
-        forward=0.0,
-        traffic=(),
-        compile_seconds=seconds,
+        traffic=traffic,
+        compile_seconds=compile_seconds,
     )
 
 

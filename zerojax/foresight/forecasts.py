@@ -50,11 +50,18 @@ class Forecasts:
         self.given, self.rates = given, rates
         self._build, self._note, self._measured = build, note, measured
         self._known: dict[Choice, Forecast] = {}
+        self._steps: dict[Choice, Built] = {}
+
+    def _built(self, choice: Choice) -> Built:
+        """The step under a choice, traced no further than its state, once."""
+        if choice not in self._steps:
+            self._steps[choice] = self._build(choice)
+        return self._steps[choice]
 
     def forecast(self, choice: Choice) -> Forecast:
         """What a choice costs; where a program does not fit, those after it are left out."""
         if choice not in self._known:
-            built = self._build(choice)
+            built = self._built(choice)
             self._known[choice] = forecast(
                 built.programs(),
                 built.plan,
@@ -86,7 +93,7 @@ class Forecasts:
             for known, each in self._known.items()
             if known.micro <= choice.micro and bool(known.remat) >= bool(choice.remat)
         )
-        return self._build(choice).plan.bytes_per_device + max(activations, default=0)
+        return self._built(choice).plan.bytes_per_device + max(activations, default=0)
 
     def _too_much(self, cost: Cost) -> bool:
         return cost.bytes > self.rates.room

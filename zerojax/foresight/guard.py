@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.rates import Rates, rates_of
 from zerojax.foresight.remedies import remedies
 from zerojax.lowered import LoweredProgram
+from zerojax.offload.places import offloads
 from zerojax.plan import Plan
 from zerojax.report import size
 
@@ -92,7 +94,8 @@ class Guard:
             return
         room = free + plan.bytes_per_device + batch_bytes
         rates = rates_of(self._mesh.devices.flat[0], room)
-        taken = forecast(programs(), plan, rates, measured=weigh).peak
+        weighed = functools.partial(weigh, several=offloads(self._config))
+        taken = forecast(programs(), plan, rates, measured=weighed).peak
         if taken.bytes <= room:
             return
         try:

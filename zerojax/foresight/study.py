@@ -69,9 +69,9 @@ class Study(Forecasts):
             )
         rows = rows or sizes.train or (sizes.micro or 1) * sizes.accumulation * self.world
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
-        super().__init__(self._built, given, rates, note, measured)
+        super().__init__(self._from_model, given, rates, note, measured)
 
-    def _built(self, choice: Choice) -> Built:
+    def _from_model(self, choice: Choice) -> Built:
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
             # A program that reads a disk cannot be compiled for devices that are not there; on

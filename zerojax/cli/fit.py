@@ -22,8 +22,9 @@ from zerojax.config.read import read_file
 from zerojax.foresight.cache import Cache
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import COMPILES, Found
+from zerojax.foresight.fit import COMPILES
 from zerojax.foresight.fit import fit as search
+from zerojax.foresight.forecasts import Found
 from zerojax.foresight.models import find, takes
 from zerojax.foresight.space import left_open
 from zerojax.foresight.study import Study

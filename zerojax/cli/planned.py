@@ -9,7 +9,7 @@ from typing import Any
 
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.remedies import Remedy
+from zerojax.foresight.forecasts import Found
 from zerojax.topology import device_kinds
 
 PREALLOCATED = 0.75
@@ -34,7 +34,7 @@ class Planned:
     seq: int
     choice: Choice
     forecast: Forecast
-    remedies: tuple[Remedy, ...] | None = None
+    remedies: tuple[Found, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class Planned:
     def reserve(self) -> int:
         """Bytes of a device's memory that no step gets."""
         found = self.forecast
-        return found.rates.memory - found.peak.bytes - found.headroom
+        return found.rates.memory - found.rates.room
 
     @property
     def fraction(self) -> float | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from zerojax.config import ConfigError, OffloadOptimizer, OffloadParam, ZeroConfig
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
 # Whether the optimizer's state and the parameters are; what moves more comes later.
@@ -20,7 +20,7 @@ OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """Those that a search tries: parameters alone move much and leave most."""
 
-_SECTIONS = ("offload_optimizer", "offload_param")
+SECTIONS = ("offload_optimizer", "offload_param")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,7 @@ class Choice:
         return dataclasses.replace(
             before,
             stage=self.stage,
-            train_batch_size=self.micro * self.accumulation * world,
-            train_micro_batch_size_per_gpu=self.micro,
-            gradient_accumulation_steps=self.accumulation,
+            **self._batch(world),
             offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
             if optimizer
             else None,
@@ -96,18 +94,35 @@ class Choice:
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
         """A DeepSpeed JSON with these settings, everything else as it was."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
-        for name, there in zip(_SECTIONS, self.held, strict=True):
+        for name, there in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
             if there:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
         return {
             **before,
+            **self._batch(world),
+            "zero_optimization": zero,
+        }
+
+    def _batch(self, world: int) -> dict[str, Any]:
+        """The batch sizes, called alike in a JSON and in a config."""
+        return {
             "train_batch_size": self.micro * self.accumulation * world,
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": zero,
         }
+
+
+def agreed(rows: int | None, given: int | None) -> int | None:
+    """The rows of an update that were asked for, or else those that the config gives.
+
+    Raises:
+      ConfigError: there are both, and they are not the same.
+    """
+    if rows is not None and given not in (None, rows):
+        raise ConfigError(f"train_batch_size: {given} in the config, but {rows} were asked for")
+    return given if rows is None else rows
 
 
 def changes(before: Choice, after: Choice) -> Iterator[str]:
@@ -115,10 +130,9 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
     if after.remat != before.remat:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
     zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
-    if after.offload != before.offload:
-        for key, was, there in zip(_SECTIONS, before.held, after.held, strict=True):
-            if there and not was:
-                zero.append(f'"{key}": {{"device": "cpu"}}')
+    for key, was, there in zip(SECTIONS, before.held, after.held, strict=True):
+        if there and not was:
+            zero.append(f'"{key}": {{"device": "cpu"}}')
     if zero:
         yield f'"zero_optimization": {{{", ".join(zero)}}}'
     if after.micro != before.micro:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Forecasts
+from zerojax.foresight.forecasts import Forecasts, Found
 from zerojax.foresight.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """One choice and its forecast."""
-
-    choice: Choice
-    forecast: Forecast
 
 
 def fit(
@@ -51,8 +42,7 @@ def fit(
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
         done(at, len(modes))
-        lighter = [each for each in found if _less(each.choice, mode)]
-        if lighter:
+        if any(_less(each.choice, mode) for each in found):
             continue
         low, high, at_size = 0, len(sizes), 0  # below low all fit, from high on none does
         while low < high and left and time.monotonic() < until:

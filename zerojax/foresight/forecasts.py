@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,6 +27,14 @@ class Built(NamedTuple):
     plan: Plan
     programs: Callable[[], Iterable[LoweredProgram]]
     tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A choice that fits, and what it costs."""
+
+    choice: Choice
+    forecast: Forecast
 
 
 class Forecasts:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, TRIED, Choice
-from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Forecasts
+from zerojax.foresight.forecasts import Forecasts, Found
 
 COMPILES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Remedy:
-    """A choice that fits, of the same batch, and what it costs."""
-
-    choice: Choice
-    forecast: Forecast
-
-
-def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Remedy]:
+def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Found]:
     """Choices for the same rows that fit, cheapest first by predicted step time.
 
     Those that give up least are tried first: a lower stage before a higher one, then remat, then
@@ -34,7 +24,7 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
       wanted: how many are enough.
       compiles: choices to compile at the most.
     """
-    found: list[Remedy] = []
+    found: list[Found] = []
     tried = 0
     for choice in milder_first(study.given):
         if len(found) == wanted or tried == compiles:
@@ -46,7 +36,7 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
         tried += 1
         forecast = study.tried(choice)
         if forecast and forecast.fits:
-            found.append(Remedy(choice, forecast))
+            found.append(Found(choice, forecast))
     return sorted(found, key=lambda remedy: remedy.forecast.seconds)
 
 

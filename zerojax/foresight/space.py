@@ -11,7 +11,7 @@ from typing import Any
 from zerojax.config import ConfigError
 from zerojax.config.old_names import rename
 from zerojax.config.read_offload import OLD_SWITCHES
-from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload
+from zerojax.foresight.choice import OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
@@ -20,7 +20,7 @@ _BATCH = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-_ZERO = ("stage", "offload_optimizer", "offload_param")
+_ZERO = ("stage", *SECTIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,7 @@ def left_open(
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
     total = rest.get("train_batch_size")
-    if rows is not None and total not in (None, rows):
-        raise ConfigError(f"train_batch_size: {total} in the config, but {rows} were asked for")
-    total = rows if total is None else total
+    total = agreed(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
@@ -118,7 +116,7 @@ def left_open(
 def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
     """Those that agree with the sections, or their old switches, that are there."""
     wanted = []
-    for section in ("offload_optimizer", "offload_param"):
+    for section in SECTIONS:
         old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
         if any(old) and section not in zero:
             zero[section] = {"device": "cpu"}

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.api import zero
-from zerojax.config import ConfigError, OffloadParam, ZeroConfig
-from zerojax.foresight.choice import Choice
+from zerojax.config import OffloadParam, ZeroConfig
+from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.models import bound, takes
@@ -63,11 +63,7 @@ class Study(Forecasts):
         self.world = mesh.shape[shard_axis(mesh)]
         remats = takes(function, "remat")
         sizes = config.batch(self.world)
-        if rows is not None and sizes.train not in (None, rows):
-            raise ConfigError(
-                f"train_batch_size: {sizes.train} in the config, but {rows} were asked for"
-            )
-        rows = rows or sizes.train or (sizes.micro or 1) * sizes.accumulation * self.world
+        rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
         super().__init__(self._from_model, given, rates, note, measured)
 

@@ -82,10 +82,12 @@ class Job:
         return rows
 
     def identity(self, config: ZeroConfig, rows: int, text: data.Text) -> dict[str, Any]:
-        """What a continued run must share, as JSON. Stage, devices, remat, kernels may change."""
+        """What a continued run must share, as JSON. Stage, offload, devices, remat and kernels may
+        change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
-        free = {"notes", "stage", "stage3_param_persistence_threshold", *LOGS}
+        offload = ("offload_optimizer", "offload_param")
+        free = {"notes", "stage", "stage3_param_persistence_threshold", *offload, *LOGS}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {

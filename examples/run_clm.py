@@ -32,14 +32,13 @@ from rich.console import Console
 from rich.markup import escape
 
 import zerojax
-from examples import curve, data, report
+from examples import clm, curve, data, report
 from examples.devices import data_mesh
-from examples.gpt import GPT, SIZES
+from examples.gpt import SIZES
 from examples.job import DEFAULT_CONFIG, Fused, Job, size_of
 from examples.progress import Progress
 from examples.run_folder import History, RunFolder
 from zerojax.checkpoint import PREEMPTED, CheckpointError, Preemption
-from zerojax.config import load
 
 EVAL_BATCHES = 4
 
@@ -57,29 +56,14 @@ def train(job: Job, console: Console) -> Outcome:
     """The whole job, from text to curve."""
     text = job.read_text()
     mesh = data_mesh(job.devices)
-    config = load(job.config)
+    config = clm.resolved(job, mesh, console)
     rows = job.rows(config, mesh.size)
     zero = zerojax.zero(config, mesh=mesh)
-    model = GPT(job.model_config, job.fused(zero.per_device))
+    made, model = clm.workload(job, zero, rows), clm.model(job, zero)
+    create_state, train_step = made.create_state, zero(made.train_step)
     batches = data.Batches(text.train, rows, job.block_size, job.seed)
     unseen = data.Batches(text.held_out, rows, job.block_size)
     init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
-
-    def create_state(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.zeros((1, job.block_size), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
-
-    @zero
-    def train_step(state: TrainState, batch: Any, dropout_key: jax.Array) -> Any:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-
-        def loss(params: Any) -> jax.Array:
-            variables, rngs = {"params": params}, {"dropout": dropout_key}
-            how: Any = {"deterministic": False, "targets": targets, "rngs": rngs}
-            return state.apply_fn(variables, inputs, **how).mean()
-
-        value, grads = zerojax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": value}
 
     @jax.jit
     def eval_step(params: Any, batch: Any) -> jax.Array:

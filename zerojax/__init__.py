@@ -19,6 +19,8 @@ from zerojax.foresight.estimators import (
 from zerojax.foresight.estimators import (
     estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
 )
+from zerojax.foresight.fit import Fitted as Fitted
+from zerojax.foresight.fit import fit as fit
 from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
 from zerojax.foresight.workload import Workload as Workload
 from zerojax.gradients import grad as grad

@@ -60,10 +60,25 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
     assert "0 programs compiled" in run(10**9, "--batch", "16").output
 
 
+def test_what_stands_in_and_what_is_remembered(run: Any, tmp_path: Path) -> None:
+    config = tmp_path / "auto.json"
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 1}, "scheduler": schedule}))
+    named = ("--config", str(config), "--batch", "16", "--json")
+    assert "total_num_steps" in run(10**9, *named).output
+    filled = (*named, "--auto", "scheduler.params.total_num_steps=300")
+    first = json.loads(run(10**9, *filled).stdout)
+    assert first["config"]["scheduler"]["params"]["total_num_steps"] == 300
+    assert len(first["ranking"]) > 1
+    # What is remembered is no compile: one is enough for all.
+    again = json.loads(run(10**9, *filled, "--compiles", "1").stdout)
+    assert len(again["ranking"]) == len(first["ranking"])
+
+
 def test_nothing_fits(run: Any) -> None:
     made = run(10, "--batch", "16", "--compiles", "2")
     assert made.exit_code == 3
-    assert "nothing fits h100:8" in made.output
+    assert "nothing fits 8 x h100" in made.output
 
 
 @pytest.mark.parametrize(

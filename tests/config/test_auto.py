@@ -39,8 +39,12 @@ def test_what_cannot_be_resolved_says_how():
         f'{STEPS}: "auto" cannot be resolved: only the training loop knows how long it runs; '
         f'write the number, or pass it: auto={{"{STEPS}": ...}}',
     )
-    with pytest.raises(ConfigError, match="write 0, or let `python -m zerojax fit` choose"):
+    with pytest.raises(
+        ConfigError, match=r"write 0, or let `zerojax\.fit` or `python -m zerojax fit`"
+    ):
         load({"zero_optimization": {"stage": "auto"}})
+    with pytest.raises(ConfigError, match='offload_param: "auto" takes a search'):
+        load({"zero_optimization": {"stage": 3, "offload_param": "auto"}})
     assert load({"zero_optimization": {"stage": "auto"}}, auto={"zero_optimization.stage": 2})
 
 

@@ -15,7 +15,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.foresight.guard import Guard, OutOfMemoryError, free_bytes
+from zerojax.foresight.devices import free_bytes
+from zerojax.foresight.guard import Guard, OutOfMemoryError
 from zerojax.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

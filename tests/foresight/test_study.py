@@ -22,12 +22,12 @@ from zerojax.foresight.attribution import (
     STATE,
 )
 from zerojax.foresight.cache import Cache
-from zerojax.foresight.choice import OFFLOADS, Choice, Offload, changes
+from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload, changes
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import fit
 from zerojax.foresight.models import ModelError, bound, find
 from zerojax.foresight.rates import RESERVE
 from zerojax.foresight.remedies import milder_first, remedies
+from zerojax.foresight.search import search
 from zerojax.foresight.space import Space, left_open
 from zerojax.foresight.study import Study
 
@@ -130,7 +130,7 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     of = study(None, study().forecast(study().given).peak.bytes, cache)
     space = Space(stages=(0,), remats=(False,), offloads=("none",))
-    found = fit(of, space)
+    found = search(of, space)
     best = max(each.choice.micro for each in found)
     assert found[0].choice.micro == best
     assert all(each.forecast.fits for each in found)
@@ -145,7 +145,7 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     same = Study(
         model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again
     )
-    repeated = fit(same, space)
+    repeated = search(same, space)
     assert (again.hits, again.misses) == (cache.misses - 1, 1)
     assert [each.choice for each in repeated] == [each.choice for each in found]
 
@@ -204,6 +204,18 @@ def test_what_a_config_gives_is_kept() -> None:
         left_open({}, 12, 8, [None])
     with pytest.raises(ConfigError, match="64 in the config, but 32"):
         left_open({"train_batch_size": 64}, 32, 8, [None])
+
+
+def test_an_offload_that_is_auto_is_open() -> None:
+    whole = {"zero_optimization": {"offload_optimizer": "auto"}}
+    device = {"zero_optimization": {"offload_optimizer": {"device": "auto", "ratio": 0.5}}}
+    for config in (whole, device):
+        space, rest = left_open(config, 8, 8, [None])
+        assert space.offloads == TRIED
+        load(rest)
+    choice = Choice(stage=1, micro=1, offload="optimizer")
+    section = choice.json(rest, 8)["zero_optimization"]["offload_optimizer"]
+    assert section == {"device": "cpu", "ratio": 0.5}
 
 
 def test_old_forms_of_a_config() -> None:

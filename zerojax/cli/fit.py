@@ -16,18 +16,14 @@ from rich.table import Table
 
 from zerojax.cli.bar import steps_bar
 from zerojax.cli.compiling import compile_only
+from zerojax.cli.explain import stand_ins
 from zerojax.cli.problem import explained
-from zerojax.config import load
-from zerojax.config.read import read_file
-from zerojax.foresight.cache import Cache
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import COMPILES
-from zerojax.foresight.fit import fit as search
+from zerojax.foresight.fit import fit as choose
 from zerojax.foresight.forecasts import Found
-from zerojax.foresight.models import find, takes
-from zerojax.foresight.space import left_open
-from zerojax.foresight.study import Study
+from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.search import COMPILES
 from zerojax.report import size
 
 _PIPED = 120  # columns where the output is no terminal
@@ -48,6 +44,10 @@ def fit(
         int | None, typer.Option(min=1, help="Rows of an update, over all devices; else open.")
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 1024,
+    auto: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
@@ -71,40 +71,38 @@ def fit(
             progress.update(task, completed=modes, total=of)
 
         try:
-            raw: Any = read_file(config)
-            if not isinstance(raw, dict):
-                load(config)  # says what is wrong with it
-            function = find(model)
             mesh, rates = parse_devices(devices)
-            remats = (False, True) if takes(function, "remat") else (None,)
-            space, fixed = left_open(raw, batch, mesh.size, remats)
-            cache = Cache()
-            study = Study(
-                function, load(fixed), mesh, rates, rows=batch, seq=seq, note=note, measured=cache
+            fitted = choose(
+                config,
+                model,
+                train_batch_size=batch,
+                seq=seq,
+                mesh=mesh,
+                rates=rates,
+                auto=stand_ins(auto or []),
+                compiles=compiles,
+                seconds=60 * minutes,
+                note=note,
+                done=done,
             )
-            found = search(study, space, compiles, 60 * minutes, done)
+        except OutOfMemoryError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(3) from None
         except Exception as error:
             if (said := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
             typer.echo(said, err=True)
             raise typer.Exit(2) from None
-    if not found:
-        typer.echo(
-            f"nothing fits {devices}: take more devices, or a model whose blocks are "
-            "rematerialised (--model with a `remat` option)",
-            err=True,
-        )
-        raise typer.Exit(3)
-    best = found[0].choice.json(fixed, study.world)
     if out is not None:
-        out.write_text(json.dumps(best, indent=2) + "\n")
+        out.write_text(json.dumps(fitted.config, indent=2) + "\n")
     if as_json:
-        print(json.dumps({"ranking": [_row(each) for each in found], "config": best}, indent=2))
+        ranking = [_row(each) for each in fitted.ranking]
+        print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
         return
-    _show(_best(found), f"{model} on {devices}, {seq} tokens in a row")
-    counted = f"{cache.misses} programs compiled, {cache.hits} remembered"
-    typer.echo(f"{counted}. Fastest: {found[0].choice}" + (f", in {out}" if out else ""))
-    if found[0].choice.remat:
+    _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
+    counted = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
+    typer.echo(f"{counted}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+    if fitted.choice.remat:
         typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
 
 

@@ -107,8 +107,11 @@ def _programs(planned: Planned) -> Table:
 
 def _about_memory(planned: Planned) -> Iterator[str]:
     found = planned.forecast
-    if not planned.forecast.whole:
-        yield f"{found.programs[-1].name!r} does not fit; the programs after it were not compiled."
+    last = found.programs[-1]
+    if not last.made:
+        yield f"XLA refuses {last.name!r}: it takes that much at the least; of what is not told."
+    elif not found.whole:
+        yield f"{last.name!r} does not fit; the programs after it were not compiled."
     if found.host_bytes:
         yield f"host memory, for each device: {size(found.host_bytes)}"
     if found.disk_bytes:

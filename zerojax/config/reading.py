@@ -11,12 +11,15 @@ from zerojax.config.keys import BY_FIELD, KEYS, Key
 from zerojax.config.monitors import MONITORS
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.note import Note, Status
+from zerojax.config.offload import OFFLOAD, ZERO
 from zerojax.config.old_names import rename
 from zerojax.config.read import plain
 from zerojax.config.read_offload import read_offload
 from zerojax.config.stand_in import stand_in
 
 _PARAMS = ("optimizer.params", "scheduler.params")
+_CHOSEN = tuple(f"{ZERO}.{name}" for name in OFFLOAD)
+_FIT = "`zerojax.fit` or `python -m zerojax fit`"
 _STOOD_IN = "given in its place, by auto="
 
 
@@ -71,6 +74,12 @@ class Reading:
             path = f"{section}{name}"
             if isinstance(value, dict) and path not in _PARAMS:
                 self._take_autos(value, f"{path}.")
+            elif value == "auto" and path in _CHOSEN:
+                del raw[name]
+                self.problems.append(
+                    f'{path}: "auto" takes a search with the model: {_FIT}; or write the object, '
+                    "or take it out"
+                )
             elif value == "auto" and path in KEYS:
                 del raw[name]
                 key = KEYS[path]
@@ -80,9 +89,7 @@ class Reading:
                 else:
                     default = key.default
                     remedy = "write the value" if default is None else f"write {shown(default)}"
-                    fit = ", or let `python -m zerojax fit` choose" * (
-                        path == BY_FIELD["stage"].path
-                    )
+                    fit = f", or let {_FIT} choose" * (path == BY_FIELD["stage"].path)
                     self.problems.append(
                         f'{path}: "auto" has nothing to resolve it; {remedy}{fit}, {_or_pass(path)}'
                     )

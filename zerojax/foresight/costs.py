@@ -33,6 +33,7 @@ from zerojax.foresight.copies import HostCopy, host_copies, in_host
 from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
 from zerojax.foresight.hlo import Program, parse
 from zerojax.foresight.rates import Rates
+from zerojax.foresight.refused import refused
 from zerojax.foresight.timeline import INWARD, OUTWARD, Spent, spend
 from zerojax.foresight.traffic import Collective, collectives
 from zerojax.lowered import LoweredProgram
@@ -53,26 +54,34 @@ class Measured:
       between: of an update's arguments, those that lie on the device between programs.
       host_result: results in host memory; ``host_temporary`` beside arguments and results.
       seconds, computing, flops, forward, traffic, compile_seconds: as :class:`Cost` has them.
+      made: False where XLA refused the program for its memory, of which ``memory`` is the least.
     """
 
     memory: dict[str, int]
-    arguments: int
-    result: int
-    between: int
-    host_result: int
-    host_temporary: int
-    seconds: float
-    computing: float
-    flops: float
-    forward: float
-    traffic: tuple[Traffic, ...]
-    compile_seconds: float
+    arguments: int = 0
+    result: int = 0
+    between: int = 0
+    host_result: int = 0
+    host_temporary: int = 0
+    seconds: float = 0.0
+    computing: float = 0.0
+    flops: float = 0.0
+    forward: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
+    compile_seconds: float = 0.0
+    made: bool = True
 
 
 def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
-    """Compile a program and measure it."""
+    """Compile a program and measure it; of one that XLA refuses for its memory, what it says."""
     begun = time.perf_counter()
-    executable, held = compile_and_look(lowered)
+    try:
+        executable, held = compile_and_look(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        if (wanted := refused(str(error))) is None:
+            raise
+        least, seconds = max(wanted, rates.memory), time.perf_counter() - begun
+        return Measured(memory={OTHER: least}, compile_seconds=seconds, made=False)
     seconds = time.perf_counter() - begun
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
@@ -186,9 +195,10 @@ def forecast(
                 traffic=one.traffic,
                 times=times,
                 compile_seconds=one.compile_seconds,
+                made=one.made,
             )
         )
-        if left_out := name != STEP and enough(found[-1]):
+        if left_out := not one.made or (name != STEP and enough(found[-1])):
             break
     host = max(each.host for each in found)
     if first is not None:

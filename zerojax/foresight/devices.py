@@ -1,13 +1,16 @@
-"""Devices as the command line names them: ``h100:8``, ``v5e:16x16``."""
+"""Devices: as the command line names them, ``h100:8`` or ``v5e:16x16``, and those of a mesh."""
 
 from __future__ import annotations
 
 import math
 import re
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zerojax.foresight.rates import Rates, rates
+from zerojax.foresight.rates import Rates, kind_of, rates, rates_of
 from zerojax.topology import topology, torus
 
 _FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+(?:x\d+)*))?")
@@ -30,3 +33,36 @@ def parse_devices(text: str) -> tuple[Mesh, Rates]:
         wanted = "x".join(map(str, shape)) or "no torus"
         raise ValueError(f"devices {text!r}: {number} of them are compiled for as {wanted}")
     return topology(found[1], number), speeds
+
+
+def rates_here(mesh: Mesh) -> Rates:
+    """The rates of a mesh's devices, with what memory is free in those that are there.
+
+    Raises:
+      ValueError: nothing is known of their kind, as of CPUs.
+    """
+    device = mesh.devices.flat[0]
+    if device in jax.devices() and (free := free_bytes(mesh)) is not None:
+        return rates_of(device, free)
+    if (kind := kind_of(device)) is not None:
+        return rates(kind)
+    raise ValueError(
+        f"nothing is known of the speed and the memory of {device.device_kind!r} devices, by which "
+        "settings are chosen: write them, or choose for devices that need not be there: "
+        'zerojax.topology("h100", 8), or `python -m zerojax fit --devices h100:8`'
+    )
+
+
+def free_bytes(mesh: Mesh) -> int | None:
+    """Bytes that are free in the fullest device of all processes; None where none can say."""
+    found = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    free = min(found, default=None)
+    if jax.process_count() == 1:
+        return free
+    # All must come to the same end: where one raises, the others would wait for it.
+    known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
+    return int(known.min()) if math.isfinite(known.min()) else None

@@ -60,6 +60,7 @@ class Cost:
       traffic: collectives, then copies.
       compile_seconds: on this machine.
       times: how often it runs in a step.
+      made: False where XLA refused it for its memory, of which ``memory`` is the least.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Cost:
     traffic: tuple[Traffic, ...]
     compile_seconds: float
     times: int = 1
+    made: bool = True
 
     @property
     def bytes(self) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.costs import forecast, weigh
+from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.rates import Rates, rates_of
 from zerojax.foresight.remedies import remedies
@@ -29,21 +27,6 @@ Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 
 class OutOfMemoryError(MemoryError):
     """A step that has not run, because the devices' memory does not hold what it needs."""
-
-
-def free_bytes(mesh: Mesh) -> int | None:
-    """Bytes that are free in the fullest device of all processes; None where none can say."""
-    found = []
-    for device in mesh.local_devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    free = min(found, default=None)
-    if jax.process_count() == 1:
-        return free
-    # All must come to the same end: where one raises, the others would wait for it.
-    known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
-    return int(known.min()) if math.isfinite(known.min()) else None
 
 
 class Guard:

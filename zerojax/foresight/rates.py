@@ -112,12 +112,17 @@ def rates(kind: str) -> Rates:
     )  # fmt: skip
 
 
+def kind_of(device: jax.Device) -> str | None:
+    """The kind of a device, there or not, by the name that it has; None for others and CPUs."""
+    kinds = {**device_kinds()["gpu"], **device_kinds()["tpu"]}
+    named = (kind for kind, figures in kinds.items() if figures["name"] == device.device_kind)
+    return next(named, None)
+
+
 def rates_of(device: jax.Device, room: int) -> Rates:
     """The rates of a device that is there, of which a step may take ``room`` bytes.
 
     One that is in no list counts as an A100: the order of two times may be right, the times are
     not.
     """
-    kinds = device_kinds()["gpu"]
-    named = (kind for kind, figures in kinds.items() if figures["name"] == device.device_kind)
-    return dataclasses.replace(rates(next(named, "a100")), memory=room + RESERVE)
+    return dataclasses.replace(rates(kind_of(device) or "a100"), memory=room + RESERVE)

@@ -121,6 +121,9 @@ def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
         if any(old) and section not in zero:
             zero[section] = {"device": "cpu"}
         found = zero.get(section)
+        if isinstance(found, dict) and found.get("device") == "auto":
+            del found["device"]
+            found = None
         given = found.get("device", "none") != "none" if isinstance(found, dict) else None
         wanted.append(any(old) if old and given is None else given)
     tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED

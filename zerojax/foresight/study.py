@@ -80,6 +80,5 @@ class Study(Forecasts):
         state = decorated.abstract_state(made.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)
-        return Built(
-            decorated.plan(*objects), lambda: step.programs(*objects, made.batch), made.tokens
-        )
+        given = (*objects, made.batch, *made.args)
+        return Built(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)

@@ -32,12 +32,14 @@ class Workload:
       train_step: as ``zero`` decorates it.
       batch: of all devices, arrays or ``jax.ShapeDtypeStruct``.
       tokens: in a batch; 0 where it has none.
+      args: what the step takes behind the batch, abstract too: a dropout key, perhaps.
     """
 
     create_state: Callable[..., Any]
     train_step: Callable[..., Any]
     batch: Any
     tokens: int = 0
+    args: tuple[Any, ...] = ()
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:

@@ -1,0 +1,58 @@
+"""What the main job makes of "auto" in its config."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import zerojax
+from examples.clm import resolved
+from examples.job import DEFAULT_CONFIG, Job
+from zerojax.config import ConfigError, load
+
+
+def job(config: Path, **options: Any) -> Job:
+    defaults: dict[str, Any] = dict.fromkeys(Job.__dataclass_fields__)
+    given = {"config": config, "model": "mini", "block_size": 16, "scan": True, "remat": True}
+    return Job(**defaults | {"dropout": 0.0} | given | options)
+
+
+@pytest.fixture
+def auto(tmp_path: Path) -> Path:
+    path = tmp_path / "auto.json"
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    zero = {"stage": "auto", "offload_param": {"device": "none"}}
+    path.write_text(json.dumps({"optimizer": optimizer, "zero_optimization": zero}))
+    return path
+
+
+def test_a_config_that_says_all_is_kept() -> None:
+    assert resolved(job(DEFAULT_CONFIG), zerojax.mesh(), Console()) == load(DEFAULT_CONFIG)
+
+
+def test_on_cpus_nothing_can_be_chosen(auto: Path) -> None:
+    with pytest.raises(ValueError, match="speed and the memory of 'cpu' devices"):
+        resolved(job(auto), zerojax.mesh(), Console())
+
+
+def test_what_is_no_config(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="object"):
+        resolved(job(tmp_path / "list.json"), zerojax.mesh(), Console())
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_auto_is_chosen_by_compiles(
+    auto: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    console = Console(file=io.StringIO(), width=200)
+    made = resolved(job(auto), zerojax.topology("h100", 8), console)
+    assert made.batch(8).train == 16  # the job's own rows
+    assert "the fastest that fits: stage" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,64 @@
+"""Programs that XLA refuses to make, as it does for TPUs whose memory they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.training.train_state import TrainState
+from optax import sgd
+
+import zerojax
+from zerojax.foresight.attribution import Known
+from zerojax.foresight.costs import forecast, measure
+from zerojax.foresight.rates import rates
+from zerojax.foresight.refused import refused
+from zerojax.lowered import LoweredProgram
+
+TEMPORARIES = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "(34.50G) exceeds available HBM (15.75G)."
+)
+USED = (
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. "
+    "Exceeded hbm capacity by 4.75G."
+)
+
+
+class Refusing:
+    """A lowered program that cannot be compiled."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def compile(self, **options: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_the_least_that_it_takes() -> None:
+    assert refused(TEMPORARIES) == 34.5 * 2**30
+    assert refused(USED) == 20.5 * 2**30
+    assert refused("RESOURCE_EXHAUSTED: no") == 0
+    assert refused("INTERNAL: Used 3.0G") is None
+
+
+def test_a_step_that_is_refused_does_not_fit() -> None:
+    zero = zerojax.zero(stage=1)
+    params = {"w": jnp.zeros((8, 8))}
+    state = zero.init(lambda: TrainState.create(apply_fn=print, params=params, tx=sgd(0.1)))
+    plan, v5e = zero.plan(state), rates("v5e")
+
+    def told(message: str) -> Any:
+        lowered: Any = Refusing(message)
+        return forecast([LoweredProgram("step", lowered, 1)], plan, v5e)
+
+    found = told(TEMPORARIES)
+    assert not found.fits
+    assert not found.whole
+    assert found.peak.bytes == 34.5 * 2**30
+    assert not told("RESOURCE_EXHAUSTED: no").fits
+    other: Any = Refusing("INTERNAL: a fault")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
+        measure(other, Known.of(plan), v5e)

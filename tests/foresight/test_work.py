@@ -191,3 +191,27 @@ def test_cudnns_convolutions(target: str, operands: str, made: str) -> None:
     parsed = parse(program(*arrays, line))
     work = work_of(parsed, parsed.entry, parsed.entry["c1"])
     assert work.flops == {"f32": 2 * 8 * 14 * 14 * 64 * 3 * 3 * 32}
+
+
+@pytest.mark.parametrize(
+    ("target", "products"), [("Softmax", 2), ("ScaleBiasSoftmaxDropoutBackward", 5)]
+)
+def test_cudnns_attention(target: str, products: int) -> None:
+    """64 queries and 32 keys of 16 numbers, 2 rows of 4 heads."""
+    scores = (
+        '{"cudnn_fmha_backend_config":{"fmha_scale":0.25,"intermediate_tensor_shape":{'
+        '"element_type":"BF16","dimensions":["2","4","64","32"],"tuple_shapes":[]}}}'
+    )
+    line = (
+        "%a = (bf16[2,4,64,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), "
+        f'custom_call_target="__cudnn$fmha{target}", backend_config={scores}'
+    )
+    parsed = parse(
+        program(
+            "%q = bf16[2,64,4,16]{3,2,1,0} constant(0)",
+            "%k = bf16[2,32,4,16]{3,2,1,0} constant(0)",
+            line,
+        )
+    )
+    work = work_of(parsed, parsed.entry, parsed.entry["a"])
+    assert work.flops == {"bf16": products * 2 * 2 * 4 * 64 * 32 * 16}

@@ -23,6 +23,8 @@ FREE = frozenset(
     }
 )  # fmt: skip
 _LIBRARY = re.compile("gemm|matmul|conv")
+_ATTENTION = "__cudnn$fmha"
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
 _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 
 
@@ -61,7 +63,8 @@ def is_forward(op_name: str) -> bool:
 def _products(
     program: Program, place: Computation, each: Instruction
 ) -> list[tuple[Computation, Instruction]]:
-    if each.opcode in ("dot", "convolution") or _LIBRARY.search(_target(each)):
+    library = _LIBRARY.search(_target(each)) or _target(each).startswith(_ATTENTION)
+    if each.opcode in ("dot", "convolution") or library:
         return [(place, each)]
     if each.operation not in ("fusion", "async"):
         return []
@@ -80,6 +83,8 @@ def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
     """2 for each element of the result and each element that is summed into it."""
     if "conv" in _target(product):
         return _library_convolution(place, product)
+    if _target(product).startswith(_ATTENTION):
+        return _library_attention(place, product)
     left = place[product.operands[0]].shapes[0]
     made = product.shapes[0]  # of a library's, a workspace follows
     if product.opcode == "convolution":
@@ -102,6 +107,16 @@ def _library_convolution(place: Computation, call: Instruction) -> tuple[str, in
     labels = re.search(r"dim_labels=\w+_(\w+)->", call.attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
     return first.dtype, 2 * out.elements * kernel.elements // features
+
+
+def _library_attention(place: Computation, call: Instruction) -> tuple[str, int]:
+    """Of cuDNN's: two products of the scores' size forward; backward five, the first of them again.
+    What a mask leaves out counts, as it does in the products of a step without cuDNN."""
+    query = place[call.operands[0]].shapes[0]
+    found = _SCORES.search(call.attributes)
+    scores = math.prod(int(n.strip('" ')) for n in found[1].split(",")) if found else 0
+    products = 5 if "Backward" in _target(call) else 2
+    return query.dtype, 2 * products * scores * query.dims[-1]
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:

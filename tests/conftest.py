@@ -1,12 +1,16 @@
 """Eight virtual CPU devices for every test, whatever hardware there is."""
 
 import importlib.util
+import multiprocessing
 import os
+import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,7 @@ os.environ.setdefault(
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from processes import joined
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -76,6 +81,23 @@ def quick_compile(compiled: Path) -> Iterator[None]:
     for name, (_, default) in quick.items():
         jax.config.update(name, default)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def in_two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a module's function in both, with the number of the process and what else it is given,
+    and returns what each returned."""
+    # What they free goes back to the system at once: their peak is of what they held.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "500000")
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+        yield lambda task, *arguments: [
+            each.result()
+            for each in [pool.submit(joined, task, i, port, *arguments) for i in (0, 1)]
+        ]
 
 
 @pytest.fixture

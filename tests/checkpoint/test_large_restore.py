@@ -1,13 +1,9 @@
 """A state of a gigabyte is restored, and no device and no process holds it whole."""
 
-import multiprocessing
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import jax
 import pytest
@@ -34,22 +30,6 @@ def large(folder: Path) -> Path:
     with Checkpointer(folder / "large", zero) as checkpointer:
         checkpointer.save(1, zero.init(together.create_large, KEY))
     return folder / "large"
-
-
-@pytest.fixture
-def in_two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a function of ``together`` in both and returns what each returned."""
-    # What they free goes back to the system at once: their peak is of what they held.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "500000")
-    spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
-        yield lambda task, *arguments: [
-            each.result()
-            for each in [pool.submit(together.joined, task, i, port, *arguments) for i in (0, 1)]
-        ]
 
 
 class Watch(threading.Thread):

@@ -1,7 +1,6 @@
 """What each of two processes does that restore and save together, with four devices each."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,18 +65,6 @@ def resident(what: str) -> int:
     """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition(f"{what}:")[2].split()[0])
-
-
-def joined(task: Callable[..., Any], process: int, port: int, *arguments: Any) -> Any:
-    """Runs ``task`` as one of the two processes."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
-    try:
-        return task(process, *arguments)
-    finally:
-        jax.distributed.shutdown()
 
 
 def restore_and_save(process: int, source: Path, target: Path) -> Held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.foresight.devices import free_bytes
@@ -155,6 +157,26 @@ def test_nnx() -> None:
     model, optimizer = zero.init(linear)
     with pytest.raises(OutOfMemoryError, match="zero_optimization"):
         guarded(zero, 100, nnx_step)(model, optimizer, BATCH)
+
+
+def refuse_together(process: int) -> None:
+    """Their devices have 1000 and 2000 bytes."""
+    device: Any = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000 * (1 + process)})
+    theirs: Any = SimpleNamespace(local_devices=[device])
+    assert free_bytes(theirs) == 1000
+    zero = zerojax.zero(stage=2)
+    state = zero.init(create_state, jax.random.key(0))
+    guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free_bytes(theirs))
+    by_row = NamedSharding(zero.mesh, PartitionSpec("data"))
+    half = BATCH["x"][: ROWS // 2].astype(np.float32)
+    batch = {"x": jax.make_array_from_process_local_data(by_row, half)}
+    with pytest.raises(OutOfMemoryError, match="`python -m zerojax plan`"):
+        Step(train_step, zero.states, True, guard)(state, batch)
+
+
+def test_processes_refuse_together(in_two_processes: Callable[..., list[Any]]) -> None:
+    """By the least that is free in any of them: one alone would wait for the other's steps."""
+    assert in_two_processes(refuse_together) == [None, None]
 
 
 def test_devices_that_do_not_say_what_is_free_are_not_asked_to() -> None:

@@ -1,0 +1,18 @@
+"""Several processes that are one job of JAX's, on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def joined(task: Callable[..., Any], process: int, port: int, *arguments: Any) -> Any:
+    """Runs ``task`` as one of two processes with four devices each."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
+    try:
+        return task(process, *arguments)
+    finally:
+        jax.distributed.shutdown()

@@ -63,7 +63,7 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     The keys and values are not repeated: the heads of a group are one more dimension of q alone.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    one_of_each = jax.vmap(lambda q, k, v: attention(q, k, v, lambda w: w), (3, None, None), 3)
+    one_of_each = jax.vmap(attention, (3, None, None), 3)
     return one_of_each(grouped, k, v).reshape(q.shape)
 
 

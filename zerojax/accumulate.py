@@ -12,6 +12,7 @@ from jax.extend import core
 
 from zerojax import compat
 from zerojax.body import Advance, Cut, View
+from zerojax.late import reached
 from zerojax.parts import Parts
 
 # evaluate(parts, micro_batch) runs the body; parts.opt_state is a View. The third result is the
@@ -154,11 +155,7 @@ def _with_dependence(function: Callable[..., Any], first: Any, *others: Any) -> 
     """The result of ``function``, and which of its leaves depend on the first argument."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(first, *others)
     jaxpr, _ = compat.open_jaxpr(closed)
-    reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in reached for v in eqn.invars):
-            reached.update(eqn.outvars)
-    marks = [not isinstance(v, core.Literal) and v in reached for v in jaxpr.outvars]
+    marks = reached(jaxpr, jaxpr.invars[: len(jax.tree.leaves(first))])
     outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves((first, *others)))
     tree = jax.tree.structure(shape)
     return jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, marks)

@@ -30,7 +30,7 @@ def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
     )
     updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
-    marks_ = jax.tree.unflatten(jax.tree.structure(made), _reached(jaxpr, updates))
+    marks_ = jax.tree.unflatten(jax.tree.structure(made), reached(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(made), list(jaxpr.outvars))
     late = [
         f"state{jax.tree_util.keystr(path)}"
@@ -52,7 +52,7 @@ def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
         )
 
 
-def _reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
+def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
     """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
     found = set(start)
     for eqn in jaxpr.eqns:
@@ -60,8 +60,8 @@ def _reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
         if any(late) and eqn.primitive in marks.CALLS:
             inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
             start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
-            reached = _reached(inner, start)
-            found.update(v for v, is_late in zip(eqn.outvars, reached, strict=True) if is_late)
+            made = zip(eqn.outvars, reached(inner, start), strict=True)
+            found.update(v for v, is_late in made if is_late)
         elif any(late):
             found.update(eqn.outvars)
     return [not isinstance(v, core.Literal) and v in found for v in jaxpr.outvars]

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax import nnx as nnx_state
@@ -61,7 +60,6 @@ class Program:
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
-        check_memories(states.config, states.mesh)
         self.signals = signals
         config, axis = states.config, states.axis
         sizes = config.batch(states.mesh.shape[axis])
@@ -79,13 +77,7 @@ class Program:
         if way is not None and way.wins(self.plan.mesh):
             one_pass = functools.partial(way.update, shardings=shardings.params)
         self.advance = advancing(self.tx, one_pass)
-        self.to_kept = constrainer(
-            jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec),
-                self.plan.grads,
-                is_leaf=lambda x: isinstance(x, PartitionSpec),
-            )
-        )
+        self.to_kept = constrainer(self.plan.on_device(self.plan.grads))
         self.jitted = jax.jit(
             self._step,
             static_argnums=3,
@@ -304,6 +296,7 @@ class Step:
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs
         if key not in self._programs:
+            check_memories(self._states.config, self._states.mesh)
             made = Streamed if offloads(self._states.config) else Program
             self._programs[key] = made(
                 self._function, self._states, opened, self._donate, self._watch.signals

@@ -24,7 +24,7 @@ from zerojax.lowered import LoweredProgram
 from zerojax.offload.copies import Copies, lying
 from zerojax.offload.disk_array import DiskArray, DiskLeaf
 from zerojax.offload.groups import Lying
-from zerojax.offload.places import DEVICE, DISK, check_memories
+from zerojax.offload.places import DEVICE, DISK
 from zerojax.offload.update import Update
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.parts import Opened, Parts
@@ -48,7 +48,6 @@ class Streamed:
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
-        check_memories(states.config, states.mesh)
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.plan = states.plan(opened)

@@ -1,5 +1,6 @@
 """Small steps on disk, made of plain orbax and a record, with arrays of every kind."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,6 +42,21 @@ def tree(seed: int = 0) -> dict[str, Any]:
         "waves": made((3,), jnp.complex64) * (1 + 2j),
         "numpy": rng.normal(size=4),
     }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps that are not to be changed."""
+    directory = tmp_path_factory.mktemp("made")
+    for step in (90, 100):
+        save(directory, step, tree(step))
+    return directory
+
+
+@pytest.fixture
+def steps(made: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / "steps"))
 
 
 def save_plain(directory: Path, step: int, saved: Any, **keywords: Any) -> Path:

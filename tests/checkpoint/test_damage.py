@@ -14,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint.recorded import flip, read, save, tree, write
+from checkpoint.recorded import steps as steps
 from checkpoint.states import KEY, assert_same, filled, zero_of
 from etils import epath
 from flax.training.train_state import TrainState
@@ -86,11 +87,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(data.relative_to(folder))
         ]
     return directory
-
-
-@pytest.fixture
-def steps(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "steps"))
 
 
 def files(folder: Path) -> list[str]:

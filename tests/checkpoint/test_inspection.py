@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.recorded import flip, save, save_plain, tree, write
+from checkpoint.recorded import flip, save_plain, tree, write
+from checkpoint.recorded import made as made
+from checkpoint.recorded import steps as steps
 from checkpoint.states import KEY, create_nnx, zero_of
 from etils import epath
 
@@ -19,19 +21,6 @@ from zerojax.checkpoint.look import Step
 from zerojax.checkpoint.writer import DELETED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made")
-    for step in (90, 100):
-        save(directory, step, tree(step))
-    return directory
-
-
-@pytest.fixture
-def steps(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "steps"))
 
 
 def only(checkpoint: Path, **keywords: Any) -> Step:

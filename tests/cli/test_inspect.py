@@ -11,25 +11,14 @@ from typing import Any
 
 import pytest
 from checkpoint.recorded import flip, save, save_plain, tree, write
+from checkpoint.recorded import made as made
+from checkpoint.recorded import steps as steps
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.inspection import inspect
 from zerojax.cli.inspect import SHOWN, show
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made")
-    for step in (90, 100):
-        save(directory, step, tree(step))
-    return directory
-
-
-@pytest.fixture
-def steps(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "steps"))
 
 
 def damage(folder: Path) -> Path:

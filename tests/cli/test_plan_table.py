@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 
 import pytest
 from made_up import GB, GIVEN, cost, forecast, planned
@@ -145,18 +144,6 @@ def test_the_fraction_that_jax_is_to_take(
 def test_every_kind_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(planned(forecast(cost(memory={kind: 2000 for kind in KINDS}))), capsys)
     assert [row(lines, kind) for kind in KINDS] == [["2 kB"]] * len(KINDS)
-
-
-def test_a_terminal_has_its_own_width(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setenv("TERM", "xterm")
-    show(planned(forecast(cost(traffic=cost().traffic))))
-    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert max(len(line) for line in plain.splitlines() if "─" in line) <= 70
-    assert "mine:[red]" in plain
 
 
 def test_durations() -> None:

@@ -85,17 +85,6 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys: pytest.CaptureFixture[
     assert lines(MADE, capsys)["monitor"][:2] == ["no", "pip install 'zerojax[monitor]'"]
 
 
-def test_a_terminal_has_its_own_width(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setenv("TERM", "xterm")
-    show(MADE)
-    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert max(map(len, plain.splitlines())) <= 70
-
-
 def test_here() -> None:
     unset = {"XLA_PYTHON_CLIENT_PREALLOCATE": None}
     result = CliRunner().invoke(app, ["report", "--json"], env=unset)

@@ -96,7 +96,7 @@ def test_grouped_attention_is_that_of_repeated_heads() -> None:
     )
 
     def repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2), lambda w: w)
+        return attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2))
 
     @partial(jax.jit, static_argnums=0)
     def with_gradients(f: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[Any, Any]:

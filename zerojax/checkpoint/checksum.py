@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.checkpoint.extra import is_key
+
 _BLOCK = 2**16
 """Words that the host mixes at once: they stay in its cache."""
 
@@ -44,7 +46,7 @@ def checksum(x: jax.Array, start: Sequence[jax.typing.ArrayLike] = ()) -> jax.Ar
       >>> int(checksum(x)) == int(checksum(x[:2]) + checksum(x[2:], (2, 0)))
       True
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     begins = [jnp.asarray(begin, jnp.uint32) for begin in (*start, *[0] * (x.ndim - len(start)))]
     if jax.typeof(x).memory_space == jax.memory.Space.Host:

@@ -34,7 +34,7 @@ def encoded(value: Any, path: str = "extra") -> Any:
         return {key: encoded(item, f"{path}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [encoded(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    if _is_key(value):
+    if isinstance(value, jax.Array) and is_key(value):
         data = np.asarray(jax.random.key_data(value))
         return {_KEY: str(jax.random.key_impl(value)), "data": data.tolist()}
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
@@ -56,5 +56,6 @@ def decoded(value: Any) -> Any:
     return {key: decoded(item) for key, item in value.items()}
 
 
-def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+def is_key(x: Any) -> bool:
+    """Whether an array, abstract or not, is of PRNG keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.extra import is_key
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.saved import Leaf
 from zerojax.optim.wrap import ZeroOptState
@@ -82,7 +83,7 @@ def match_params(
 
 
 def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
-    if jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+    if is_key(wanted):
         return []  # its data is what is on disk
     if tuple(wanted.shape) != saved.shape:
         return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]

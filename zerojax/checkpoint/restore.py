@@ -16,6 +16,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import disk, layout, sums
 from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.extra import is_key
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
 from zerojax.checkpoint.saved import Leaf, Saved
@@ -134,8 +135,9 @@ def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Read in the dtype that its checksum is of, if JAX has it; keys are keys already."""
-    key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    return wanted if key else wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if is_key(wanted):
+        return wanted
+    return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
@@ -230,9 +232,7 @@ def _check_fits(saved: Saved, leaf: Leaf, block: np.ndarray, dtype: np.dtype) ->
 
 def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
     struct = wanted.leaves[path]
-    if x.shape != struct.shape or (
-        x.dtype != struct.dtype and jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key)
-    ):
+    if x.shape != struct.shape or (x.dtype != struct.dtype and is_key(struct)):
         raise CheckpointError(
             f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
             f"{list(struct.shape)} is wanted: make the state with keys of the same kind."

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zerojax.cli import tables
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
 from zerojax.config.explain import explain as explained
@@ -27,9 +26,6 @@ STYLES: dict[Became, str] = {
     "refused": "bold red",
     "wrong": "bold red",
 }
-
-_PIPED = 10_000
-"""Columns where the output is no terminal: no cell is cut or wrapped, one key is one line."""
 
 
 def explain(
@@ -98,9 +94,8 @@ def _finite(value: Any) -> Any:
 
 def show(source: str, found: Explanation) -> None:
     """Prints the table, a count of what became of the keys, and the problems."""
-    terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else _PIPED, highlight=False)
-    console.print(_table(found.rows, grouped=terminal))
+    console = tables.console()
+    console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)
     told = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
     console.print(f"{escape(source)}: {told}", soft_wrap=True)
@@ -113,9 +108,7 @@ def show(source: str, found: Explanation) -> None:
 
 def _table(rows: Sequence[Row], grouped: bool) -> Table:
     """The rows; grouped, a section's name stands once above its keys, which keeps lines short."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("key", "given", "resolved"):
-        table.add_column(column, overflow="fold")
+    table = tables.table("key", "given", "resolved")
     table.add_column("became", no_wrap=True)
     table.add_column("why")
     above = ""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from zerojax.cli import tables
 from zerojax.cli.bar import steps_bar
 from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
@@ -25,8 +22,6 @@ from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.search import COMPILES
 from zerojax.report import size
-
-_PIPED = 120  # columns where the output is no terminal
 
 
 def fit(
@@ -129,11 +124,9 @@ def _row(found: Found) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Found], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("stage", "micro-batch", "accumulation", "remat", "offloaded"):
-        table.add_column(name)
-    for name in ("tokens/s", "MFU", "device memory", "host memory"):
-        table.add_column(name, justify="right")
+    settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded")
+    table = tables.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
+    table.title, table.title_justify = title, "left"
     for each in found:
         choice, of = each.choice, each.forecast
         table.add_row(
@@ -147,4 +140,4 @@ def _show(found: Sequence[Found], title: str) -> None:
             size(of.peak.bytes),
             size(of.host_bytes),
         )
-    Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False).print(table)
+    tables.console().print(table)

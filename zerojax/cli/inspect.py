@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zerojax.cli import tables
 from zerojax.cli.bar import bytes_bar
 from zerojax.report import columns, size
 
@@ -30,9 +28,6 @@ STYLES: dict[Status, str] = {
 
 SHOWN = 20
 """Problems of a step that are printed."""
-
-_PIPED = 10_000
-"""Columns where the output is no terminal: no cell is cut or wrapped, one step is one line."""
 
 
 def inspect(
@@ -120,7 +115,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
       leaves: list the arrays of the last step.
       alone: other steps were not looked at.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    console = tables.console()
     console.print(_table(found))
     if known := [step for step in found.steps if step.arrays]:
         last = known[-1]
@@ -183,11 +178,8 @@ def _about(step: Step) -> list[tuple[str, str]]:
 
 
 def _table(found: Inspection) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("step", "saved, UTC", "status"):
-        table.add_column(column)
-    for column in ("arrays", "bytes", "on disk", "problems"):
-        table.add_column(column, justify="right")
+    heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
+    table = tables.table(*heads)
     for step in found.steps:
         table.add_row(
             escape(step.folder if step.step is None else str(step.step)),
@@ -202,11 +194,7 @@ def _table(found: Inspection) -> Table:
 
 
 def _leaves(step: Step) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("array", overflow="fold")
-    for column in ("shape", "dtype", "spec"):
-        table.add_column(column)
-    table.add_column("bytes", justify="right")
+    table = tables.table("array", "shape", "dtype", "spec", ">bytes")
     for array in step.arrays:
         spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
         table.add_row(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zerojax.cli import tables
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import changes
 from zerojax.report import size
 
-_PIPED = 10_000
-"""Columns where the output is no terminal: no cell is cut or wrapped, one thing is one line."""
 _BAR = 30
 
 
 def show(planned: Planned) -> None:
     """Prints what a step takes, and what would make it fit where that was looked for."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    console = tables.console()
     found = planned.forecast
     for line in _title(planned):
         console.print(escape(line), soft_wrap=True)
@@ -76,7 +73,7 @@ def _memory(planned: Planned, mark: str) -> Table:
     def bar(n: int) -> str:
         return mark * round(n * width)
 
-    table = _table("memory of a device", ">bytes", "")
+    table = tables.table("memory of a device", ">bytes", "")
     for kind in KINDS:
         if kind in peak.memory:
             table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
@@ -93,7 +90,7 @@ def _memory(planned: Planned, mark: str) -> Table:
 
 def _programs(planned: Planned) -> Table:
     found = planned.forecast
-    table = _table("program", ">memory of a device", ">time", ">compile", "")
+    table = tables.table("program", ">memory of a device", ">time", ">compile", "")
     for each in found.programs:
         table.add_row(
             escape(each.name),
@@ -125,7 +122,9 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 
 
 def _traffic(planned: Planned) -> Table:
-    table = _table("traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden")
+    table = tables.table(
+        "traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden"
+    )
     for each in planned.forecast.traffic:
         table.add_row(
             each.kind,
@@ -161,7 +160,7 @@ def _remedies(console: Console, planned: Planned) -> None:
         )
         return
     console.print("\nWhat fits, cheapest first, each compiled:", soft_wrap=True)
-    table = _table("set", ">total", ">headroom", ">host", ">step")
+    table = tables.table("set", ">total", ">headroom", ">host", ">step")
     for each in planned.remedies:
         found = each.forecast
         table.add_row(
@@ -172,12 +171,3 @@ def _remedies(console: Console, planned: Planned) -> None:
             duration(found.seconds),
         )
     console.print(table)
-
-
-def _table(*heads: str) -> Table:
-    """With those columns; one whose head begins with ">" is flushed right."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in heads:
-        name = head.removeprefix(">")
-        table.add_column(name, justify="right" if name != head else "left", overflow="fold")
-    return table

@@ -5,24 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.cli import tables
 from zerojax.report import size
 
 if TYPE_CHECKING:
     from zerojax.foresight.here import Devices, Report
-
-_PIPED = 10_000
-"""Columns where the output is no terminal: no cell is cut or wrapped, one thing is one line."""
 
 
 def report(
@@ -56,7 +51,7 @@ def to_json(found: Report) -> dict[str, Any]:
 
 def show(found: Report) -> None:
     """Prints a table each of devices, versions, settings, extras and what works."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    console = tables.console()
     if found.problem is None:
         console.print(
             _table(("device", "platform", "how many", "says"), map(_device, found.devices))
@@ -110,9 +105,7 @@ def _yes(works: bool) -> Text:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
+    table = tables.table(*heads)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

@@ -11,14 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zerojax.foresight.hlo import Computation, Instruction, Program, parse
+from zerojax.foresight.work import FREE
 
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # not tuples: an array's own layout
 _HOST = ":S(5)"
 _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
-_IDLE = (
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
-    "iota", "partition-id", "replica-id", "add-dependency",
-)  # fmt: skip
+_IDLE = FREE - {"while", "conditional", "call"}  # which compute inside
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,12 +63,12 @@ class LossScale:
       8.0
     """
 
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
+    loss_scale: float = ZeroConfig.loss_scale
+    initial_scale_power: int = ZeroConfig.initial_scale_power
+    loss_scale_window: int = ZeroConfig.loss_scale_window
+    hysteresis: int = ZeroConfig.hysteresis
+    consecutive_hysteresis: bool = ZeroConfig.consecutive_hysteresis
+    min_loss_scale: float = ZeroConfig.min_loss_scale
 
     def __post_init__(self) -> None:
         ZeroConfig(fp16=True, **{f.name: getattr(self, f.name) for f in fields(self)})

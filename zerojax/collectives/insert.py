@@ -204,10 +204,10 @@ class Inserter:
         outs = [
             place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
-        if scope.made:
-            scope.made[-1] += [
-                Made(o, wants[v]) for v, o in zip(eqn.outvars, outs, strict=True) if v in wants
-            ]
+        made = [Made(o, wants[v]) for v, o in zip(eqn.outvars, outs, strict=True) if v in wants]
+        if made:
+            scope.made = scope.made or [[]]
+            scope.made[-1] += made
         return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:

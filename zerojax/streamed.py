@@ -60,7 +60,7 @@ class Streamed:
         sizes = self.config.batch(states.mesh.shape[states.axis])
         self.accumulation = sizes.accumulation
         self.layout = BatchLayout(self.plan.lowering_mesh, states.axis, sizes)
-        self.copies = Copies(self.plan, states.shelf.disk_leaf)
+        self.copies = Copies(self.plan, states.shelf.copy_leaf)
         self.trees: Any = (
             jax.tree.structure(opened.parts.params),
             jax.tree.structure(opened.parts.opt_state),

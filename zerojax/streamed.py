@@ -129,7 +129,8 @@ class Streamed:
         )
         if self.collect.reader.arrays:
             # The update's writes stand in line with the program's reads: after them, please.
-            jax.block_until_ready(made.grads)
+            jax.block_until_ready((made.grads, made.out))
+            self.collect.reader.check()
         for at, x in zip(self.update.separated.shared, made.shared, strict=True):
             state[at - len(params)] = x
         if not self.config.skips_overflow or bool(made.done):

@@ -1,10 +1,14 @@
 """What a disk gives the offloaded state, beside plain sequential reads and writes of one file.
 
-python -m benchmarks.disk_rate [nvme_path] [--gigabytes 2] [--block-megabytes 16]
+    python -m benchmarks.disk_rate [nvme_path] [--gigabytes 2] [--block-megabytes 16]
+    python -m benchmarks.disk_rate /local_nvme --record benchmarks/records
+
+Exits with 1 where the store has less than ``LEAST`` of the plain rate.
 """
 
 import argparse
 import dataclasses
+import datetime
 import os
 import statistics
 import tempfile
@@ -17,8 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.checkpoint_times import drop_caches
+from benchmarks.report import heading, markdown_table, write_json
 from zerojax.offload.disk import DiskStore
 
+LEAST = 0.8  # of the plain rate
 TURNS = 5
 ORDERS = (
     ("store_write", "plain_write", "store_read", "plain_read"),
@@ -49,6 +55,22 @@ class Rates:
     @property
     def read(self) -> float:
         return _ratio(self.store_read, self.plain_read)
+
+    def missed(self) -> list[str]:
+        """The ways on which the store has less than ``LEAST``."""
+        ratios = {"write": self.write, "read": self.read}
+        return [f"{way}: {r:.2f} of {LEAST}" for way, r in ratios.items() if not r >= LEAST]
+
+    def rows(self) -> list[list[str]]:
+        """A table of medians."""
+        ways = {
+            "write": (self.store_write, self.plain_write, self.write),
+            "read": (self.store_read, self.plain_read, self.read),
+        }
+        return [["way", "store MB/s", "plain MB/s", "ratio", "at least"]] + [
+            [way, *(f"{statistics.median(x):.0f}" for x in rates), f"{ratio:.2f}", f"{LEAST}"]
+            for way, (*rates, ratio) in ways.items()
+        ]
 
     def __str__(self) -> str:
         def line(what: str, store: list[float], plain: list[float], ratio: float) -> str:
@@ -156,6 +178,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2)
     parser.add_argument("--block-megabytes", type=int, default=16)
     parser.add_argument("--buffer-count", type=int, default=4)
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     args = parser.parse_args()
     rates = measure(
         args.nvme_path,
@@ -164,6 +187,23 @@ def main() -> None:
         buffer_count=args.buffer_count,
     )
     print(rates)
+    if args.record:
+        stem = args.record / f"{datetime.date.today()}-disk"
+        write_json(stem.with_suffix(".json"), dataclasses.asdict(rates))
+        stem.with_suffix(".md").write_text(markdown(rates, args.gigabytes, args.block_megabytes))
+    if missed := rates.missed():
+        raise SystemExit("\n".join(missed))
+
+
+def markdown(rates: Rates, gigabytes: float, block_megabytes: int) -> str:
+    """The record."""
+    reads = "with nothing of it in memory" if rates.cold else "perhaps from the page cache"
+    said = (
+        f"{gigabytes:g} GB in blocks of {block_megabytes} MiB, written until the disk has them, "
+        f"and read {reads};\nmedians of {len(rates.store_read)} turns, the ratio within each turn."
+    )
+    parts = [heading("Disk rates under offload"), said, markdown_table(rates.rows())]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import zerojax
 from benchmarks.measure import Case, create_state_of, train_step_of
@@ -98,7 +99,9 @@ class Costs:
     Attributes:
       parameters: how many there are.
       state_bytes: masters, moments and the rest of the state that lie on the device.
-      between_bytes: compute parameters, and gradients, that lie on the device between programs.
+      between_bytes: what lies on the device between programs, as the program of the gradients
+        takes and leaves it.
+      planned_bytes: gradients and compute parameters that are to lie there, by the plan.
       host_bytes: at the most: state, compute parameters and gradients there.
       programs: in the order they run.
     """
@@ -107,6 +110,7 @@ class Costs:
     parameters: int
     state_bytes: int
     between_bytes: int
+    planned_bytes: int
     host_bytes: int
     programs: tuple[Footprint, ...]
 
@@ -130,7 +134,7 @@ class Costs:
     @property
     def sub_groups(self) -> float:
         """How many sub-groups' bytes the updates hold beyond gradients and compute parameters."""
-        return (self.update_peak.device_bytes - self.between_bytes) / self.case.sub_group_bytes
+        return (self.update_peak.device_bytes - self.planned_bytes) / self.case.sub_group_bytes
 
 
 def compile_costs(
@@ -183,6 +187,7 @@ def compile_costs(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         state_bytes=plan.bytes_in(DEVICE),
         between_bytes=between,
+        planned_bytes=_planned(plan) if between else 0,
         host_bytes=plan.bytes_in(HOST) + host + max(each.host_temporary for each in found),
         programs=tuple(found),
     )
@@ -212,6 +217,17 @@ class Compiled:
                 return found  # not all of it
             self._known[case] = found
         return self._known[case]
+
+
+def _planned(plan: zerojax.Plan) -> int:
+    """Bytes of compute parameters, and of gradients in their dtype, on one device."""
+    pairs = zip(plan.compute, plan.gradients(), strict=True)
+    return sum(
+        (now.bytes_per_device if now.place == DEVICE else 0)
+        + (grad.bytes_per_device * jnp.dtype(now.dtype).itemsize // jnp.dtype(grad.dtype).itemsize)
+        * (grad.place == DEVICE)
+        for now, grad in pairs
+    )
 
 
 def _of_between(text: str) -> int:

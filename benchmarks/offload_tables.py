@@ -86,7 +86,7 @@ def optimizer_rows(pairs: Iterable[tuple[Costs, Costs]]) -> tuple[Rows, list[Lim
         elements = case.sub_group_bytes // 12
         what = f"optimizer, {case.where}, sub-groups of {elements:,}"
         updates = Limit(f"{what}, updates", costs.sub_groups, SUB_GROUPS, "sub-groups")
-        beyond = costs.gradients.device_bytes - costs.between_bytes
+        beyond = costs.gradients.device_bytes - costs.planned_bytes
         working = plain.peak.device_bytes - plain.state_bytes
         gradients = Limit(f"{what}, gradients beyond", beyond / GIGA, working / GIGA)
         limits += [updates, gradients]

@@ -22,6 +22,7 @@ from zerojax.config import ZeroConfig
 DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
 Fused = Literal["auto", "mosaic_gpu", "xla"]
+OFFLOAD = ("offload_optimizer", "offload_param", "sub_group_size", "cpu_checkpointing")
 LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 
@@ -86,8 +87,7 @@ class Job:
         change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
-        offload = ("offload_optimizer", "offload_param")
-        free = {"notes", "stage", "stage3_param_persistence_threshold", *offload, *LOGS}
+        free = {"notes", "stage", "stage3_param_persistence_threshold", *OFFLOAD, *LOGS}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {

@@ -21,33 +21,65 @@ from examples.job import Job
 from examples.progress import Progress, told
 from examples.run_folder import History, RunFolder
 from zerojax.config import ZeroConfig
+from zerojax.report import size
 
 GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
+AWAY = {"host": "in host memory", "disk": "on disk"}
 
 
 def bytes_by_stage(
     config: ZeroConfig, mesh: Mesh, create_state: Callable[[jax.Array], Any], key: jax.Array
 ) -> Table:
-    """What one device holds at each ZeRO stage, from the plans alone."""
+    """What one device holds at each ZeRO stage, from the plans alone; and what host memory and the
+    disk hold for it, where the config offloads what a stage has sharded."""
+    zeros = [zerojax.zero(at_stage(config, stage), mesh=mesh) for stage in range(len(GATHERED))]
+    plans = [zero.plan(zero.abstract_state(create_state, key)) for zero in zeros]
+    away = [place for place in AWAY if any(sum(bytes_in(p, place)) for p in plans)]
     heading = f"Bytes on each of {mesh.size} devices, by stage"
-    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE)
-    for column in ("stage", "at rest", "gradients", "together", "share"):
+    heading += f", and for it {' and '.join(AWAY[place] for place in away)}" if away else ""
+    table = Table(
+        title=heading,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    for column in ("stage", "at rest", "gradients", "together", "share", *away):
         table.add_column(column, justify="right")
     table.add_column("parameters", no_wrap=True)
-    whole = 0
-    for stage, gathered in enumerate(GATHERED):
-        zero = zerojax.zero(dataclasses.replace(config, stage=stage), mesh=mesh)
-        plan = zero.plan(zero.abstract_state(create_state, key))
-        state, grads = plan.bytes_per_device, sum(g.bytes_per_device for g in plan.gradients())
-        whole = whole or state + grads
+    whole = sum(bytes_in(plans[0], "device"))
+    for stage, (plan, gathered) in enumerate(zip(plans, GATHERED, strict=True)):
+        rest, grads = bytes_in(plan, "device")
         table.add_row(
             f"{'→ ' * (stage == config.stage)}{stage}",
-            *(f"{count:,}" for count in (state, grads, state + grads)),
-            f"{(state + grads) / whole:.1%}",
+            *(size(n) for n in (rest, grads, rest + grads)),
+            f"{(rest + grads) / whole:.1%}",
+            *(size(sum(bytes_in(plan, place))) for place in away),
             gathered,
             style="bold" if stage == config.stage else "",
         )
     return table
+
+
+def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """The config at another stage, with as much of its offload as that stage can have."""
+    return dataclasses.replace(
+        config,
+        stage=stage,
+        offload_optimizer=config.offload_optimizer if stage >= 1 else None,
+        offload_param=config.offload_param if stage >= 3 else None,
+    )
+
+
+def bytes_in(plan: zerojax.Plan, place: str) -> tuple[int, int]:
+    """What one device has in a place: at rest (the state, and copies to compute with), and
+    gradients."""
+    copies, grads = (
+        sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place)
+        for leaves in (plan.copies(), plan.gradients())
+    )
+    return plan.bytes_in(place) + copies, grads
 
 
 def title(job: Job, config: ZeroConfig, mesh: Mesh) -> str:

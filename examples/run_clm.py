@@ -76,7 +76,8 @@ def train(job: Job, console: Console) -> Outcome:
     def held_out_loss(state: TrainState) -> float:
         by_row = NamedSharding(mesh, PartitionSpec("data"))
         some = [jax.device_put(batch, by_row) for batch in unseen.spread(EVAL_BATCHES)]
-        return sum(float(eval_step(state.params, batch)) for batch in some) / len(some)
+        params = zerojax.on_device(state.params)
+        return sum(float(eval_step(params, batch)) for batch in some) / len(some)
 
     identity = job.identity(config, rows, text)
     about = dataclasses.asdict(job.model_config) | {"dtype": None}
@@ -197,7 +198,7 @@ def main(
             from_step=from_step,
         )
         status = PREEMPTED if train(job, console).preempted else 0
-    except (ValueError, PermissionError, CheckpointError) as error:
+    except (ValueError, PermissionError, CheckpointError, zerojax.DiskError) as error:
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
         status = 2

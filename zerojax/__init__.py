@@ -28,6 +28,8 @@ from zerojax.gradients import value_and_grad as value_and_grad
 from zerojax.gradients import weighted_mean as weighted_mean
 from zerojax.mesh import mesh as mesh
 from zerojax.offload.activations import remat_policy as remat_policy
+from zerojax.offload.disk_errors import DiskError as DiskError
+from zerojax.offload.fetch import on_device as on_device
 from zerojax.optim.loss_scale import LossScale as LossScale
 from zerojax.optim.schedules import schedule as schedule
 from zerojax.optim.wrap import wrap as wrap

@@ -180,9 +180,7 @@ class Plan:
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
         at_rest = {"params": self.leaves["params"], "grads": self.gradients()}
-        if offloads(config):
-            pairs = zip(self.compute, self.leaves["params"], strict=True)
-            at_rest["compute"] = tuple(leaf for leaf, rest in pairs if leaf != rest)
+        at_rest["compute"] = self.copies()
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
@@ -195,6 +193,14 @@ class Plan:
         return report.render(title, {**at_rest, **self.leaves}, [total, *notes])
 
     __str__ = table
+
+    def copies(self) -> tuple[Leaf, ...]:
+        """Compute parameters that stay from step to step beside the state, as they do where
+        something is offloaded."""
+        if not offloads(self.config):
+            return ()
+        pairs = zip(self.compute, self.leaves["params"], strict=True)
+        return tuple(leaf for leaf, rest in pairs if leaf != rest)
 
     def gradients(self) -> tuple[Leaf, ...]:
         """How gradients lie while they are accumulated: float32, in the form of ``grads``.

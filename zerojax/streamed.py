@@ -59,7 +59,7 @@ class Streamed:
         sizes = self.config.batch(states.mesh.shape[states.axis])
         self.accumulation = sizes.accumulation
         self.layout = BatchLayout(self.plan.lowering_mesh, states.axis, sizes)
-        self.copies = Copies(self.plan, states.shelf.disk_leaf)
+        self.copies = Copies(self.plan, states.shelf.copy_leaf)
         self.trees: Any = (
             jax.tree.structure(opened.parts.params),
             jax.tree.structure(opened.parts.opt_state),
@@ -128,7 +128,8 @@ class Streamed:
         )
         if self.collect.reader.arrays:
             # The update's writes stand in line with the program's reads: after them, please.
-            jax.block_until_ready(made.grads)
+            jax.block_until_ready((made.grads, made.out))
+            self.collect.reader.check()
         for at, x in zip(self.update.separated.shared, made.shared, strict=True):
             state[at - len(params)] = x
         if not self.config.skips_overflow or bool(made.done):

@@ -45,6 +45,16 @@ class TestCompiled:
         assert found.between_bytes < 0.01 * 4 * found.parameters
         assert found.host_bytes == pytest.approx(16 * found.parameters, rel=0.01)
 
+    @pytest.mark.parametrize("which", ["sizes", "optimizer"])
+    def test_between_programs_lies_what_the_plan_says(self, which: str) -> None:
+        """So that nothing of the masters and moments is counted as allowed."""
+        case = BOTH if which == "sizes" else quick().optimizer[0]
+        found = compiled()[1][case]
+        light = found.between_bytes - found.planned_bytes  # the batch, the seed, scalars
+        assert 0 < light < 10_000
+        if which == "optimizer":
+            assert found.planned_bytes == pytest.approx(4 * found.parameters / 8, rel=0.01)
+
     def test_updates_hold_three_halves_of_a_sub_group(self) -> None:
         """A third more than the state: gradients and compute parameters stream, too."""
         found = both()

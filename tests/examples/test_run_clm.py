@@ -181,6 +181,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     assert steps_in(good.stdout) == [3, 4, 5]
 
 
+def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    """From the disk to the devices, and from there to host memory, as if nothing had moved."""
+    job = [*SMALL, "--text", text, "--out", tmp_path / "run", "--eval-every", 3]
+    ready, nvme = REPOSITORY / "configs", tmp_path / "nvme.json"
+    nvme.write_text((ready / "zero3_nvme.json").read_text().replace("/local_nvme", str(tmp_path)))
+    rates = []
+    for i, config in enumerate([nvme, ready / "zero3_bf16.json", ready / "zero3_offload.json"]):
+        done = run(*job, "--steps", 2 * i + 2, "--config", config)
+        assert done.returncode == 0, done.stderr
+        assert steps_in(done.stdout) == [2 * i + 1, 2 * i + 2]
+        assert (f"Continuing from step {2 * i}" in done.stdout) == (i > 0)
+        assert ("of disk for each" in done.stdout) == (i == 0)
+        assert ("host memory, for each device" in done.stdout) == (i != 1)
+        rates += re.findall(r" lr (\S+) ", done.stdout)
+    # The warm-up counts on.
+    assert rates == ["0", "0", "5e-05", "0.0001", "0.00015", "0.0002"]
+    assert not [*tmp_path.glob("zerojax-*")]
+
+
+def test_a_disk_that_is_not_there(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    config = REPOSITORY / "configs" / "zero3_nvme.json"
+    job = run(*SMALL, "--text", text, "--out", tmp_path, "--steps", 1, "--config", config)
+    assert job.returncode == 2
+    assert job.stderr == (
+        "error: nvme_path /local_nvme is not there: make the folder, or mount the disk first\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -96,6 +96,7 @@ CASES = [
     Case("nvme, stage 2", NVME, 2, base=CLIP, repeats=True),
     Case("nvme, stage 3", NVME, 3, base=CLIP, devices=8, group=120),
     Case("nvme, stage 1, fp16", NVME, 1, base=FP16, repeats=True),
+    Case("nvme, stage 2, fp16", NVME, 2, base=FP16, repeats=True),
     Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, repeats=True),
     Case("nvme, accumulation", NVME, 1, base=CLIP | TWICE, repeats=True),
     Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, repeats=True),

@@ -14,6 +14,7 @@ import pytest
 from offload import killed_writer
 from offload.training import BATCH, create, train_step, zero_for
 
+import zerojax
 from zerojax.checkpoint import Checkpointer
 from zerojax.offload import disk_file
 from zerojax.offload.disk import DiskStore
@@ -113,6 +114,33 @@ def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], Non
         step(state, BATCH)
     with pytest.raises(DiskStateError, match=REMEDY):
         step(state, BATCH)
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_compute_parameter_damaged_between_steps(
+    tmp_path: Path, harm: Callable[[Path], None], devices: int
+) -> None:
+    """Read within a program, whose devices wait for one another: the step ends, with an error."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+    zero = zerojax.zero(
+        stage=3,
+        bf16=True,
+        stage3_param_persistence_threshold=0,
+        mesh=zerojax.mesh(devices),
+        offload_optimizer=nvme,
+        offload_param={**nvme, "max_in_cpu": 0},
+    )
+    step, state = zero(train_step), zero.init(create)
+    state, _ = step(state, BATCH)
+    store = zero.states.shelf.store
+    store.wait()
+    harm(next(block.file for key, block in store._blocks.items() if "bfloat16" in key))
+    before = values(state)
+    for _ in range(2):
+        with pytest.raises(DiskStateError, match=rf"params\['\w'\] in .*bfloat16.*{REMEDY}"):
+            step(state, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, values(state), before)
 
 
 class Interruption(BaseException):

@@ -59,7 +59,7 @@ class OffloadOptimizer(_Offload):
       buffer_count: sub-groups in host memory at a time, with "nvme".
       ratio: the share that is offloaded; the rest stays on the accelerator. With "cpu".
       compute_on: the update runs on the "device", which the state streams through, or on the
-        "host"; None is the faster one of the platform, as measured. With "cpu".
+        "host"; None is the device, with the same bits as without offload. With "cpu".
 
     Raises:
       ConfigError: a wrong value, or one that does not go with the device.

@@ -74,9 +74,9 @@ def _optimizer(path: str) -> Iterator[Key]:
         f"{path}.compute_on",
         optional(choice("device", "host")),
         None,
-        auto="the faster one of the platform, as measured",
+        auto="device: what gives the same bits as without offload",
         why="zerojax's own: the update streams through the accelerator (device) or is computed by "
-        "the host's cores (host); null is the faster one of the platform, as measured",
+        "the host's cores (host); null is device, which gives the same bits as without offload",
     )
     yield from taken(path, "no effect", _PIPELINED, pipeline_read=FLAG_OFF, pipeline_write=FLAG_OFF)
     yield from taken(

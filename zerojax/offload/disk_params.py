@@ -30,6 +30,7 @@ class Reader:
         self._lock = threading.Lock()
         self._ahead: dict[tuple[int, int, int], Future[np.ndarray]] = {}
         self._last: dict[tuple[int, int], int] = {}
+        self._failed: Exception | None = None
 
     def use(self, arrays: dict[int, DiskArray]) -> None:
         """The parameters of the next run, by number."""
@@ -37,10 +38,24 @@ class Reader:
             self.arrays = arrays
             self._ahead.clear()
             self._last.clear()
+            self._failed = None
+
+    def check(self) -> None:
+        """Raises what went wrong in the last run: to be asked once it is over.
+
+        Raises:
+          DiskStateError: a parameter is not what was written.
+        """
+        if self._failed is not None:
+            raise self._failed
 
     def read(self, number: int, position: Any, entry: Any) -> np.ndarray:
         """What the device at a position of the mesh has of a parameter, or of one entry of a
-        stack; an entry below 0 asks for all of it."""
+        stack; an entry below 0 asks for all of it.
+
+        Zeros where it cannot be read, see :meth:`check`: an error here would leave the other
+        devices waiting for this one for ever.
+        """
         p, k = int(position), int(entry)
         with self._lock:
             step = k - self._last.get((number, p), k - 1)
@@ -52,7 +67,14 @@ class Reader:
                 after = number, p, k + step
                 if after not in self._ahead:
                     self._ahead[after] = self._pool.submit(self._slice, *after)
-        return now.result()
+        try:
+            return now.result()
+        except Exception as error:
+            with self._lock:
+                self._failed = self._failed or error
+            array = self.arrays[number]
+            shape = array.sharding.shard_shape(array.shape)
+            return np.zeros(shape if k < 0 else shape[1:], array.dtype)
 
     def _slice(self, number: int, position: int, entry: int) -> np.ndarray:
         array = self.arrays[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax.config import ZeroConfig
+from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.disk_array import DiskLeaf
 from zerojax.offload.groups import Lying, cuts
@@ -35,6 +36,7 @@ class Shelf:
     def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._store: DiskStore | None = None
+        self._copies: DiskStore | None = None
         self._number = itertools.count()
 
     @property
@@ -47,18 +49,61 @@ class Shelf:
         if self._store is None:
             sections = (self._config.offload_optimizer, self._config.offload_param)
             section = next(s for s in sections if s is not None and s.device == "nvme")
-            assert section.nvme_path is not None
-            self._store = DiskStore(section.nvme_path, buffer_count=section.buffer_count)
+            self._store = _opened(section)
         return self._store
 
-    def disk_leaf(
+    @property
+    def copies_store(self) -> DiskStore:
+        """The disk for the parameters that the step computes with: another one where
+        ``offload_param`` names another folder than ``offload_optimizer``.
+
+        Raises:
+          DiskError: it cannot be used.
+        """
+        optimizer, param = self._config.offload_optimizer, self._config.offload_param
+        both = [s for s in (optimizer, param) if s is not None and s.device == "nvme"]
+        if param is None or len({_folder(s) for s in both}) < 2:
+            return self.store
+        if self._copies is None:
+            self._copies = _opened(param)
+        return self._copies
+
+    def reserve(self, nbytes: int, plan: Plan) -> None:
+        """Checks that there is room for a state, and for the copies that belong to it.
+
+        Args:
+          nbytes: of the state, on this process's disk.
+          plan: of the state.
+
+        Raises:
+          DiskError: there is not.
+        """
+        copies = sum(self._bytes(leaf) for leaf in plan.copies() if leaf.place == DISK)
+        if self.copies_store is self.store:
+            self.store.reserve(nbytes + copies)
+            return
+        self.store.reserve(nbytes)
+        self.copies_store.reserve(copies)
+
+    def copy_leaf(
         self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding
+    ) -> DiskLeaf:
+        """A new leaf for a compute parameter, still empty."""
+        return self.disk_leaf(path, shape, dtype, sharding, self.copies_store)
+
+    def disk_leaf(
+        self,
+        path: str,
+        shape: Sequence[int],
+        dtype: Any,
+        sharding: NamedSharding,
+        store: DiskStore | None = None,
     ) -> DiskLeaf:
         """A new leaf on the disk, still empty."""
         lying = Lying(tuple(shape), jnp.dtype(dtype), sharding.spec, DISK)
         pieces = cuts(lying, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
-        return DiskLeaf(self.store, name, shape, dtype, sharding, pieces)
+        return DiskLeaf(store or self.store, name, shape, dtype, sharding, pieces)
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """One array where it is to lie."""
@@ -81,8 +126,8 @@ class Shelf:
         """
         leaves, shardings = plan.all_leaves(), jax.tree.leaves(plan.shardings())
         disk = [leaf for leaf in leaves if leaf.place == DISK]
-        if disk:
-            self.store.reserve(sum(self._bytes(leaf) for leaf in disk))
+        if disk or any(leaf.place == DISK for leaf in plan.copies()):
+            self.reserve(sum(self._bytes(leaf) for leaf in disk), plan)
         found: list[Any] = []
         for some in _batches(leaves):
 
@@ -101,6 +146,16 @@ class Shelf:
         """On this process's disk; an upper bound, as devices may hold the same."""
         here = jax.local_device_count() if len(self._mesh.devices.flat) > 1 else 1
         return min(leaf.bytes, leaf.bytes_per_device * here)
+
+
+def _opened(section: OffloadOptimizer | OffloadParam) -> DiskStore:
+    assert section.nvme_path is not None
+    return DiskStore(section.nvme_path, buffer_count=section.buffer_count)
+
+
+def _folder(section: OffloadOptimizer | OffloadParam) -> Path:
+    assert section.nvme_path is not None
+    return Path(section.nvme_path).expanduser().resolve()
 
 
 def _batches(leaves: Sequence[Leaf]) -> list[list[int]]:

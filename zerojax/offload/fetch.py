@@ -1,0 +1,47 @@
+"""A state that lies elsewhere, on the devices for whoever computes with it outside a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from zerojax.offload.disk_array import DiskArray
+from zerojax.offload.places import DEVICE, PINNED
+
+
+def on_device(tree: Any) -> Any:
+    """The arrays of a tree in device memory, sharded as they were.
+
+    For what a step does not do, such as evaluation: arrays in host memory are copied, those on
+    disk are read, those on the device are given as they are. Each device must have room for its
+    share.
+
+    Args:
+      tree: arrays of a state, such as ``state.params`` or ``nnx.state(model)``.
+
+    Raises:
+      DiskStateError: a file on the disk is damaged or lost; restore the last checkpoint.
+      ValueError: the state was passed to a later step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, zerojax
+      >>> from flax.training.train_state import TrainState
+      >>> zero = zerojax.zero(stage=1, offload_optimizer="cpu")
+      >>> params = {"w": jnp.ones((8, 4))}
+      >>> state = zero.init(lambda: TrainState.create(
+      ...     apply_fn=None, params=params, tx=optax.adam(1e-3)))
+      >>> state.params["w"].sharding.memory_kind
+      'pinned_host'
+      >>> zerojax.on_device(state.params)["w"].sharding.memory_kind
+      'device'
+    """
+    return jax.tree.map(_brought, tree)
+
+
+def _brought(x: Any) -> Any:
+    if isinstance(x, DiskArray):
+        return x.load()
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED:
+        return jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
+    return x

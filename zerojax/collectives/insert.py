@@ -205,9 +205,11 @@ class Inserter:
             place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
         made = [Made(o, wants[v]) for v, o in zip(eqn.outvars, outs, strict=True) if v in wants]
-        if made:
-            scope.made = scope.made or [[]]
+        if scope.made:
             scope.made[-1] += made
+        elif any(_cut(each.spec, self.axis) for each in made):
+            # A model's head. One that stays whole would be summed over the devices for nothing.
+            scope.made.append(made)
         return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:

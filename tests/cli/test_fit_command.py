@@ -58,6 +58,9 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
     assert speeds == sorted(speeds, reverse=True)
     assert {each["choice"]["stage"] for each in found["ranking"]} == {0, 1, 2, 3}
     assert "0 programs compiled" in run(10**9, "--batch", "16").output
+    assert "The search ended" not in made.output
+    short = run(10**9, "--batch", "32", "--compiles", "1").output
+    assert "The search ended at its limit (--compiles 1, --minutes 20) with 1 of " in short
 
 
 def test_what_stands_in_and_what_is_remembered(run: Any, tmp_path: Path) -> None:
@@ -87,6 +90,7 @@ def test_nothing_fits(run: Any) -> None:
         (("--batch", "12"), "take 8 or 16"),
         (("--model", "gpt22"), "unknown model"),
         (("--config", "none.json"), "none.json"),
+        (("--out", "no/such/folder/best.json"), "there is no folder"),
     ],
 )
 def test_bad_input(run: Any, options: tuple[str, ...], says: str) -> None:

@@ -55,7 +55,11 @@ def fit(
 
     Exits with 0, with 3 where nothing fits, and with 2 for bad input.
     """
+    if out is not None and not out.resolve().parent.is_dir():
+        typer.echo(f"--out {out}: there is no folder {out.resolve().parent}", err=True)
+        raise typer.Exit(2)
     compile_only()
+    looked = (0, 0)
     with steps_bar() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -63,6 +67,8 @@ def fit(
             progress.update(task, description=f"compiling {text}")
 
         def done(modes: int, of: int) -> None:
+            nonlocal looked
+            looked = modes, of
             progress.update(task, completed=modes, total=of)
 
         try:
@@ -97,6 +103,11 @@ def fit(
     _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
     counted = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
     typer.echo(f"{counted}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+    if looked[0] < looked[1]:
+        typer.echo(
+            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}) with "
+            f"{looked[0]} of {looked[1]} combinations of stage, remat and offload looked at."
+        )
     if fitted.choice.remat:
         typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
 

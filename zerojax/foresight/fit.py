@@ -77,7 +77,7 @@ def fit(
       auto: what stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
       compiles, seconds: where the search ends, with the best that it has found.
       note: told what is compiled next; by default stderr is.
-      done: told how many modes have been looked at, of how many.
+      done: told how many modes (stage, remat, offload) have been looked at, of how many.
 
     Raises:
       ConfigError: the config is wrong, or the rows do not divide among the devices.

@@ -33,7 +33,7 @@ def search(
       space: what may be chosen.
       compiles, seconds: where the search ends, with what it has found. What a cache remembers is
         no compile.
-      done: told how many modes have been looked at, of how many.
+      done: told how many modes have been looked at, of how many; not of all where it ends before.
 
     Returns:
       All that fit and were compiled, most rows a second first.
@@ -43,6 +43,8 @@ def search(
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
         done(at, len(modes))
+        if not left or time.monotonic() >= until:
+            break
         if any(_less(each.choice, mode) for each in found):
             continue
         low, high, at_size = 0, len(sizes), 0  # below low all fit, from high on none does
@@ -62,7 +64,8 @@ def search(
                 else:
                     high = at_size
             at_size = min(at_size, high - 1)
-    done(len(modes), len(modes))
+    else:
+        done(len(modes), len(modes))
     return sorted(
         found, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
     )

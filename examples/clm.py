@@ -7,7 +7,6 @@ train_step = zero(made.train_step)
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from rich.console import Console
 
 import zerojax
 from examples.gpt import GPT
-from examples.job import DEFAULT_ROWS, Job
+from examples.job import BATCH, Job
 from zerojax.config import ZeroConfig, load
 from zerojax.config.read import read_file
 from zerojax.foresight.fit import undecided
@@ -64,12 +63,11 @@ def resolved(job: Job, mesh: Mesh, console: Console) -> ZeroConfig:
     raw = read_file(job.config)
     if not isinstance(raw, dict) or not undecided(raw):
         return load(job.config)
-    asked = raw.get("train_batch_size")
-    rows = asked if isinstance(asked, int) else mesh.size * math.ceil(DEFAULT_ROWS / mesh.size)
+    given = {key: value for key, value in raw.items() if key in BATCH and value != "auto"}
     fitted = zerojax.fit(
         job.config,
         functools.partial(workload, job),
-        train_batch_size=job.batch_size or rows,
+        train_batch_size=job.rows(load(given), mesh.size),
         seq=job.block_size,
         mesh=mesh,
     )

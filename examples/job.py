@@ -23,6 +23,7 @@ DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
 Fused = Literal["auto", "mosaic_gpu", "xla"]
 OFFLOAD = ("offload_optimizer", "offload_param", "sub_group_size", "cpu_checkpointing")
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 
@@ -83,11 +84,11 @@ class Job:
         return rows
 
     def identity(self, config: ZeroConfig, rows: int, text: data.Text) -> dict[str, Any]:
-        """What a continued run must share, as JSON. Stage, offload, devices, remat and kernels may
-        change."""
+        """What a continued run must share, as JSON. Stage, offload, devices, micro-batches,
+        remat and kernels may change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
-        free = {"notes", "stage", "stage3_param_persistence_threshold", *OFFLOAD, *LOGS}
+        free = {"notes", "stage", "stage3_param_persistence_threshold", *BATCH, *OFFLOAD, *LOGS}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {

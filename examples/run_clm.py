@@ -198,7 +198,9 @@ def main(
             from_step=from_step,
         )
         status = PREEMPTED if train(job, console).preempted else 0
-    except (ValueError, PermissionError, CheckpointError, zerojax.DiskError) as error:
+    except (
+        ValueError, PermissionError, CheckpointError, zerojax.DiskError, zerojax.OutOfMemoryError
+    ) as error:  # fmt: skip
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
         status = 2

@@ -82,6 +82,10 @@ def test_nothing_fits(run: Any) -> None:
     made = run(10, "--batch", "16", "--compiles", "2")
     assert made.exit_code == 3
     assert "nothing fits 8 x h100" in made.output
+    assert "The search ended" not in made.output
+    early = run(10**9, "--batch", "16", "--minutes", "0")
+    assert early.exit_code == 3
+    assert "The search ended at its limit (--compiles 40, --minutes 0) with 0 of " in early.output
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,8 @@ def test_nothing_fits(run: Any) -> None:
         (("--batch", "12"), "take 8 or 16"),
         (("--model", "gpt22"), "unknown model"),
         (("--config", "none.json"), "none.json"),
-        (("--out", "no/such/folder/best.json"), "there is no folder"),
+        (("--out", "no/such/folder/best.json"), "no file can be written there"),
+        (("--out", "."), "no file can be written there"),
     ],
 )
 def test_bad_input(run: Any, options: tuple[str, ...], says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,29 @@ def test_what_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="object"):
         resolved(job(tmp_path / "list.json"), zerojax.mesh(), Console())
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 32),
+        ({"gradient_accumulation_steps": 4}, 32),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, 16),
+    ],
+)
+def test_the_rows_are_those_without_auto(
+    auto: Path, keys: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fit(config: Path, model: Any, **options: Any) -> Any:
+        asked.update(options)
+        return SimpleNamespace(config={"zero_optimization": {"stage": 1}}, choice="stage 1")
+
+    monkeypatch.setattr(zerojax, "fit", fit)
+    auto.write_text(json.dumps(json.loads(auto.read_text()) | keys))
+    resolved(job(auto), zerojax.mesh(), Console())
+    assert asked["train_batch_size"] == rows
 
 
 @pytest.mark.gpu_compile

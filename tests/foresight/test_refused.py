@@ -12,7 +12,7 @@ from optax import sgd
 
 import zerojax
 from zerojax.foresight.attribution import Known
-from zerojax.foresight.costs import forecast, measure
+from zerojax.foresight.costs import forecast, measure, weigh
 from zerojax.foresight.rates import rates
 from zerojax.foresight.refused import refused
 from zerojax.lowered import LoweredProgram
@@ -50,15 +50,19 @@ def test_a_step_that_is_refused_does_not_fit() -> None:
     state = zero.init(lambda: TrainState.create(apply_fn=print, params=params, tx=sgd(0.1)))
     plan, v5e = zero.plan(state), rates("v5e")
 
-    def told(message: str) -> Any:
+    def told(message: str, name: str = "step", **options: Any) -> Any:
         lowered: Any = Refusing(message)
-        return forecast([LoweredProgram("step", lowered, 1)], plan, v5e)
+        return forecast([LoweredProgram(name, lowered, 1)], plan, v5e, **options)
 
     found = told(TEMPORARIES)
     assert not found.fits
     assert not found.whole
     assert found.peak.bytes == 34.5 * 2**30
     assert not told("RESOURCE_EXHAUSTED: no").fits
+    assert told("RESOURCE_EXHAUSTED: no").peak.bytes == v5e.memory
+    assert told(TEMPORARIES, measured=weigh).peak.bytes == found.peak.bytes  # before a first run
+    # Of several programs too it is what XLA says and nothing more.
+    assert told(TEMPORARIES, "gradients").peak.bytes == found.peak.bytes
     other: Any = Refusing("INTERNAL: a fault")
     with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
         measure(other, Known.of(plan), v5e)

@@ -212,7 +212,9 @@ def test_an_offload_that_is_auto_is_open() -> None:
     for config in (whole, device):
         space, rest = left_open(config, 8, 8, [None])
         assert space.offloads == TRIED
-        load(rest)
+        read = load(space.furthest(rest, 8)).offload_optimizer
+        assert read is not None
+        assert read.ratio == (1.0 if config is whole else 0.5)
     choice = Choice(stage=1, micro=1, offload="optimizer")
     section = choice.json(rest, 8)["zero_optimization"]["offload_optimizer"]
     assert section == {"device": "cpu", "ratio": 0.5}

@@ -94,11 +94,17 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
 
 
 def _on_disk(paths: list[Path], opened: Opened, zero: Zero) -> dict[Path, Planned]:
-    """The arrays that zero's config has on a disk."""
+    """The arrays that zero's config has on a disk, which has room for them.
+
+    Raises:
+      DiskError: it has not.
+    """
     sections = zero.config.offload_optimizer, zero.config.offload_param
     if not any(section and section.device == "nvme" for section in sections):
         return {}
-    planned = zip(paths, zero.states.plan(opened).all_leaves(), strict=True)
+    plan = zero.states.plan(opened)
+    zero.states.shelf.reserve(plan)
+    planned = zip(paths, plan.all_leaves(), strict=True)
     return {path: leaf for path, leaf in planned if leaf.place == DISK}
 
 
@@ -262,11 +268,6 @@ def _to_disk(
             made[path] = shelf.disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
     if not made:
         return {}
-    sizes = [
-        len(x.shards) * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in made.values()
-    ]
-    shelf.store.reserve(sum(sizes))
     shares = {
         leaves[path].name: disk.fill(target, _reader(saved, leaves[path], target.dtype))
         for path, target in made.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,8 +56,8 @@ def fit(
 
     Exits with 0, with 3 where nothing fits, and with 2 for bad input.
     """
-    if out is not None and not out.resolve().parent.is_dir():
-        typer.echo(f"--out {out}: there is no folder {out.resolve().parent}", err=True)
+    if out is not None and (out.is_dir() or not os.access(out.resolve().parent, os.W_OK)):
+        typer.echo(f"--out {out}: no file can be written there", err=True)
         raise typer.Exit(2)
     compile_only()
     looked = (0, 0)
@@ -88,28 +89,34 @@ def fit(
             )
         except OutOfMemoryError as error:
             typer.echo(str(error), err=True)
+            _tell_of_limits(looked, compiles, minutes)
             raise typer.Exit(3) from None
         except Exception as error:
             if (said := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
             typer.echo(said, err=True)
             raise typer.Exit(2) from None
-    if out is not None:
-        out.write_text(json.dumps(fitted.config, indent=2) + "\n")
+    _tell_of_limits(looked, compiles, minutes)
     if as_json:
         ranking = [_row(each) for each in fitted.ranking]
         print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
-        return
-    _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
-    counted = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
-    typer.echo(f"{counted}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+    else:
+        _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
+        counted = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
+        typer.echo(f"{counted}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+        if fitted.choice.remat:
+            typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
+    if out is not None:
+        out.write_text(json.dumps(fitted.config, indent=2) + "\n")
+
+
+def _tell_of_limits(looked: tuple[int, int], compiles: int, minutes: float) -> None:
     if looked[0] < looked[1]:
         typer.echo(
             f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}) with "
-            f"{looked[0]} of {looked[1]} combinations of stage, remat and offload looked at."
+            f"{looked[0]} of {looked[1]} combinations of stage, remat and offload looked at.",
+            err=True,
         )
-    if fitted.choice.remat:
-        typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
 
 
 def _best(found: Sequence[Found]) -> list[Found]:

@@ -78,10 +78,7 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     try:
         executable, held = compile_and_look(lowered)
     except jax.errors.JaxRuntimeError as error:
-        if (wanted := refused(str(error))) is None:
-            raise
-        least, seconds = max(wanted, rates.memory), time.perf_counter() - begun
-        return Measured(memory={OTHER: least}, compile_seconds=seconds, made=False)
+        return _not_made(error, begun)
     seconds = time.perf_counter() - begun
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
@@ -103,7 +100,10 @@ def weigh(
       several: it is one of a step's several programs. That of a step of one needs no reading.
     """
     begun = time.perf_counter()
-    executable = lowered.compile()
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return _not_made(error, begun)
     seconds = time.perf_counter() - begun
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
@@ -112,6 +112,14 @@ def weigh(
         kinds, between = arguments(program, hosted), _between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
     return _measured(memory, dict(kinds), between, Spent(), (), seconds)
+
+
+def _not_made(error: jax.errors.JaxRuntimeError, begun: float) -> Measured:
+    """A program that XLA refuses for its memory; raises another error again."""
+    if (wanted := refused(str(error))) is None:
+        raise error
+    seconds = time.perf_counter() - begun
+    return Measured(memory={OTHER: wanted}, compile_seconds=seconds, made=False)
 
 
 def _measured(
@@ -173,7 +181,9 @@ def forecast(
         one = measured(lowered, known, rates)
         kinds = collections.Counter(one.memory)
         kinds[GRADIENTS if name == FIRST else OTHER] += one.result
-        if name == FIRST:
+        if not one.made:
+            kinds[OTHER] = max(kinds[OTHER], rates.memory)
+        elif name == FIRST:
             first = one
             # What else of the state is on the device: the copies and the batch are none of it.
             given = one.arguments - _copies(plan, DEVICE) - one.memory.get(BATCH, 0)
@@ -227,9 +237,8 @@ def _between(program: Program, hosted: frozenset[str]) -> int:
 
 
 def _copies(plan: Plan, place: str) -> int:
-    """Bytes of the parameters as the step computes with them, where they are not those at rest."""
-    pairs = zip(plan.leaves["params"], plan.compute, strict=True)
-    return sum(now.bytes_per_device for rest, now in pairs if rest != now and now.place == place)
+    """Bytes of the parameters that lie there beside the state, to compute with."""
+    return sum(leaf.bytes_per_device for leaf in plan.copies() if leaf.place == place)
 
 
 def _traffic(

@@ -108,7 +108,7 @@ def fit(
     cache = Cache()
     study = Study(
         function,
-        load(fixed),
+        load(space.furthest(fixed, world)),
         mesh,
         rates,
         rows=train_batch_size,
@@ -117,6 +117,8 @@ def fit(
         measured=cache,
     )
     ranking = tuple(search(study, space, compiles, seconds, done))
+    if not ranking and study.failed is not None:
+        raise study.failed
     if not ranking:
         raise OutOfMemoryError(
             f"nothing fits {mesh.size} x {rates.kind}: take more devices, or a model whose blocks "
@@ -127,7 +129,8 @@ def fit(
 
 
 def undecided(config: Mapping[str, Any]) -> bool:
-    """Whether a config has an "auto" that only :func:`fit` resolves: the stage's, an offload's.
+    """Whether a config has an "auto" that only :func:`fit` resolves: the stage's, or that of a
+    whole offload section.
 
     Example:
       >>> undecided({"zero_optimization": {"stage": "auto"}})
@@ -138,9 +141,7 @@ def undecided(config: Mapping[str, Any]) -> bool:
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return False
-    sections = [zero.get(name) for name in SECTIONS]
-    devices = [each.get("device") for each in sections if isinstance(each, Mapping)]
-    return "auto" in (zero.get("stage"), *sections, *devices)
+    return "auto" in [zero.get(name) for name in ("stage", *SECTIONS)]
 
 
 def _told(text: str) -> None:

@@ -120,7 +120,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.headroom >= 0
+        return self.headroom >= 0 and all(each.made for each in self.programs)
 
     @property
     def seconds(self) -> float:

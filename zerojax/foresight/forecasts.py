@@ -60,6 +60,7 @@ class Forecasts:
         self._build, self._note, self._measured = build, note, measured
         self._known: dict[Choice, Forecast] = {}
         self._steps: dict[Choice, Built] = {}
+        self._failed: Exception | None = None
 
     def _built(self, choice: Choice) -> Built:
         """The step under a choice, traced no further than its state, once."""
@@ -88,8 +89,22 @@ class Forecasts:
         try:
             return self.forecast(choice)
         except Exception as error:
+            self._failed = error
             self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
+
+    @property
+    def failed(self) -> Exception | None:
+        """The last choice's error, where no choice could be forecast."""
+        return None if self._known else self._failed
+
+    def hopeless(self, choice: Choice) -> bool:
+        """Whether a choice cannot fit, by :meth:`least`, or is none for this step."""
+        try:
+            return self.least(choice) > self.rates.room
+        except Exception as error:
+            self._failed = error
+            return True
 
     def least(self, choice: Choice) -> int:
         """Bytes that a choice takes at the least, without compiling it.

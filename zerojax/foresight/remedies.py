@@ -31,7 +31,7 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
             break
         if any(_further(choice, each.choice) for each in found):
             continue
-        if study.least(choice) > study.rates.room:
+        if study.hopeless(choice):
             continue
         tried += 1
         forecast = study.tried(choice)

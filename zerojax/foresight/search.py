@@ -43,14 +43,14 @@ def search(
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
         done(at, len(modes))
-        if not left or time.monotonic() >= until:
-            break
         if any(_less(each.choice, mode) for each in found):
             continue
         low, high, at_size = 0, len(sizes), 0  # below low all fit, from high on none does
-        while low < high and left and time.monotonic() < until:
+        while low < high:
+            if not left or time.monotonic() >= until:
+                return _ranked(found)
             choice = space.choice(mode, sizes[at_size])
-            if study.least(choice) > study.rates.room:
+            if study.hopeless(choice):
                 high = at_size
             else:
                 forecast = study.tried(choice)
@@ -64,8 +64,11 @@ def search(
                 else:
                     high = at_size
             at_size = min(at_size, high - 1)
-    else:
-        done(len(modes), len(modes))
+    done(len(modes), len(modes))
+    return _ranked(found)
+
+
+def _ranked(found: Sequence[Found]) -> list[Found]:
     return sorted(
         found, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
     )

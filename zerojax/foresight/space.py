@@ -63,6 +63,14 @@ class Space:
             if mode.possible:
                 yield mode
 
+    def furthest(self, config: Mapping[str, Any], world: int) -> dict[str, Any]:
+        """A config with the last of the modes: it keeps what a section says beside its device."""
+        modes = list(self.modes())
+        if not modes:
+            return dict(config)  # whoever reads it says what contradicts what
+        zero = modes[-1].json(config, world)["zero_optimization"]
+        return {**config, "zero_optimization": zero}
+
 
 def left_open(
     config: Mapping[str, Any], rows: int | None, world: int, remats: Sequence[bool | None]

@@ -68,22 +68,25 @@ class Shelf:
             self._copies = _opened(param)
         return self._copies
 
-    def reserve(self, nbytes: int, plan: Plan) -> None:
-        """Checks that there is room for a state, and for the copies that belong to it.
-
-        Args:
-          nbytes: of the state, on this process's disk.
-          plan: of the state.
+    def reserve(self, plan: Plan) -> None:
+        """Checks that the disk has room for what belongs there of a state, and for the copies to
+        compute with.
 
         Raises:
           DiskError: there is not.
         """
-        copies = sum(self._bytes(leaf) for leaf in plan.copies() if leaf.place == DISK)
-        if self.copies_store is self.store:
-            self.store.reserve(nbytes + copies)
+        state, copies = (
+            sum(self._bytes(leaf) for leaf in leaves if leaf.place == DISK)
+            for leaves in (plan.all_leaves(), plan.copies())
+        )
+        if not state and not copies:
             return
-        self.store.reserve(nbytes)
-        self.copies_store.reserve(copies)
+        here, there = self.store, self.copies_store
+        if here.path.parent.stat().st_dev == there.path.parent.stat().st_dev:
+            here.reserve(state + copies)
+        else:
+            here.reserve(state)
+            there.reserve(copies)
 
     def copy_leaf(
         self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding
@@ -125,9 +128,7 @@ class Shelf:
           shapes: what ``make`` returns.
         """
         leaves, shardings = plan.all_leaves(), jax.tree.leaves(plan.shardings())
-        disk = [leaf for leaf in leaves if leaf.place == DISK]
-        if disk or any(leaf.place == DISK for leaf in plan.copies()):
-            self.reserve(sum(self._bytes(leaf) for leaf in disk), plan)
+        self.reserve(plan)
         found: list[Any] = []
         for some in _batches(leaves):
 

@@ -9,8 +9,8 @@ Command, from the repository root::
 With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
 stage 3 in 97 to 117 s, compilation included (measured with other work on the same cores), at 7,400
 to 8,100 tokens/s, with 2.0 MB of arrays on each device, 4.0 while a checkpoint is written. Held-out
-loss falls from 5.5 nats a byte (a guess is ln 256) to 2.23 on Python 3.11's library, 2.35 on 3.12's;
-above 2.6 something is wrong.
+loss falls from 5.5 nats a byte (a guess is ln 256) to 2.23 on Python 3.11's library, to 2.35 on
+3.12's; above 2.6 something is wrong.
 
 It prints what each device holds, evaluates on text that it never trains on, writes a checkpoint in
 the background at each evaluation, and draws the loss curve beside it. Run again with the same

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import zerojax
 from benchmarks.measure import Case, create_state_of, train_step_of
 from zerojax.foresight.copies import HostCopy, host_copies, in_host
+from zerojax.foresight.costs import lying_between
 from zerojax.foresight.hlo import parse
 from zerojax.offload.groups import LARGEST
 from zerojax.offload.places import DEVICE, HOST
@@ -174,7 +175,7 @@ def compile_costs(
                 argument=memory.argument_size_in_bytes,
                 temporary=memory.temp_size_in_bytes,
                 result=result,
-                resting=0 if known else between - _of_between(text),
+                resting=0 if known else between - lying_between(parse(text), in_host(text)),
                 host_temporary=memory.host_temp_size_in_bytes,
                 copies=host_copies(text),
                 seconds=seconds,
@@ -227,17 +228,4 @@ def _planned(plan: zerojax.Plan) -> int:
         + (grad.bytes_per_device * jnp.dtype(now.dtype).itemsize // jnp.dtype(grad.dtype).itemsize)
         * (grad.place == DEVICE)
         for now, grad in pairs
-    )
-
-
-def _of_between(text: str) -> int:
-    """Bytes of an update program's arguments that are gradients and compute parameters: all that
-    it reads or replaces on the device. Its pieces of the state come as ``loaded``."""
-    hosted = in_host(text)
-    return sum(
-        shape.bytes
-        for each in parse(text).entry.instructions
-        if each.opcode == "parameter" and each.op_name.startswith(("written[", "read["))
-        if each.name not in hosted
-        for shape in each.shapes
     )

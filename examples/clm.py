@@ -17,9 +17,10 @@ from rich.console import Console
 
 import zerojax
 from examples.gpt import GPT
-from examples.job import BATCH, Job
+from examples.job import Job
 from zerojax.config import ZeroConfig, load
 from zerojax.config.read import read_file
+from zerojax.foresight.choice import BATCH
 from zerojax.foresight.fit import undecided
 
 

@@ -18,12 +18,12 @@ from examples import data
 from examples.gpt import SIZES, GPTConfig
 from examples.kernels import Kernels
 from zerojax.config import ZeroConfig
+from zerojax.foresight.choice import BATCH, SECTIONS
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
 Fused = Literal["auto", "mosaic_gpu", "xla"]
-OFFLOAD = ("offload_optimizer", "offload_param", "sub_group_size", "cpu_checkpointing")
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OFFLOAD = (*SECTIONS, "sub_group_size", "cpu_checkpointing")
 LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 

@@ -179,8 +179,11 @@ class Plan:
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
-        at_rest = {"params": self.leaves["params"], "grads": self.gradients()}
-        at_rest["compute"] = self.copies()
+        at_rest = {
+            "params": self.leaves["params"],
+            "grads": self.gradients(),
+            "compute": self.copies(),
+        }
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes

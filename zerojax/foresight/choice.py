@@ -20,6 +20,7 @@ OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """Those that a search tries: parameters alone move much and leave most."""
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = ("offload_optimizer", "offload_param")
 
 
@@ -107,11 +108,8 @@ class Choice:
 
     def _batch(self, world: int) -> dict[str, Any]:
         """The batch sizes, called alike in a JSON and in a config."""
-        return {
-            "train_batch_size": self.micro * self.accumulation * world,
-            "train_micro_batch_size_per_gpu": self.micro,
-            "gradient_accumulation_steps": self.accumulation,
-        }
+        rows = self.micro * self.accumulation * world
+        return dict(zip(BATCH, (rows, self.micro, self.accumulation), strict=True))
 
 
 def agreed(rows: int | None, given: int | None) -> int | None:

@@ -86,7 +86,7 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
     spent = spend(program, sent, copied, rates)
     traffic = tuple(_traffic(sent, copied, spent))
-    return _measured(memory, kinds, _between(program, in_host(text)), spent, traffic, seconds)
+    return _measured(memory, kinds, lying_between(program, in_host(text)), spent, traffic, seconds)
 
 
 def weigh(
@@ -109,7 +109,7 @@ def weigh(
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
     if several:
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
-        kinds, between = arguments(program, hosted), _between(program, hosted)
+        kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
     return _measured(memory, dict(kinds), between, Spent(), (), seconds)
 
@@ -225,8 +225,9 @@ def forecast(
     )
 
 
-def _between(program: Program, hosted: frozenset[str]) -> int:
-    """Bytes of an update's arguments on the device that are not pieces of the state."""
+def lying_between(program: Program, hosted: frozenset[str]) -> int:
+    """Bytes of an update's arguments on the device that are not pieces of the state: gradients and
+    compute parameters, all that it reads or replaces there. Its pieces come as ``loaded``."""
     return sum(
         shape.bytes
         for each in program.entry.instructions

@@ -11,15 +11,10 @@ from typing import Any
 from zerojax.config import ConfigError
 from zerojax.config.old_names import rename
 from zerojax.config.read_offload import OLD_SWITCHES
-from zerojax.foresight.choice import OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
+from zerojax.foresight.choice import BATCH, OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
-_BATCH = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 _ZERO = ("stage", *SECTIONS)
 
 
@@ -99,7 +94,7 @@ def left_open(
         raise ConfigError(problems)
     zero = rest.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for section, keys in ((rest, _BATCH), (zero, _ZERO)):
+    for section, keys in ((rest, BATCH), (zero, _ZERO)):
         for key in keys:
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]

@@ -35,6 +35,8 @@ class Shelf:
 
     def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
+        sections = config.offload_optimizer, config.offload_param
+        self._sections = [s for s in sections if s is not None and s.device == "nvme"]
         self._store: DiskStore | None = None
         self._copies: DiskStore | None = None
         self._number = itertools.count()
@@ -47,9 +49,7 @@ class Shelf:
           DiskError: it cannot be used.
         """
         if self._store is None:
-            sections = (self._config.offload_optimizer, self._config.offload_param)
-            section = next(s for s in sections if s is not None and s.device == "nvme")
-            self._store = _opened(section)
+            self._store = _opened(self._sections[0])
         return self._store
 
     @property
@@ -60,12 +60,10 @@ class Shelf:
         Raises:
           DiskError: it cannot be used.
         """
-        optimizer, param = self._config.offload_optimizer, self._config.offload_param
-        both = [s for s in (optimizer, param) if s is not None and s.device == "nvme"]
-        if param is None or len({_folder(s) for s in both}) < 2:
+        if len({_folder(section) for section in self._sections}) < 2:
             return self.store
         if self._copies is None:
-            self._copies = _opened(param)
+            self._copies = _opened(self._sections[-1])
         return self._copies
 
     def reserve(self, plan: Plan) -> None:

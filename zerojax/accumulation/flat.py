@@ -20,7 +20,7 @@ class Variable:
     aval: Any
 
 
-@dataclass
+@dataclass(repr=False)
 class Flat:
     """A program without calls, in the form of an open jaxpr.
 

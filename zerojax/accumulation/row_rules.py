@@ -38,8 +38,8 @@ def _elementwise(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found = agreed(kinds)
     if found is None:
         return None
-    shapes = {v.aval.shape for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
-    return found if len(shapes) == 1 else None
+    ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
+    return found if len(ranks) == 1 else None
 
 
 def _reduce(eqn: Any, kinds: list[Kind]) -> Kind | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, one_of, rows_together
+from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.collectives.host import Host, fetched, on_host, sent
@@ -202,8 +202,9 @@ class Collect:
             outs = self.inserter(closed, others, replace)
         else:
             outs = MicroBatches(
-                closed,
-                jax.make_jaxpr(body)(abstract, one_of(batch)),
+                body,
+                abstract,
+                batch,
                 roles_of(self.body.name, abstract, batch, shape),
                 k,
                 self.inserter,

@@ -15,7 +15,7 @@ from flax import nnx
 from zerojax import compat
 from zerojax import nnx as nnx_state
 from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, one_of, rows_together
+from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.batch import BatchLayout
 from zerojax.body import (
     Body,
@@ -135,10 +135,10 @@ class Program:
         if k == 1:
             outs = self.inserter(closed, [*params, *others], replace)
         else:
-            one = jax.make_jaxpr(body)(start, one_of(batch))
             outs = MicroBatches(
-                closed,
-                one,
+                body,
+                start,
+                batch,
                 roles_of(self.body.name, start, batch, shape),
                 k,
                 self.inserter,

@@ -136,8 +136,9 @@ class Arguments:
                 f"{self.name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
                 f"but was called with {len(given)} arguments."
             )
-        others = [slot for slot in (*free[:1], *batch) if is_train_state(given[slot])]
-        if others and others != objects:
+        first = [slot for slot in (*free[:1], *batch) if slot not in objects]
+        others = [slot for slot in first if is_train_state(given[slot])]
+        if others:
             raise TypeError(
                 f"{self.name} was called with a TrainState as {self._told(others)} beside "
                 f"{self._told(objects)}: a decorated step trains one state. Write a step for "

@@ -212,6 +212,7 @@ class Step:
             program = self._program(opened, call.form)
             program.layout.check(call.batch)
             parts = self._states.placed(opened, program.plan)
+        _check_concrete(self._arguments.name, parts.step)
         _check_alive(parts.step)
         watch = self._watch
         watch.check()

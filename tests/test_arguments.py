@@ -16,7 +16,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax import compat
-from zerojax.arguments import Arguments, Constant
+from zerojax.arguments import Arguments
+from zerojax.call import Constant
 from zerojax.jitted import open_jit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

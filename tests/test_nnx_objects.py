@@ -353,7 +353,7 @@ def test_train_state_of_an_nnx_state() -> None:
 @pytest.mark.parametrize(
     ("objects", "says"),
     [
-        (lambda m, o: (m,), "one nnx.Optimizer.*not with Net. Of a module that holds both, pass"),
+        (lambda m, o: (m,), "one nnx.Optimizer.*not with Net. Of a module that holds both pass"),
         (lambda m, o: (m, o, nnx.Optimizer(m, o.tx, wrt=nnx.Param)), "a step for each optimizer"),
         (lambda m, o: (o,), "none of the arguments has variables"),
         (lambda m, o: (m, nnx.ModelAndOptimizer(m, o.tx)), "not with Net, ModelAndOptimizer"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.accumulate import Evaluate, accumulate
-from zerojax.arguments import Arguments, Call, Form, Rearranged, is_train_state
+from zerojax.arguments import Arguments, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
     Alone,
@@ -25,6 +25,7 @@ from zerojax.body import (
     params_after,
     updating,
 )
+from zerojax.call import Call, Form, Rearranged
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig

@@ -18,6 +18,7 @@ from zerojax import compat
 from zerojax.accumulation.run import accumulator
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
+from zerojax.call import Rearranged
 from zerojax.collect import Collect
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
@@ -42,14 +43,16 @@ class Streamed:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Rearranged,
         states: States,
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
+        self.function = function
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.write_back = opened.write_back
         self.plan = states.plan(opened)
         if not donate and self.plan.bytes_in(DISK):
             raise ValueError(

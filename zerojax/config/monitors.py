@@ -95,7 +95,7 @@ def monitor(section: str, given: Any) -> MonitorConfig | WandbConfig | None:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return made if enabled else None
+    return made if FLAG.check(enabled) else None
 
 
 def _unknown(section: str, name: Any, known: list[str]) -> str:

@@ -98,6 +98,7 @@ def test_guide_loads_with_every_key_noted():
     assert config == ZeroConfig(
         stage=3,
         bf16=True,
+        check_grad_overflow=True,
         gradient_clipping=1.0,
         optimizer=OptimizerConfig(type="AdamW"),
         scheduler=config.scheduler,

@@ -46,7 +46,7 @@ class Streamed:
         states: States,
         opened: Opened,
         donate: bool,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close

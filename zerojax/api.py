@@ -149,7 +149,7 @@ def zero(
     """Reads a config and returns what decorates a train step.
 
     Args:
-      config: a DeepSpeed JSON as a path or a dict, with DeepSpeed's defaults; or a
+      config: a DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
         :class:`ZeroConfig`.
       mesh: the devices; all there are, on one "data" axis, by default. ZeRO shards over "data";
         other axes are the user's.

@@ -68,7 +68,7 @@ def explain(
     Rows come in the config's order; after them the defaults that change numbers.
 
     Args:
-      config: the path of a JSON file, or a mapping of the same form.
+      config: the path of a JSON or HJSON file, or a mapping of the same form.
       auto: what stands in for "auto", as for `load`.
       devices: the data-parallel devices, for which the batch sizes are solved.
       every: a row for every key that zerojax knows.
@@ -82,7 +82,8 @@ def explain(
       [('bf16.enabled', True, 'honoured'), ('train_batch_size', 64, 'honoured'), \
 ('gradient_clipping', 1.0, 'default')]
       >>> [(row.key, row.resolved) for row in rows][3:]
-      [('train_micro_batch_size_per_gpu', 8), ('gradient_accumulation_steps', 1)]
+      [('bf16.check_grad_overflow', True), ('train_micro_batch_size_per_gpu', 8), \
+('gradient_accumulation_steps', 1)]
     """
     reading = read(config, auto)
     problems = list(reading.problems)

@@ -1,4 +1,4 @@
-"""The warning that the numbers of a training are no longer finite, without a wait for the device."""
+"""A warning that a training's numbers are no longer finite, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ class Finiteness:
             wrong |= jnp.where(jnp.isfinite(x), jnp.uint32(0), bit)
         return cls(step, wrong, tuple(numbers))
 
+    @property
+    def ready(self) -> bool:
+        """Whether the device is done with it."""
+        wrong: Any = self.wrong  # jax.Array does not name the method
+        return wrong.is_ready()
+
     def told(self) -> list[str]:
         """The names of the numbers that are not finite; waits for them."""
         wrong = int(np.asarray(self.wrong))  # several times quicker than int() of a jax array
@@ -79,7 +85,7 @@ class FiniteWatch:
     def look(self, *, wait: bool = False) -> None:
         """Looks at the steps that are done; with ``wait``, at all."""
         waiting = self._waiting
-        while waiting and (wait or len(waiting) > _LONGEST or waiting[0].wrong.is_ready()):
+        while waiting and (wait or len(waiting) > _LONGEST or waiting[0].ready):
             step = waiting.popleft()
             if names := step.told():
                 self._warn(int(step.step), names)

@@ -124,6 +124,7 @@ class Reading:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle
+        told = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")
             if section in MONITORS and name != "enabled" and section not in self.fields:
@@ -132,7 +133,7 @@ class Reading:
                 continue
             if path in sound and path not in _PARAMS:
                 self._judge(key, sound[path], reasons.get(path))
-            elif key.loud and not {path} & (self.given.keys() | resolved | reasons.keys()):
+            elif key.loud and path not in told:
                 self.notes.append(Note(path, key.default, "default", key.loud, key.default))
 
     def _judge(self, key: Key, value: Any, idle: str | None) -> None:

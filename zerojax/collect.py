@@ -62,7 +62,8 @@ class Collect:
       dtypes: of the gradients.
       trees: of the parameters and of the optimizer state.
       separated: the update.
-      signals: what the host looks at afterwards, of the optimizer state without its arrays.
+      signals: what the host looks at afterwards, of the optimizer state without its arrays and
+        of the results.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Collect:
         dtypes: Sequence[Any],
         trees: tuple[Any, Any],
         separated: Separated,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.body, self.plan, self.config = body, plan, plan.config
         self.accumulation, self.dtypes, self.trees = accumulation, dtypes, trees
@@ -157,7 +158,7 @@ class Collect:
         if config.skips_overflow:
             done = new.skipped == opt.skipped
             after = choose(done, after, rest)
-        return grads, scalars, shared, after, counted, out, done, self.signals(new)
+        return grads, scalars, shared, after, counted, out, done, self.signals(new, out)
 
     def _state(self, light: Sequence[Any]) -> Any:
         """The optimizer state without its arrays."""

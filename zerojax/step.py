@@ -59,7 +59,7 @@ class Program:
         states: States,
         opened: Opened,
         donate: bool,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function, self.signals = function, signals
         config, axis = states.config, states.axis
@@ -109,7 +109,7 @@ class Program:
             rest = choose(done, rest, parts.rest)
         params = params_after(after, made.params, parts.params, done)
         made = made._replace(params=params, opt_state=after.opt, rest=rest)
-        return made, out, self.signals(made.opt_state)
+        return made, out, self.signals(made.opt_state, out)
 
     def _shards(self, params: Any) -> list[Any]:
         """The compute parameters as the inserter takes them: at stages 1 and 2 gathered, once."""
@@ -270,7 +270,8 @@ class Step:
         )
 
     def close(self) -> None:
-        """Writes the logs that are left, as the end of the program does. Steps may follow."""
+        """Writes the logs that are left, as the end of the program does, and looks whether the
+        last steps were finite. Steps may follow."""
         self._watch.close()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -47,7 +47,7 @@ class Streamed:
         states: States,
         opened: Opened,
         donate: bool,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function = function
         self.donate, self.config = donate, states.config

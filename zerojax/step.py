@@ -128,14 +128,13 @@ class Program:
         return made, out, self.signals(made.opt_state)
 
     def _gathered(self, params: Any) -> list[Any]:
-        """Stages 1 and 2: the compute parameters gathered, once a step; else a None for each."""
+        """What is gathered once a step of the compute parameters: at stages 1 and 2 all, at
+        stage 3 the small ones; else a None for each."""
         leaves = self.plan.leaves["params"]
-        if not self.inserter.keep:
-            return [None] * len(leaves)
-        return [
-            self.inserter.whole(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None
-            for x, leaf in zip(jax.tree.leaves(params), leaves, strict=True)
-        ]
+        pairs = zip(jax.tree.leaves(params), leaves, strict=True)
+        return self.inserter.in_advance(
+            [Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None for x, leaf in pairs]
+        )
 
     def _evaluate(
         self, body: Callable[..., Any], gathered: list[Any], parts: Parts, batch: Any

@@ -133,7 +133,10 @@ class Program:
         leaves = self.plan.leaves["params"]
         pairs = zip(jax.tree.leaves(params), leaves, strict=True)
         return self.inserter.in_advance(
-            [Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None for x, leaf in pairs]
+            [
+                Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None
+                for x, leaf in pairs
+            ]
         )
 
     def _evaluate(

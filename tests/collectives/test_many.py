@@ -35,7 +35,10 @@ def test_each_comes_back_as_it_was() -> None:
         return many.gathered(shards, "data", 8, inserter.constrain)
 
     with jax.enable_x64(True):
-        assert [move.dtype for move in gathers(jax.make_jaxpr(run)(values))] == ["float64", "float16"]
+        assert [move.dtype for move in gathers(jax.make_jaxpr(run)(values))] == [
+            "float64",
+            "float16",
+        ]
         for got, want in zip(jax.jit(run)(values), values, strict=True):
             assert got.sharding.is_fully_replicated
             np.testing.assert_array_equal(got, want)
@@ -128,19 +131,6 @@ def test_one_gather_for_all(stage: int, more: dict[str, Any]) -> None:
     counts, moved = sent(stage, 12, **more)
     assert counts["all-gather"] == 1
     assert moved["all-gather"] == 12 * 8 * 4 * 7 / 8  # XLA for CPU gathers bf16 as float32
-
-
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_few_collectives_on_gpus(stage: int) -> None:
-    """However many leaves: one gather, one reduce-scatter, and the theory's bytes."""
-    leaves = 200
-    counts, moved = sent(stage, leaves, mesh=zerojax.topology("h100", 8))
-    assert counts["all-gather"] == 1
-    assert sum(counts.values()) <= 5
-    once = leaves * 8 * 4 * 7 / 8
-    assert sum(moved.values()) <= 2 * once + 100
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -277,9 +277,7 @@ class Inserter:
         if all(many.is_whole(v, self.axis) or not jnp.ndim(v) for v in values):
             # Made of the whole ones too, or a cast would have to be gathered by itself.
             wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
-        return [
-            Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)
-        ]
+        return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]

@@ -218,15 +218,13 @@ class Collect:
         """What the inserter is given of the parameters."""
         found: list[Any] = []
         for x, leaf in zip(params, self.plan.compute, strict=True):
+            away = leaf.place != DEVICE
             spec = layout.full(leaf.spec, x.ndim)
-            if leaf.place != DEVICE:
-                found.append(Shard(x, spec, host=True))
-            elif leaf.sharded:
-                whole = self.inserter.whole(x, spec) if self.inserter.keep else None
-                found.append(Shard(x, spec, whole))
-            else:
-                found.append(x)
-        return found
+            found.append(Shard(x, spec, host=away) if away or leaf.sharded else x)
+        return [
+            x if whole is None else Shard(x.value, x.spec, whole)
+            for x, whole in zip(found, self.inserter.in_advance(found), strict=True)
+        ]
 
     def _leaving(self, g: Any, opt: Any, noted: list[jax.Array]) -> Any:
         """Takes note of a gradient's square sums, and sends it where it is to lie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -112,17 +113,17 @@ class Program:
         return made, out, self.signals(made.opt_state, out)
 
     def _shards(self, params: Any) -> list[Any]:
-        """The compute parameters as the inserter takes them: at stages 1 and 2 gathered, once."""
+        """The compute parameters as the inserter takes them, with what is gathered once a step:
+        at stages 1 and 2 all, at stage 3 the small ones."""
         leaves = zip(jax.tree.leaves(params), self.plan.leaves["params"], strict=True)
-        found: list[Any] = []
-        for x, leaf in leaves:
-            if not leaf.sharded:
-                found.append(x)
-                continue
-            spec = layout.full(leaf.spec, x.ndim)
-            whole = self.inserter.whole(x, spec) if self.inserter.keep else None
-            found.append(Shard(x, spec, whole))
-        return found
+        shards = [
+            Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else x for x, leaf in leaves
+        ]
+        wholes = self.inserter.in_advance(shards)
+        return [
+            dataclasses.replace(x, whole=whole) if isinstance(x, Shard) else x
+            for x, whole in zip(shards, wholes, strict=True)
+        ]
 
     def _evaluate(
         self, body: Callable[..., Any], start: Parts, batch: Any, params: list[Any]

@@ -26,7 +26,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, marks
-from zerojax.collectives import changes, layout, order, residuals, wanted
+from zerojax.collectives import changes, layout, many, order, residuals, wanted
 from zerojax.collectives.elementwise import ELEMENTWISE
 from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
 from zerojax.collectives.layout import Spec
@@ -114,6 +114,24 @@ class Inserter:
         pinned = self.constrain(value, spec)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
+    def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
+        """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
+        is set, else the small ones; None for the others."""
+        found: list[jax.Array | None] = [None] * len(shards)
+        little: dict[int, Shard] = {}
+        for i, shard in enumerate(shards):
+            if not isinstance(shard, Shard) or shard.host:
+                continue
+            if many.small(shard.value.shape, shard.spec, self.axis):
+                little[i] = shard
+            elif self.keep:
+                found[i] = self.whole(shard.value, shard.spec)
+        devices = self.mesh.shape[self.axis]
+        wholes = many.gathered(list(little.values()), self.axis, devices, self.constrain)
+        for i, whole in zip(little, wholes, strict=True):
+            found[i] = whole
+        return found
+
     def _gather(self, shard: Shard, scope: _Scope, rest: Sequence[Any]) -> jax.Array:
         if shard.whole is not None:
             return shard.whole
@@ -195,8 +213,7 @@ class Inserter:
         if eqn.primitive in marks.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            if self.keep:
-                values = self._all_whole(values, scope)
+            values = self._all_known(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
         if eqn.primitive.name in _LABELS and on_host(values[0]):
             return values
@@ -255,9 +272,19 @@ class Inserter:
     def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
         return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
+    def _all_known(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
+        """Those whole that were gathered in advance; at stages 1 and 2 all."""
+        if self.keep:
+            return self._all_whole(values, scope)
+        return [v.whole if many.is_whole(v, self.axis) else v for v in values]
+
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         outs = marks.bind(eqn, [_plain(v) for v in values])
-        return [Shard(self.constrain(o, spec), spec) for o in outs]
+        wholes: Sequence[Any] = [None] * len(outs)
+        if all(many.is_whole(v, self.axis) or not jnp.ndim(v) for v in values):
+            # Made of the whole ones too, or a cast would have to be gathered by itself.
+            wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
+        return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
@@ -265,8 +292,7 @@ class Inserter:
         inner = eqn.params[marks.CALLS[eqn.primitive]]
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
-        if self.keep:
-            values = self._all_whole(values, scope)
+        values = self._all_known(values, scope)
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)

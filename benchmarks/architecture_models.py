@@ -276,7 +276,8 @@ class LSTM(nn.Module):
         x = nn.Embed(self.sizes.vocabulary, self.sizes.width)(tokens)
         for _ in range(2):
             # What is carried is fp32 by default, and all that follows with it.
-            x = nn.RNN(nn.OptimizedLSTMCell(self.sizes.width, dtype=BF16))(x).astype(BF16)
+            y: Any = nn.RNN(nn.OptimizedLSTMCell(self.sizes.width, dtype=BF16))(x)
+            x = y.astype(BF16)
         return nn.Dense(self.sizes.vocabulary)(x)
 
 
@@ -322,23 +323,29 @@ def architectures(s: Sizes) -> list[Architecture]:
             name: jax.ShapeDtypeStruct((rows, *shapes[name][0]), shapes[name][1]) for name in names
         }
 
+    tokens, seen = rows_of("tokens"), rows_of("images", "labels")
     return [
-        Architecture("GPT, unrolled", gpt, language(gpt), rows_of("tokens"), s.rows),
-        Architecture("Llama, scanned", llama, language(llama), rows_of("tokens"), s.rows),
-        Architecture("MoE, einsum dispatch, scanned", moe, language(moe), rows_of("tokens"), s.rows),
-        Architecture("ViT, unrolled", vit, labelled(vit), rows_of("images", "labels"), s.image_rows),
+        Architecture("GPT, unrolled", gpt, language(gpt), tokens, s.rows),
+        Architecture("Llama, scanned", llama, language(llama), tokens, s.rows),
+        Architecture("MoE, einsum dispatch, scanned", moe, language(moe), tokens, s.rows),
+        Architecture("ViT, unrolled", vit, labelled(vit), seen, s.image_rows),
         Architecture(
-            "encoder-decoder, unrolled", both, translation(both), rows_of("tokens", "target"), s.rows
+            "encoder-decoder, unrolled",
+            both,
+            translation(both),
+            rows_of("tokens", "target"),
+            s.rows,
         ),
         Architecture(
-            "CLIP, two towers", clip, contrastive(clip), rows_of("images", "tokens"), s.image_rows
-        ),
-        Architecture(
-            "ResNet, batch statistics", resnet, labelled(resnet), rows_of("images", "labels"),
+            "CLIP, two towers",
+            clip,
+            contrastive(clip),
+            rows_of("images", "tokens"),
             s.image_rows,
         ),
+        Architecture("ResNet, batch statistics", resnet, labelled(resnet), seen, s.image_rows),
         Architecture("LSTM, 2 layers", lstm, language(lstm), rows_of("series"), s.recurrent_rows),
-    ]  # fmt: skip
+    ]
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -36,12 +36,11 @@ STAGES: tuple[int | None, ...] = (2, 3, None)
 WITHIN = 1.1  # of the theory, for the recurrent model
 NOTE = (
     "Compiled by XLA:GPU for 8 H100s that are not there: bf16 compute with fp32 masters, AdamW.\n"
-    "Traffic in units of 2P bytes, the bf16 parameters once. Theory: stage 2 one gather and one "
-    "scatter, stage 3 two gathers\nand one scatter; an embedding's rows are looked up only forward, "
-    "so that its table needs one gather at stage 3, too.\nSent: bytes a device sends in a ring, "
-    "over those of the theory (for plain jit that of stage 3); an all-reduce sends twice\nits "
-    "size. Peak: arguments and temporaries of a device. Plain jit: the same step, its state cut "
-    "as at stage 3, by shardings alone."
+    "Traffic in units of 2P bytes, the bf16 parameters once. Theory: stage 2 one gather and one\n"
+    "scatter, stage 3 two gathers and one scatter (one gather of what is only looked up).\n"
+    "Sent: bytes a device sends in a ring, over those of the theory (for plain jit that of stage\n"
+    "3); an all-reduce sends twice its size. Peak: arguments and temporaries of a device.\n"
+    "Plain jit: the same step, its state cut as at stage 3 by shardings alone."
 )
 
 
@@ -79,11 +78,7 @@ def compile_architecture(architecture: Architecture, stage: int | None) -> Cost:
     """
     mesh = zerojax.topology("h100", DEVICES)
     began = time.perf_counter()
-    lowered, parameters = (
-        _lower_plain(architecture, mesh)
-        if stage is None
-        else _lower_zero(architecture, stage, mesh)
-    )
+    lowered, parameters = lower_architecture(architecture, stage, mesh)
     compiled: Any = lowered.compile()
     seconds = time.perf_counter() - began
     found = collectives(compiled.as_text())
@@ -104,9 +99,12 @@ def compile_architecture(architecture: Architecture, stage: int | None) -> Cost:
     )
 
 
-def _lower_zero(
-    architecture: Architecture, stage: int, mesh: Mesh
+def lower_architecture(
+    architecture: Architecture, stage: int | None, mesh: Mesh
 ) -> tuple[jax.stages.Lowered, int]:
+    """Lower one step, None for that of plain jit; return it and the number of parameters."""
+    if stage is None:
+        return _lower_plain(architecture, mesh)
     zero = zerojax.zero(stage=stage, bf16=True, mesh=mesh)
     state = zero.abstract_state(architecture.create, jax.random.key(0))
     batch = architecture.batch(DEVICES * architecture.rows)

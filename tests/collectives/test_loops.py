@@ -171,6 +171,14 @@ def test_constants_are_gathered_once_before_each_loop(name: str) -> None:
     assert len(gathers(traced(name, keep=True))) == 1
 
 
+def test_weights_side_by_side_are_gathered_as_one() -> None:
+    """Before each loop anew, so that they are not held from forward to backward."""
+    assert [(move.inside, move.shape) for move in gathers(traced("gates"))] == [
+        ((), (N, 2 * N)),
+        ((), (N, 2 * N)),
+    ]
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("name", ["plain", "gates", "remat", "wide", "fori", "chunks"])
 def test_gradients_are_scattered_once_after_the_loop(name: str, keep: bool) -> None:

@@ -226,6 +226,9 @@ class Inserter:
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
             return self._on_shards(eqn, values, shards[0].spec)
+        specs = [v.spec if isinstance(v, Shard) else None for v in values]
+        if name == "concatenate" and layout.side_by_side(eqn, specs):
+            return self._on_shards(eqn, values, shards[0].spec)
         if name in _REDUCTIONS:
             return marks.bind(eqn, [_plain(v) for v in values])
         if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
@@ -365,7 +368,7 @@ class Inserter:
             unroll=p["unroll"],
         )
         ended = dict(zip(kept, carry, strict=True))
-        ended.update(self._summed(sums, totals, start, want, scope))
+        ended.update(self._summed(sums, totals, start, scope))
 
         def stacked(i: int, y: Any) -> Any:
             if i not in gone:
@@ -380,25 +383,12 @@ class Inserter:
     def _held(
         self, jaxpr: Any, consts: list[Any], scope: _Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
-        """A loop's constants, the first operands of its body: whole where each iteration needs
-        them so, unless those are too many to hold."""
-        inside = compat.open_jaxpr(jaxpr)[0].invars
-        whole = {
-            i
-            for i, (c, v) in enumerate(zip(consts, inside, strict=False))
-            if isinstance(c, Shard) and loops.used_whole(jaxpr, v)
-        }
-        if sum(inside[i].aval.size for i in whole) > loops.MOST:
-            return consts
+        """A loop's constants, whole where all of its iterations need them so."""
+        whole = loops.to_hold(jaxpr, [isinstance(c, Shard) for c in consts])
         return [self._gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
-        self,
-        sums: loops.Sums,
-        totals: Sequence[jax.Array],
-        start: Sequence[Any],
-        want: Sequence[Spec | None],
-        scope: _Scope,
+        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: _Scope
     ) -> dict[int, jax.Array]:
         """The carried values that a loop has added up, each reduced over the devices once."""
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
@@ -412,7 +402,7 @@ class Inserter:
             for term in terms:
                 total = total + term.of(of[term.root])
             uncut = any(specs[term.root] is None for term in terms)
-            found[i] = (self.scattered if uncut else self.constrain)(total, want[i] or ())
+            found[i] = (self.scattered if uncut else self.constrain)(total, sums.want[i])
         return found
 
 

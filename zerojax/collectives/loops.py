@@ -87,13 +87,14 @@ class Sums:
       want: for each carried value, how its sum is to be cut; None where that does not matter.
 
     Attributes:
+      want: by number of the carried value, how it is to be cut, where that is said.
       terms: by number of the carried value, what an iteration adds to it.
       roots: the variables to add up.
     """
 
     def __init__(self, eqn: Any, want: Sequence[Spec | None]) -> None:
         self.terms: dict[int, list[Term]] = {}
-        self._want = want
+        self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
         self._jaxpr, self._consts = compat.open_jaxpr(eqn.params["jaxpr"])
         self._made = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         a, n = compat.scan_counts(eqn)
@@ -102,7 +103,7 @@ class Sums:
         self._adds: set[int] = set()
         for i, out in enumerate(self._jaxpr.outvars[:n]):
             start = self._jaxpr.invars[a + i]
-            added = None if want[i] is None else self._added(out, start, uses)
+            added = self._added(out, start, uses) if i in self.want else None
             if added is not None and not any(_is_stack(self._made, v) for v in added[0]):
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds |= added[1]
@@ -139,25 +140,33 @@ class Sums:
         return Body(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
-        """How the sum of a root is best cut: as its terms are wanted. Where that is not one cut of
-        the root, over some dimension; None where it has none, or the user cuts it as well."""
-        wants = {
-            term.spec(spec, mesh)
+        """How the sum of a root is cut: as its terms are wanted. Where they want it otherwise, or
+        the cut does not survive, over its largest dimension that divides; None where there is no
+        such dimension, or the user cuts the terms as well."""
+        wants = [
+            (term, self.want[i])
             for i, terms in self.terms.items()
             for term in terms
-            if term.root is root and (spec := self._want[i]) is not None
-        }
-        if len(wants) == 1 and (only := wants.pop()) is not None:
+            if term.root is root
+        ]
+        found = {term.spec(spec, mesh) for term, spec in wants}
+        if len(found) == 1 and (only := found.pop()) is not None:
             return only
-        specs = [self._want[i] for i, ts in self.terms.items() if any(t.root is root for t in ts)]
-        if any(layout.without(spec or (), axis) != (None,) * len(spec or ()) for spec in specs):
+        if any(any(layout.without(spec, axis)) for _, spec in wants):
             return None
         shape = root.aval.shape
         fits = [d for d, size in enumerate(shape) if size % mesh.shape[axis] == 0]
-        if not fits:
-            return None
-        at = max(fits, key=lambda d: shape[d])
-        return tuple(axis if d == at else None for d in range(len(shape)))
+        at = max(fits, key=lambda d: shape[d], default=None)
+        return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
+
+
+def to_hold(jaxpr: Any, cut: Sequence[bool]) -> set[int]:
+    """The constants of a loop, its body's first operands, to be gathered before it: those of the
+    ``cut`` ones that each iteration needs whole; none where they are too many to hold."""
+    opened, _ = compat.open_jaxpr(jaxpr)
+    consts = zip(opened.invars, cut, strict=False)
+    found = {i for i, (v, is_cut) in enumerate(consts) if is_cut and used_whole(opened, v)}
+    return found if sum(opened.invars[i].aval.size for i in found) <= MOST else set()
 
 
 def used_whole(jaxpr: Any, v: Any) -> bool:
@@ -165,7 +174,10 @@ def used_whole(jaxpr: Any, v: Any) -> bool:
     one by one."""
     jaxpr, _ = compat.open_jaxpr(jaxpr)
     return any(
-        _needs_whole(jaxpr, eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.invars) if x is v
+        _needs_whole(jaxpr, eqn, i)
+        for eqn in jaxpr.eqns
+        for i, x in enumerate(eqn.invars)
+        if x is v
     )
 
 

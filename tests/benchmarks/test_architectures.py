@@ -76,12 +76,13 @@ class TestCompiled:
         assert found.units["all-reduce"] < 0.02
         assert missed([found]) == []
 
-    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("stage", [2, 3])
     @pytest.mark.parametrize("model", ["gru", "by hand"])
     def test_other_loops_over_time_do_too(self, model: str, stage: int) -> None:
-        """Weights of 512 x 512 and more; a unit is their bf16 once."""
+        """Weights of 512 x 512 and more; a unit is their bf16 once. Stage 1 is stage 2's program
+        without accumulation."""
         units = {"gru": gru_units, "by hand": scan_units}[model](stage)
-        assert units["all-gather"] < 1.1 * max(1, stage - 1)
+        assert units["all-gather"] < 1.1 * (stage - 1)
         assert units["reduce-scatter"] < 1.1
         assert units.get("all-reduce", 0) < 0.02
 

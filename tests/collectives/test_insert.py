@@ -323,6 +323,25 @@ def test_the_cast_comes_before_the_gather() -> None:
     assert gathers(jaxpr) == [Move((), (8, N), "bfloat16")]
 
 
+def test_a_cast_to_a_wider_dtype_comes_after_the_gather() -> None:
+    """A parameter in bf16 promoted to the activations' float32."""
+
+    def promoted(params: Any, x: Any) -> Any:
+        return x @ params[0].astype(x.dtype) + jnp.sum(params[0].astype(x.dtype) ** 2)
+
+    w = W.astype("bfloat16")
+    jaxpr = Inserted(promoted, [ROWS], keep=False).jaxpr([w], X)
+    assert gathers(jaxpr) == [Move((), (N, N), "bfloat16")]
+    whole = Inserter(MESH, "data", keep=True)
+
+    def run(w: Any, x: Any) -> Any:
+        closed = jax.make_jaxpr(lambda w, x: promoted([w], x))(w, x)
+        return whole(closed, [Shard(w, ROWS, w), x])[0]
+
+    assert gathers(jax.make_jaxpr(run)(w, X)) == []
+    np.testing.assert_allclose(run(w, X), promoted([w], X), rtol=1e-5)
+
+
 def test_a_stack_is_gathered_a_layer_at_a_time() -> None:
     (move,) = gathers(inserted("scan"))
     assert move == Move(("scan",), (N, N), "float32")

@@ -231,7 +231,9 @@ def test_a_loop_over_micro_batches_is_left_alone() -> None:
 
 def test_more_than_may_be_held_is_gathered_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MOST", N * N - 1)
-    assert {move.inside for move in gathers(traced("plain"))} == {("scan",)}
+    jaxpr = traced("plain")
+    assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
+    assert ("scan",) in {move.inside for move in scatters(jaxpr)}
 
 
 def test_a_while_loops_constants_are_gathered_once() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -110,6 +110,8 @@ class Inserter:
     def _gather(self, shard: Shard, scope: _Scope, rest: Sequence[Any]) -> jax.Array:
         if shard.whole is not None:
             return shard.whole
+        if shard.narrow is not None:  # half the bytes
+            return self._gather(shard.narrow, scope, rest).astype(shard.value.dtype)
         if id(shard) in scope.gathered:
             return scope.gathered[id(shard)][1]
         if shard.host:
@@ -225,7 +227,9 @@ class Inserter:
         if name in ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
-            return self._on_shards(eqn, values, shards[0].spec)
+            made = self._on_shards(eqn, values, shards[0].spec)
+            widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
+            return [replace(made[0], narrow=shards[0])] if widens else made
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         if name == "concatenate" and layout.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
@@ -321,7 +325,9 @@ class Inserter:
         sums = loops.Sums(eqn, want[:n])
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        if all(want[i] is None for i in kept):  # else each iteration makes gradients of its own
+        specs = [spec for i in kept if (spec := want[i]) is not None]
+        if not any(_cut(spec, self.axis) for spec in specs):
+            # Else each iteration makes gradients of its own: a loop over micro-batches.
             consts = self._held(p["jaxpr"], consts, scope, values)
         carry = self._all_whole([start[i] for i in kept], scope)
         # A stack cut along its layers has to be whole before the loop can take one.

@@ -26,7 +26,8 @@ from zerojax.collectives import layout
 from zerojax.collectives.layout import Spec
 
 MOST = 1_000_000_000
-"""The most elements that one loop may hold gathered; stage3_max_live_parameters' default."""
+"""The most elements of parameters that one loop holds whole, and of their gradients; as in
+DeepSpeed's default for stage3_max_live_parameters."""
 
 _SAME_ELEMENTS = frozenset(
     ["convert_element_type", "copy", "copy_p", "name", "neg", "sharding_constraint", "transpose"]
@@ -108,6 +109,8 @@ class Sums:
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds |= added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
+        if sum(v.aval.size for v in self.roots) > MOST:
+            self.terms, self.roots, self._adds = {}, [], set()
 
     def _added(self, v: Any, start: Any, uses: Counter[Any]) -> tuple[list[Any], set[int]] | None:
         """What is added to ``start`` to make ``v``, and the equations that do; None where ``v``
@@ -127,6 +130,8 @@ class Sums:
     def _term(self, v: Any) -> Term:
         links: list[tuple[Any, int]] = []
         while (eqn := self._made.get(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
+            if not _is_var(eqn.invars[0]):
+                break
             links.append((eqn, eqn.outvars.index(v)))
             v = eqn.invars[0]
         return Term(v, tuple(reversed(links)))
@@ -199,23 +204,25 @@ def _is_var(v: Any) -> bool:
 
 def _narrows(eqn: Any) -> bool:
     """Whether it rounds to a smaller floating dtype, which is better done to the sum."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
-    return floats and new.itemsize < old.itemsize
+    return eqn.primitive.name == "convert_element_type" and wider(eqn.invars[0], eqn.outvars[0])
+
+
+def wider(one: Any, other: Any) -> bool:
+    """Whether both are of floating dtypes, and that of ``one`` has more bytes."""
+    dtypes = one.aval.dtype, other.aval.dtype
+    floats = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
+    return floats and dtypes[0].itemsize > dtypes[1].itemsize
 
 
 def _is_stack(made: dict[Any, Any], v: Any) -> bool:
     """Whether a loop stacks it, an entry an iteration."""
-    eqn = made.get(v)
+    eqn = made.get(v) if _is_var(v) else None
     if eqn is None:
         return False
     at = eqn.outvars.index(v)
     if eqn.primitive is prims.scan_p:
         return at >= compat.scan_counts(eqn)[1]
     return any(
-        _is_var(body.outvars[at])
-        and _is_stack({x: e for e in body.eqns for x in e.outvars}, body.outvars[at])
+        _is_stack({x: e for e in body.eqns for x in e.outvars}, body.outvars[at])
         for body in marks.bodies(eqn)
     ) or (eqn.primitive.name in _SAME_ELEMENTS and _is_stack(made, eqn.invars[0]))

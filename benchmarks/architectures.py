@@ -37,7 +37,8 @@ WITHIN = 1.1  # of the theory, for the recurrent model
 NOTE = (
     "Compiled by XLA:GPU for 8 H100s that are not there: bf16 compute with fp32 masters, AdamW.\n"
     "Traffic in units of 2P bytes, the bf16 parameters once. Theory: stage 2 one gather and one\n"
-    "scatter, stage 3 two gathers and one scatter (one gather of what is only looked up).\n"
+    "scatter, stage 3 two gathers and one scatter (one gather of what is only looked up). A table\n"
+    "tied to the output is gathered and scattered once for each of its two uses.\n"
     "Sent: bytes a device sends in a ring, over those of the theory (for plain jit that of stage\n"
     "3); an all-reduce sends twice its size. Peak: arguments and temporaries of a device.\n"
     "Plain jit: the same step, its state cut as at stage 3 by shardings alone."

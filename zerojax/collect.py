@@ -14,6 +14,7 @@ from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.compiler import streaming
+from zerojax.entering import entering
 from zerojax.extras import Static, join
 from zerojax.found import Found
 from zerojax.late import check_late
@@ -134,7 +135,7 @@ class Collect:
             else next(there)
             for i, leaf in enumerate(self.plan.compute)
         ]
-        shards = self._shards(all_)  # here, not in each micro-batch
+        shards = entering(self.inserter, all_, self.plan.compute)  # not in each micro-batch
         params = jax.tree.unflatten(self.trees[0], all_)
         start = Parts(params, View(opt=opt), step, rest)
         empty = self._zeros(self.dtypes)
@@ -211,20 +212,6 @@ class Collect:
         others = jax.tree.leaves((parts._replace(params=None), batch))
         outs = self.inserter(closed, [*shards, *others], replace)
         return *jax.tree.unflatten(jax.tree.structure(shape), outs), found.weight
-
-    def _shards(self, params: Sequence[Any]) -> list[Any]:
-        """What the inserter is given of the parameters."""
-        found: list[Any] = []
-        for x, leaf in zip(params, self.plan.compute, strict=True):
-            spec = layout.full(leaf.spec, x.ndim)
-            if leaf.place != DEVICE:
-                found.append(Shard(x, spec, host=True))
-            elif leaf.sharded:
-                whole = self.inserter.whole(x, spec) if self.inserter.keep else None
-                found.append(Shard(x, spec, whole))
-            else:
-                found.append(x)
-        return found
 
     def _leaving(self, g: Any, opt: Any, noted: list[jax.Array]) -> Any:
         """Takes note of a gradient's square sums, and sends it where it is to lie."""

@@ -41,18 +41,20 @@ def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
         adopt(closed, parts, tx)
         return nnx.merge(graph, parts.params, parts.rest["model"]), closed
 
-    specs = jax.tree.leaves(
-        nnx.as_pure(nnx.get_partition_spec(states[0])),
-        is_leaf=lambda s: isinstance(s, PartitionSpec),
-    )
     return Opened(
         parts=split(model, optimizer),
         tx=optimizer.tx,
         split=split,
         close=close,
         key=(graph, type(optimizer)),
-        specs=tuple(specs),
+        specs=own_specs(states[0]),
     )
+
+
+def own_specs(params: Any) -> tuple[Any, ...]:
+    """The user's PartitionSpec of each parameter, of an ``nnx.State`` of them."""
+    specs = nnx.as_pure(nnx.get_partition_spec(params))
+    return tuple(jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec)))
 
 
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:

@@ -74,6 +74,8 @@ class Inserter:
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers
         where used, drops, and gathers again (stage 3).
+      share: at stage 3 one gather of a parameter serves all its uses in the body, for a body with
+        no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
 
@@ -81,8 +83,16 @@ class Inserter:
       host: how gradients leave for host memory, if they do.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, away: int | None = None) -> None:
-        self.mesh, self.axis, self.keep = mesh, axis, keep
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: str,
+        *,
+        keep: bool,
+        share: bool = False,
+        away: int | None = None,
+    ) -> None:
+        self.mesh, self.axis, self.keep, self.share = mesh, axis, keep, share or keep
         self.smallest = None if away is None else away * mesh.shape[axis]
         self.host: Host | None = None
         self._unused = away is not None  # until something leaves, or that has been said
@@ -91,7 +101,7 @@ class Inserter:
         self, closed: Any, args: Sequence[Any], replace: Replacements | None = None
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays."""
-        scope = _Scope(share=self.keep, replace=replace or {})
+        scope = _Scope(share=self.share, replace=replace or {})
         outs = [_plain(o) for o in self._run(closed, args, scope)]
         if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
             self._unused = False

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat
+from zerojax.arguments import Rearranged
 from zerojax.body import cast, constrainer
 from zerojax.collectives import Inserter
 from zerojax.compiler import options, streaming
@@ -58,14 +59,13 @@ class EvaluationProgram:
     """An evaluated function for one kind of state.
 
     Args:
-      function: the user's.
+      function: the user's, in the order of :class:`zerojax.arguments.Call`.
       states: what the config makes of a state.
       subject: a state of that kind.
     """
 
-    def __init__(self, function: Callable[..., Any], states: States, subject: Subject) -> None:
-        self._function, self._call = function, subject.call
-        self._name = getattr(function, "__name__", "the function")
+    def __init__(self, function: Rearranged, states: States, subject: Subject) -> None:
+        self.function, self._call = function, subject.call
         self._config, parts = states.config, subject.opened.parts
         self._plan = plan = states.plan(subject.opened)
         self._tree = jax.tree.structure(parts)
@@ -174,7 +174,7 @@ class EvaluationProgram:
             instead = f"on every device, as they do not divide among {wanted.devices}"
         logging.getLogger("zerojax").warning(
             "evaluate: %s runs on all %d rows at once, %s: %s.",
-            self._name, wanted.rows, instead, reason,
+            self.function.__name__, wanted.rows, instead, reason,
         )  # fmt: skip
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _Traced:
@@ -183,7 +183,7 @@ class EvaluationProgram:
                 batch = cast(batch, self._low)
             args, kwargs = join(arrays, static)
             parts = jax.tree.unflatten(self._tree, leaves)
-            return self._call(self._function, parts, batch, args, kwargs)
+            return self._call(self.function, parts, batch, args, kwargs)
 
         # The function itself knows nothing of memories: it is traced as if all were on the device.
         closed, out = jax.make_jaxpr(body, return_shape=True)(self._shapes, batch, list(arrays))
@@ -203,7 +203,10 @@ class EvaluationProgram:
         try:
             part = self._traced(_like(batch, cut.part), arrays, static)
         except Exception as error:
-            raise Undivided(f"on {cut.part} rows it fails ({type(error).__name__})") from error
+            raise Undivided(
+                f"on {cut.part} rows it fails ({type(error).__name__}); an array with a row for each "
+                "of the batch belongs into the batch, see batch_argnums"
+            ) from error
         if whole.out != part.out:
             raise Undivided("its results depend on the number of rows")
         sizes = Sizes(cut.rows, cut.part)

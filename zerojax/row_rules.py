@@ -62,6 +62,14 @@ def _concatenate(eqn: Any, ins: Rows, outs: Rows) -> bool:
     return _same(eqn, ins, outs) and all(r and r[0] != eqn.params["dimension"] for r in ins)
 
 
+def _same_operands(eqn: Any, ins: Rows, outs: Rows) -> bool:
+    return len(set(ins)) == 1
+
+
+def _tile(eqn: Any, ins: Rows, outs: Rows) -> bool:
+    return ins[0] is not None and ins[0] == outs[0]
+
+
 def _reshape(eqn: Any, ins: Rows, outs: Rows) -> bool:
     if ins[0] is None or outs[0] is None:
         return False
@@ -166,6 +174,9 @@ RULES: Mapping[str, Rule] = {
     "reshape": _reshape,
     "iota": _iota,
     "concatenate": _concatenate,
+    "stack": _same_operands,
+    "unstack": _but("axis"),
+    "tile": _tile,
     "slice": _slice,
     "dynamic_slice": _full,
     "dynamic_update_slice": _full,

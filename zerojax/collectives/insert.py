@@ -236,6 +236,8 @@ class Inserter:
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
             return self._on_shards(eqn, values, shards[0].spec)
+        if self.share and not self.keep and name in layout.MAPS and id(shards[0]) in scope.gathered:
+            return marks.bind(eqn, self._all_whole(values, scope))  # a tied embedding's head
         if name in _REDUCTIONS:
             return marks.bind(eqn, [_plain(v) for v in values])
         if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):

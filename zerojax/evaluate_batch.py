@@ -106,9 +106,7 @@ class Laying:
         def like(x: Any) -> jax.ShapeDtypeStruct:
             shape = tuple(np.shape(x))
             shape = (cut.padded, *shape[1:]) if cut is not None and shape else shape
-            return jax.ShapeDtypeStruct(
-                shape, jnp.result_type(x), sharding=self._sharding(shape)
-            )
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=self._sharding(shape))
 
         return jax.tree.map(like, batch)
 

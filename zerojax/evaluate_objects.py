@@ -74,7 +74,9 @@ def _of_objects(objects: tuple[Any, ...], opened: Opened) -> Subject:
         after = settings(mine)
         apply_settings(mine, {at: x for at, x in before.items() if after.get(at) != x})
         made = opened.split(*mine)
-        if jax.tree.structure(made.rest) != jax.tree.structure(parts.rest):
+        had: Any = jax.tree.structure(parts.rest)
+        has: Any = jax.tree.structure(made.rest)
+        if had != has:
             raise TypeError(
                 f"{function.__name__} adds or removes variables of its NNX objects, such as those "
                 "that sow makes: do that outside zero.evaluate."
@@ -112,12 +114,13 @@ def open_model(objects: tuple[Any, ...]) -> Opened:
         return path[0] == model and is_param(path[1:], x)
 
     def split(*objects: Any) -> Parts:
-        _, params, rest = nnx.split(objects, parameter, ...)
-        params, rest = nnx.as_pure(params).raw_mapping, nnx.as_pure(rest)
+        _, *states = nnx.split(objects, parameter, ...)
+        params = nnx.as_pure(states[0]).raw_mapping
+        rest = nnx.as_pure(states[1])
         none = np.zeros((), np.int32)
         return Parts(nnx.State(params.get(model, {})), optax.EmptyState(), none, {"rest": rest})
 
-    graph, params, _ = nnx.split(objects, parameter, ...)
+    graph, *states = nnx.split(objects, parameter, ...)
 
     def joined(parts: Parts) -> tuple[Any, Any]:
         return nnx.State({model: parts.params}), parts.rest["rest"]
@@ -130,7 +133,8 @@ def open_model(objects: tuple[Any, ...]) -> Opened:
         nnx.update(objects, *joined(parts))
 
     specs = jax.tree.leaves(
-        nnx.as_pure(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        nnx.as_pure(nnx.get_partition_spec(states[0])),
+        is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
     return Opened(
         parts=split(*objects),

@@ -108,9 +108,7 @@ class EvaluationProgram:
         how = self._how(batch, arrays, static)
         leaves = list(zip(self._reading(opened.parts, how.used), self._leaves, strict=True))
         on_disk = [leaf.place == DISK for leaf in self._leaves]
-        self._reader.use(
-            {i: x for i, (x, _) in enumerate(leaves) if on_disk[i] and x is not None}
-        )
+        self._reader.use({i: x for i, (x, _) in enumerate(leaves) if on_disk[i] and x is not None})
         values = [None if disk else x for (x, _), disk in zip(leaves, on_disk, strict=True)]
         made = self._jitted(values, self._laying.place(batch, how.cut), arrays, static, how)
         if self._reader.arrays:
@@ -118,7 +116,9 @@ class EvaluationProgram:
             self._reader.check()
         return made
 
-    def lowered(self, opened: Opened, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+    def lowered(
+        self, opened: Opened, batch: Any, args: Any, kwargs: Any
+    ) -> Iterator[LoweredProgram]:
         """The program, of which there is one."""
         arrays, static = divide(args, kwargs)
         how = self._how(batch, arrays, static)
@@ -126,9 +126,7 @@ class EvaluationProgram:
             None
             if leaf.place == DISK or not used
             else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._plan.sharding(leaf))
-            for leaf, dtype, used in zip(
-                self._leaves, self._resting(opened), how.used, strict=True
-            )
+            for leaf, dtype, used in zip(self._leaves, self._resting(opened), how.used, strict=True)
         ]
         shapes = self._laying.abstract(batch, how.cut)
         traced = self._jitted.trace(values, shapes, arrays, static, how)
@@ -204,8 +202,8 @@ class EvaluationProgram:
             part = self._traced(_like(batch, cut.part), arrays, static)
         except Exception as error:
             raise Undivided(
-                f"on {cut.part} rows it fails ({type(error).__name__}); an array with a row for each "
-                "of the batch belongs into the batch, see batch_argnums"
+                f"on {cut.part} rows it fails ({type(error).__name__}); an array with a row for "
+                "each of the batch belongs into the batch, see batch_argnums"
             ) from error
         if whole.out != part.out:
             raise Undivided("its results depend on the number of rows")
@@ -218,7 +216,7 @@ class EvaluationProgram:
         state = self._entering(values, how)
         if how.cut is None:
             traced = self._traced(batch, arrays, static)
-            outs = self._inserter(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
+            outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
             structure = traced.out
         else:
             outs, structure = self._in_parts(state, batch, arrays, static, how.cut)
@@ -280,8 +278,12 @@ class EvaluationProgram:
         closed, out = jax.make_jaxpr(
             lambda state, others, *more: function([*state, *others], *more), return_shape=True
         )(self._shapes, others, *more)
-        outs = self._inserter(closed, [*state, *jax.tree.leaves((others, more))])
+        outs = self._run_on(closed, [*state, *jax.tree.leaves((others, more))])
         return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+    def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
+        outs = self._inserter(closed, args)
+        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

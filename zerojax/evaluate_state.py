@@ -26,9 +26,7 @@ class Reading:
 
     def __init__(self, states: States, plan: Plan) -> None:
         self._states, self._plan = states, plan
-        self._where = list(
-            zip(jax.tree.leaves(plan.shardings()), plan.all_leaves(), strict=True)
-        )
+        self._where = list(zip(jax.tree.leaves(plan.shardings()), plan.all_leaves(), strict=True))
         self._placed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self.copies = states.shelf.copies(plan) if offloads(plan.config) else None
 
@@ -39,7 +37,6 @@ class Reading:
         Raises:
           ValueError: the state lies on another mesh.
         """
-        self._states.check_mesh(parts)
         n = len(self._plan.compute)
         leaves = jax.tree.leaves(parts)
         if self.copies is not None and any(used[:n]):
@@ -59,6 +56,7 @@ class Reading:
         ref, placed = self._placed.get(i, (lambda: None, None))
         if ref() is x:
             return placed
+        self._states.check_mesh({leaf.path: x})
         placed = self._states.shelf.put(x, sharding, leaf)
         if x.ndim:
             self._placed[i] = weakref.ref(x), placed

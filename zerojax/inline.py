@@ -32,6 +32,8 @@ def inlined(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def flat(closed: Any) -> Any:
     """The closed jaxpr of the same function without calls."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-              for v in compat.open_jaxpr(closed)[0].invars]  # fmt: skip
+    shapes = []
+    for v in compat.open_jaxpr(closed)[0].invars:
+        weak = getattr(v.aval, "weak_type", False)
+        shapes.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=weak))
     return jax.make_jaxpr(lambda *args: inlined(closed, args))(*shapes)

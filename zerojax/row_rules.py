@@ -142,9 +142,7 @@ def _gather(eqn: Any, ins: Rows, outs: Rows) -> bool:
         full = eqn.params["slice_sizes"][d] == eqn.invars[0].aval.shape[d]
         taken = (*numbers.collapsed_slice_dims, *numbers.start_index_map)
         return full and d not in (*taken, *numbers.operand_batching_dims)
-    pairs = zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    )
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     return (d, indices[0]) in pairs and operand[1] == indices[1]
 
 
@@ -152,9 +150,7 @@ def _scatter(eqn: Any, ins: Rows, outs: Rows) -> bool:
     numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], ins
     if operand is None or indices is None or updates is None:
         return False
-    pairs = zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    )
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     return (operand[0], indices[0]) in pairs
 
 
@@ -193,9 +189,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(
-        ("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window
-    ),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min"), _scatter),
 }

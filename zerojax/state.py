@@ -208,8 +208,8 @@ class States:
         made = [self.shelf.put(_copy(x), *at) for x, *at in where]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
 
-    def check_mesh(self, parts: Parts) -> None:
-        """Raises ValueError where a state lies on another mesh."""
+    def check_mesh(self, parts: Any) -> None:
+        """Raises ValueError where an array of a state lies on another mesh."""
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:

@@ -175,11 +175,12 @@ def test_accumulation_by_four(name: str, stage: int) -> None:
         )
 
 
-# Of three layers, bias before kernel. A bias whose one dimension is taken stays as it is.
+# Of three layers, bias before kernel. A bias whose one dimension "model" cuts is cut again.
 P = PartitionSpec
+BOTH = ("model", "data")
 USERS = [P("model"), P(None, "model"), P(), P("model"), P("model"), P(None, "model")]
 USERS_AND_ZEROS = [
-    P("model"), P("data", "model"), P("data"), P("model", "data"), P("model"), P("data", "model"),
+    P(BOTH), P("data", "model"), P("data"), P("model", "data"), P(BOTH), P("data", "model"),
 ]  # fmt: skip
 
 

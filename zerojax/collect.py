@@ -190,9 +190,7 @@ class Collect:
         """
         # The body itself knows nothing of memories: it is traced as if all were on the device.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.params)
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(
-            parts._replace(params=shapes), batch
-        )
+        closed, shape = self.body.trace(body, parts._replace(params=shapes), batch)
         jaxpr = compat.open_jaxpr(closed)[0]
         self.body.check(jaxpr, len(self.plan.compute))
         check_late(jaxpr, parts, shape, self.body.name)

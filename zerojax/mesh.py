@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 AXIS = "data"
 
@@ -53,6 +55,57 @@ def automatic(given: Mesh) -> Mesh:
     return Mesh(
         given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names)
     )
+
+
+def has_explicit(given: Mesh | AbstractMesh) -> bool:
+    """Whether an axis of the mesh is explicit."""
+    return AxisType.Explicit in given.axis_types
+
+
+def set_explicit(given: Mesh) -> bool:
+    """Whether ``jax.set_mesh`` has set a mesh with explicit axes, which is to be this one.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    there = jax.sharding.get_abstract_mesh()
+    if there.empty or not has_explicit(there):
+        return False
+    if dict(there.shape) != dict(given.shape):
+        raise ValueError(
+            f"jax.set_mesh has set a mesh {dict(there.shape)} with explicit axes, but zero's is "
+            f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
+            "step outside of jax.set_mesh."
+        )
+    return True
+
+
+@contextlib.contextmanager
+def automatic_context(given: Mesh) -> Iterator[bool]:
+    """Whether :func:`set_explicit`; within, the axes of that mesh are automatic."""
+    explicit = set_explicit(given)
+    with jax.set_mesh(given) if explicit else contextlib.nullcontext():
+        yield explicit
+
+
+def relabelled(tree: Any, given: Mesh) -> Any:
+    """Arrays that lie on the mesh's devices under explicit axes, or others, as lying on it."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        sharding = x.sharding
+        if (
+            not isinstance(sharding, NamedSharding)
+            or sharding.mesh.axis_types == given.axis_types
+            or not same_devices(sharding.mesh, given)
+        ):
+            return x
+        return jax.device_put(
+            x, NamedSharding(given, sharding.spec, memory_kind=sharding.memory_kind)
+        )
+
+    return jax.tree.map(moved, tree)
 
 
 def shard_axis(given: Mesh) -> str:

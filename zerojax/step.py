@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from zerojax import compat
 from zerojax import nnx as nnx_state
@@ -29,10 +30,12 @@ from zerojax.body import (
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
+from zerojax.explicit import Types
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
 from zerojax.lowered import LoweredProgram
+from zerojax.mesh import automatic_context, relabelled, set_explicit
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -59,6 +62,7 @@ class Program:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
+        explicit: bool,
     ) -> None:
         self.signals = signals
         config, axis = states.config, states.axis
@@ -69,7 +73,8 @@ class Program:
         self.plan = states.plan(opened)
         mesh = self.plan.lowering_mesh
         self.layout = BatchLayout(mesh, axis, sizes)
-        self.body = Body(function, opened, _once(config, sizes.accumulation))
+        types = Types(self.plan) if explicit else None
+        self.body = Body(function, opened, _once(config, sizes.accumulation), types)
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
@@ -145,7 +150,7 @@ class Program:
         Returns:
           The state, the step's results, and the weight that the loss reports, if any.
         """
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
+        closed, shape = self.body.trace(body, parts, batch)
         self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
         leaves = zip(
             jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True
@@ -199,16 +204,28 @@ class Step:
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Program | Streamed] | None = None
+        self._last: tuple[Any, Program | Streamed, bool] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        objects, batch, args, kwargs = self._arguments(args, kwargs)
-        if self._last is not None and self._last[0]() is objects[0]:
+        objects, *others = self._arguments(args, kwargs)
+        mesh = self._states.mesh
+        if not set_explicit(mesh):
+            return self._run(False, objects, *others)
+        given = jax.sharding.get_abstract_mesh().axis_types
+        with jax.set_mesh(mesh):
+            returned = self._run(True, objects, *relabelled(others, mesh))
+        explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=given)
+        if len(objects) == 2:
+            return relabelled(returned, explicit)
+        return returned[0], relabelled(returned[1], explicit)
+
+    def _run(self, explicit: bool, objects: Any, batch: Any, args: Any, kwargs: Any) -> Any:
+        if self._last is not None and self._last[0]() is objects[0] and self._last[2] == explicit:
             program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
         else:
             opened = self._states.open(objects)
-            program = self._program(opened)
+            program = self._program(opened, explicit)
             program.layout.check(batch)
             parts = self._states.placed(opened, program.plan)
         _check_alive(parts.step)
@@ -224,7 +241,7 @@ class Step:
             returned = out
         else:
             state = program.close(parts, program.tx)
-            self._last = weakref.ref(state), program
+            self._last = weakref.ref(state), program, explicit
             returned = state, out
         watch.note(signals, out, program.layout.rows(batch))
         return returned
@@ -263,8 +280,9 @@ class Step:
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         objects, batch, args, kwargs = self._arguments(args, kwargs)
-        opened = self._states.open(objects)
-        return self._program(opened).lower(opened.parts, batch, args, kwargs)
+        with automatic_context(self._states.mesh) as explicit:
+            opened = self._states.open(objects)
+            return self._program(opened, explicit).lower(opened.parts, batch, args, kwargs)
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """Every program of the step, lowered; :meth:`lower` gives the first.
@@ -273,8 +291,10 @@ class Step:
         the body, and each of the others takes sub-groups of the state through the device.
         """
         objects, batch, args, kwargs = self._arguments(args, kwargs)
-        opened = self._states.open(objects)
-        yield from self._program(opened).lowered(opened.parts, batch, args, kwargs)
+        with automatic_context(self._states.mesh) as explicit:
+            opened = self._states.open(objects)
+            found = self._program(opened, explicit).lowered(opened.parts, batch, args, kwargs)
+            yield from found
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -291,15 +311,15 @@ class Step:
             )
         return args[:n], args[n], args[n + 1 :], kwargs
 
-    def _program(self, opened: Opened) -> Program | Streamed:
+    def _program(self, opened: Opened, explicit: bool) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs
+        key = opened.key, opened.tx, tree, shapes, opened.specs, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             made = Streamed if offloads(self._states.config) else Program
             self._programs[key] = made(
-                self._function, self._states, opened, self._donate, self._watch.signals
+                self._function, self._states, opened, self._donate, self._watch.signals, explicit
             )
         return self._programs[key]
 

@@ -19,6 +19,7 @@ from zerojax.accumulate import accumulator
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.collect import Collect
+from zerojax.explicit import Types
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
 from zerojax.offload.copies import Copies, lying
@@ -47,6 +48,7 @@ class Streamed:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
+        explicit: bool,
     ) -> None:
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
@@ -66,7 +68,7 @@ class Streamed:
         )
         self.update = self._update()
         self.collect = Collect(
-            Body(function, opened, _ONCE),
+            Body(function, opened, _ONCE, Types(self.plan) if explicit else None),
             self.plan,
             self.accumulation,
             [self._grad_dtype(leaf) for leaf in self.plan.compute],

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, marks
 from zerojax.collectives import layout
-from zerojax.mesh import has_explicit
+from zerojax.mesh import explicit_axes
 from zerojax.parts import Parts
 from zerojax.plan import Plan
 
@@ -32,9 +32,14 @@ _ASKING = ("dst_sharding", "out_sharding", "sharding")
 
 
 def make_jaxpr(
-    function: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], mesh: Mesh, axis: str
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Mesh,
+    axis: str,
+    names: tuple[str, ...],
 ) -> tuple[Any, Any]:
-    """``jax.make_jaxpr(function, return_shape=True)(*args)`` with every axis of the mesh explicit.
+    """``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh explicit.
 
     Args:
       function: of trees of arrays.
@@ -42,19 +47,35 @@ def make_jaxpr(
       specs: a tree of ``PartitionSpec`` for each argument, or a prefix of one: what the types of
         its arrays say.
       mesh, axis: with automatic axes, and the axis over which ZeRO shards.
+      names: of the axes that are explicit.
     """
 
+    def type_of(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*layout.only(tuple(spec), names))
+
+    types = jax.tree.map(type_of, tuple(specs), is_leaf=lambda s: isinstance(s, PartitionSpec))
+
     def explicit(*args: Any) -> Any:
-        return jax.sharding.explicit_axes(function, in_sharding=tuple(specs))(*args)
+        return jax.sharding.explicit_axes(function, axes=names, in_sharding=types)(*args)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        closed, shape = jax.make_jaxpr(explicit, return_shape=True)(*args)
+        try:
+            closed, shape = jax.make_jaxpr(explicit, return_shape=True)(*args)
+        except Exception as error:
+            error.add_note(
+                f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}, the "
+                "types of parameters being their own specs. With axis_types=(AxisType.Auto, ...) "
+                "in jax.make_mesh nothing has to be said about how results lie."
+            )
+            raise
         return _automatic(closed, mesh, axis), shape
 
 
-def evaluate(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, axis: str) -> Any:
-    """``function(*args)`` with every axis of the mesh explicit within, and arrays that lie whole."""
-    closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, axis)
+def evaluate(
+    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, axis: str, names: tuple[str, ...]
+) -> Any:
+    """``function(*args)`` with some axes of the mesh explicit within, of arrays that lie whole."""
+    closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, axis, names)
     outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
@@ -65,16 +86,19 @@ class Types:
 
     Attributes:
       plan: of the state; rows of a batch are cut over its axis.
+      names: of the axes that are explicit.
     """
 
     plan: Plan
+    names: tuple[str, ...]
 
     def trace(self, body: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
         """The jaxpr of ``body(parts, batch)`` and the shapes that it returns."""
         axis = self.plan.axis
         rows = jax.tree.map(lambda x: PartitionSpec(axis) if x.ndim else PartitionSpec(), batch)
         specs = self._of_parts(parts), rows
-        return make_jaxpr(body, (parts, batch), specs, self.plan.lowering_mesh, axis)
+        mesh = self.plan.lowering_mesh
+        return make_jaxpr(body, (parts, batch), specs, mesh, axis, self.names)
 
     def _of_parts(self, parts: Parts) -> Parts:
         view = parts.opt_state
@@ -142,7 +166,7 @@ def _run(
 
 def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[Any]:
     asked = next((eqn.params[name] for name in _ASKING if name in eqn.params), None)
-    if not isinstance(asked, NamedSharding) or not has_explicit(asked.mesh):
+    if not isinstance(asked, NamedSharding) or not explicit_axes(asked.mesh):
         asked = None
     if eqn.primitive.name in ("reshard", "mesh_cast"):
         return [_placed(values[0], asked, mesh, axis)]
@@ -190,5 +214,5 @@ def _noted(eqn: Any) -> bool:
 def _constant(x: Any) -> Any:
     sharding = getattr(x, "sharding", None)
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    explicit = isinstance(sharding, NamedSharding) and has_explicit(sharding.mesh)
+    explicit = isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh)
     return np.asarray(x) if concrete and explicit else x

@@ -57,33 +57,33 @@ def automatic(given: Mesh) -> Mesh:
     )
 
 
-def has_explicit(given: Mesh | AbstractMesh) -> bool:
-    """Whether an axis of the mesh is explicit."""
-    return AxisType.Explicit in given.axis_types
+def explicit_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that are explicit."""
+    pairs = zip(given.axis_names, given.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
-def set_explicit(given: Mesh) -> bool:
-    """Whether ``jax.set_mesh`` has set a mesh with explicit axes, which is to be this one.
+def explicit_around(given: Mesh) -> tuple[str, ...]:
+    """The axes that are explicit under ``jax.set_mesh``, whose mesh is to be this one.
 
     Raises:
       ValueError: it is another one.
     """
     there = jax.sharding.get_abstract_mesh()
-    if there.empty or not has_explicit(there):
-        return False
-    if dict(there.shape) != dict(given.shape):
+    explicit = explicit_axes(there)
+    if explicit and dict(there.shape) != dict(given.shape):
         raise ValueError(
             f"jax.set_mesh has set a mesh {dict(there.shape)} with explicit axes, but zero's is "
             f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
             "step outside of jax.set_mesh."
         )
-    return True
+    return explicit
 
 
 @contextlib.contextmanager
-def automatic_context(given: Mesh) -> Iterator[bool]:
-    """Whether :func:`set_explicit`; within, the axes of that mesh are automatic."""
-    explicit = set_explicit(given)
+def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
+    """:func:`explicit_around`; within, those axes are automatic."""
+    explicit = explicit_around(given)
     with jax.set_mesh(given) if explicit else contextlib.nullcontext():
         yield explicit
 
@@ -97,6 +97,7 @@ def relabelled(tree: Any, given: Mesh) -> Any:
         sharding = x.sharding
         if (
             not isinstance(sharding, NamedSharding)
+            or not isinstance(sharding.mesh, Mesh)
             or sharding.mesh.axis_types == given.axis_types
             or not same_devices(sharding.mesh, given)
         ):

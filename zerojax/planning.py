@@ -228,6 +228,12 @@ def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) ->
 def _check_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
     if len(spec) != len(shape):
         raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
+    named = [a for entry in spec for a in layout.axes(entry)]
+    if twice := [a for a in named if named.count(a) > 1]:
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
+            "dimension of an array. Take it out of one."
+        )
     for d, entry in enumerate(spec):
         unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
         if unknown:

@@ -153,7 +153,9 @@ class States:
         with automatic_context(self.mesh) as explicit:
             return self._born(create, relabelled(args, self.mesh), explicit)
 
-    def _born(self, create: Callable[..., Any], args: Sequence[Any], explicit: bool) -> Any:
+    def _born(
+        self, create: Callable[..., Any], args: Sequence[Any], explicit: tuple[str, ...]
+    ) -> Any:
         make, opened = self._maker(create, explicit)
         shapes = jax.eval_shape(make, *args)
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
@@ -173,7 +175,7 @@ class States:
         return opened[0].close(abstract(shapes, plan), opened[0].tx)
 
     def _maker(
-        self, create: Callable[..., Any], explicit: bool
+        self, create: Callable[..., Any], explicit: tuple[str, ...]
     ) -> tuple[Callable[..., Parts], list[Opened]]:
         opened: list[Opened] = []  # what create returns besides arrays, once for each trace
 
@@ -185,7 +187,7 @@ class States:
 
         def make_there(*args: Any) -> Parts:
             if explicit:
-                return evaluate(make, args, self.mesh, self.axis)
+                return evaluate(make, args, self.mesh, self.axis, explicit)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 

@@ -35,7 +35,7 @@ from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
 from zerojax.lowered import LoweredProgram
-from zerojax.mesh import automatic_context, relabelled, set_explicit
+from zerojax.mesh import automatic_context, relabelled
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -62,7 +62,7 @@ class Program:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
-        explicit: bool,
+        explicit: tuple[str, ...],
     ) -> None:
         self.signals = signals
         config, axis = states.config, states.axis
@@ -73,7 +73,7 @@ class Program:
         self.plan = states.plan(opened)
         mesh = self.plan.lowering_mesh
         self.layout = BatchLayout(mesh, axis, sizes)
-        types = Types(self.plan) if explicit else None
+        types = Types(self.plan, explicit) if explicit else None
         self.body = Body(function, opened, _once(config, sizes.accumulation), types)
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
@@ -204,22 +204,26 @@ class Step:
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Program | Streamed, bool] | None = None
+        self._last: tuple[Any, Program | Streamed, tuple[str, ...]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, *others = self._arguments(args, kwargs)
         mesh = self._states.mesh
-        if not set_explicit(mesh):
-            return self._run(False, objects, *others)
-        given = jax.sharding.get_abstract_mesh().axis_types
-        with jax.set_mesh(mesh):
-            returned = self._run(True, objects, *relabelled(others, mesh))
-        explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=given)
+        types = jax.sharding.get_abstract_mesh().axis_types
+        with automatic_context(mesh) as explicit:
+            if explicit:
+                others = relabelled(others, mesh)
+            returned = self._run(explicit, objects, *others)
+        if not explicit:
+            return returned
+        given = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
         if len(objects) == 2:
-            return relabelled(returned, explicit)
-        return returned[0], relabelled(returned[1], explicit)
+            return relabelled(returned, given)
+        return returned[0], relabelled(returned[1], given)
 
-    def _run(self, explicit: bool, objects: Any, batch: Any, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, explicit: tuple[str, ...], objects: Any, batch: Any, args: Any, kwargs: Any
+    ) -> Any:
         if self._last is not None and self._last[0]() is objects[0] and self._last[2] == explicit:
             program = self._last[1]  # it came from here: nothing else to check
             parts = program.split(*objects)
@@ -311,7 +315,7 @@ class Step:
             )
         return args[:n], args[n], args[n + 1 :], kwargs
 
-    def _program(self, opened: Opened, explicit: bool) -> Program | Streamed:
+    def _program(self, opened: Opened, explicit: tuple[str, ...]) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs, explicit

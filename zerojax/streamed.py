@@ -48,7 +48,7 @@ class Streamed:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
-        explicit: bool,
+        explicit: tuple[str, ...],
     ) -> None:
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
@@ -68,7 +68,7 @@ class Streamed:
         )
         self.update = self._update()
         self.collect = Collect(
-            Body(function, opened, _ONCE, Types(self.plan) if explicit else None),
+            Body(function, opened, _ONCE, Types(self.plan, explicit) if explicit else None),
             self.plan,
             self.accumulation,
             [self._grad_dtype(leaf) for leaf in self.plan.compute],

@@ -7,7 +7,7 @@ the first cuts into the largest pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -38,6 +38,11 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
     return tuple(_entry(tuple(a for a in axes(entry) if a != axis)) for entry in spec)
 
 
+def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
+    """``spec`` with these axes alone."""
+    return tuple(_entry(tuple(a for a in axes(entry) if a in names)) for entry in spec)
+
+
 def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
     """``spec`` with the pieces of one dimension cut over ``axis``."""
     return tuple(
@@ -47,7 +52,7 @@ def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
 
 def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
     """``spec`` with those axes alone that cut something, which one of size 1 does not."""
-    return tuple(_entry(tuple(a for a in axes(e) if mesh.shape[a] > 1)) for e in spec)
+    return only(spec, [name for name, size in mesh.shape.items() if size > 1])
 
 
 def parts(entry: Any, mesh: Mesh) -> int:

@@ -137,8 +137,10 @@ def shard_spec(
     pieces = layout.piece(shape, own, mesh)
     divisible = [d for d, size in enumerate(pieces) if size and size % n == 0]
     if not divisible:
-        within = "" if pieces == tuple(shape) else f"{pieces}, a piece of "
-        return own, f"no dimension of {within}{tuple(shape)} is divisible by {n}"
+        what = str(tuple(shape))
+        if pieces != tuple(shape):
+            what = f"{pieces}, a piece of {what},"
+        return own, f"no dimension of {what} is divisible by {n}"
     free = [d for d in divisible if own[d] is None]
     d = max(free or divisible, key=lambda d: pieces[d])
     return layout.within(own, d, axis), ""

@@ -109,9 +109,10 @@ def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
     step = zero(explicit_step(how))
     with jax.set_mesh(mesh):
         state = zero.init(create_explicit, jax.random.key(0))
+        rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
         losses = []
         for i in range(2):
-            state, metrics = step(state, batch(), jax.random.key(i))
+            state, metrics = step(state, rows, jax.random.key(i))
             losses.append((float(metrics["loss"] * 1), float(metrics["most"])))
     return losses, jax.tree.map(np.asarray, state.params)
 
@@ -152,6 +153,27 @@ def test_a_step_for_explicit_axes_with_its_state_in_host_memory() -> None:
         losses, _ = under_explicit(zero, mesh, "einsum")
         want, _ = plain_explicit.__wrapped__("einsum")
     np.testing.assert_allclose(losses, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_batch_has_the_type_that_it_is_passed_with(placed: bool) -> None:
+    """As under plain jit: rows of the host lie whole, and an ambiguous lookup is none."""
+    mesh, rows = explicit_mesh(), np.arange(32) % 10
+
+    def step(state: TrainState, rows: Any) -> Any:
+        seen.append(jax.typeof(rows).sharding.spec)
+        grads = jax.grad(lambda p: jnp.sum(p["up"].at[rows].get(out_sharding=P("data"))))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), None
+
+    seen: list[PartitionSpec] = []
+    zero = zerojax.zero(stage=1, mesh=mesh)
+    with jax.set_mesh(mesh):
+        state = zero.init(create_explicit, jax.random.key(0))
+        where = NamedSharding(mesh, P("data"))
+        zero(step)(state, jax.device_put(rows, where) if placed else rows)
+    assert seen == [P("data") if placed else P(None)]
 
 
 def test_an_nnx_step_for_explicit_axes() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -80,25 +80,47 @@ def evaluate(
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
+class Explicit(NamedTuple):
+    """What the types of a step's arrays say beside those of its state.
+
+    Attributes:
+      names: of the axes that are explicit.
+      batch: the spec of each leaf of the batch as it is passed in; an array without a sharding
+        lies whole, as under plain jit.
+    """
+
+    names: tuple[str, ...]
+    batch: tuple[PartitionSpec, ...]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], batch: Any) -> Explicit | None:
+        """None where no axis is explicit."""
+
+        def spec(x: Any) -> PartitionSpec:
+            sharding = getattr(x, "sharding", None)
+            return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+        return cls(names, tuple(map(spec, jax.tree.leaves(batch)))) if names else None
+
+
 @dataclass(frozen=True)
 class Types:
     """How the arrays of a step lie, as their types say it: as without ZeRO.
 
     Attributes:
-      plan: of the state; rows of a batch are cut over its axis.
-      names: of the axes that are explicit.
+      plan: of the state.
+      explicit: of the other arrays.
     """
 
     plan: Plan
-    names: tuple[str, ...]
+    explicit: Explicit
 
     def trace(self, body: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
         """The jaxpr of ``body(parts, batch)`` and the shapes that it returns."""
-        axis = self.plan.axis
-        rows = jax.tree.map(lambda x: PartitionSpec(axis) if x.ndim else PartitionSpec(), batch)
-        specs = self._of_parts(parts), rows
-        mesh = self.plan.lowering_mesh
-        return make_jaxpr(body, (parts, batch), specs, mesh, axis, self.names)
+        names, rows = self.explicit
+        specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
+        mesh, axis = self.plan.lowering_mesh, self.plan.axis
+        return make_jaxpr(body, (parts, batch), specs, mesh, axis, names)
 
     def _of_parts(self, parts: Parts) -> Parts:
         view = parts.opt_state

@@ -30,7 +30,7 @@ from zerojax.body import (
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
-from zerojax.explicit import Types
+from zerojax.explicit import Explicit, Types
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
@@ -62,7 +62,7 @@ class Program:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
-        explicit: tuple[str, ...],
+        explicit: Explicit | None,
     ) -> None:
         self.signals = signals
         config, axis = states.config, states.axis
@@ -204,13 +204,14 @@ class Step:
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Program | Streamed, tuple[str, ...]] | None = None
+        self._last: tuple[Any, Program | Streamed, Explicit | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         objects, *others = self._arguments(args, kwargs)
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
-        with automatic_context(mesh) as explicit:
+        with automatic_context(mesh) as names:
+            explicit = Explicit.of(names, others[0])
             if explicit:
                 others = relabelled(others, mesh)
             returned = self._run(explicit, objects, *others)
@@ -222,7 +223,7 @@ class Step:
         return returned[0], relabelled(returned[1], given)
 
     def _run(
-        self, explicit: tuple[str, ...], objects: Any, batch: Any, args: Any, kwargs: Any
+        self, explicit: Explicit | None, objects: Any, batch: Any, args: Any, kwargs: Any
     ) -> Any:
         if self._last is not None and self._last[0]() is objects[0] and self._last[2] == explicit:
             program = self._last[1]  # it came from here: nothing else to check
@@ -284,7 +285,8 @@ class Step:
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         objects, batch, args, kwargs = self._arguments(args, kwargs)
-        with automatic_context(self._states.mesh) as explicit:
+        with automatic_context(self._states.mesh) as names:
+            explicit = Explicit.of(names, batch)
             opened = self._states.open(objects)
             return self._program(opened, explicit).lower(opened.parts, batch, args, kwargs)
 
@@ -295,7 +297,8 @@ class Step:
         the body, and each of the others takes sub-groups of the state through the device.
         """
         objects, batch, args, kwargs = self._arguments(args, kwargs)
-        with automatic_context(self._states.mesh) as explicit:
+        with automatic_context(self._states.mesh) as names:
+            explicit = Explicit.of(names, batch)
             opened = self._states.open(objects)
             found = self._program(opened, explicit).lowered(opened.parts, batch, args, kwargs)
             yield from found
@@ -315,7 +318,7 @@ class Step:
             )
         return args[:n], args[n], args[n + 1 :], kwargs
 
-    def _program(self, opened: Opened, explicit: tuple[str, ...]) -> Program | Streamed:
+    def _program(self, opened: Opened, explicit: Explicit | None) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs, explicit

@@ -19,7 +19,7 @@ from zerojax.accumulate import accumulator
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.collect import Collect
-from zerojax.explicit import Types
+from zerojax.explicit import Explicit, Types
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
 from zerojax.offload.copies import Copies, lying
@@ -48,7 +48,7 @@ class Streamed:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
-        explicit: tuple[str, ...],
+        explicit: Explicit | None,
     ) -> None:
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close

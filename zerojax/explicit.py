@@ -196,8 +196,8 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[An
         return [_placed(values[0], asked, mesh, axis)]
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
-            "jax.shard_map in a step under explicit mesh axes: call the function through "
-            "zero.per_device, or make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."
+            "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
         )
     if eqn.primitive in marks.CALLS and eqn.primitive is not prims.remat_p and not _noted(eqn):
         (inside,) = marks.bodies(eqn)

@@ -181,7 +181,7 @@ class Inserter:
     ) -> list[Any]:
         jaxpr, consts = compat.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
-        wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
+        wants = wanted.trace_back(jaxpr, want, self.mesh)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.sums(jaxpr)
         env: dict[Any, Any] = dict(

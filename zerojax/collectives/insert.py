@@ -300,9 +300,7 @@ class Inserter:
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         outs = marks.bind(eqn, [_plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
-        if all(
-            many.is_whole(v, self.axis) or not (isinstance(v, Shard) or jnp.ndim(v)) for v in values
-        ):
+        if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
             # Made of the whole ones too, or a cast would have to be gathered by itself.
             wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
@@ -468,6 +466,10 @@ def _few_rows(eqn: Any) -> bool:
         return False
     table, _, rows = eqn.invars
     return rows.aval.size <= table.aval.size
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Shard | Away) and not jnp.ndim(value)
 
 
 def _plain(value: Any) -> Any:

@@ -250,6 +250,19 @@ def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     assert model.dropout.deterministic is False
 
 
+def test_what_the_step_sets_follows_its_constants() -> None:
+    @zerojax.zero(stage=1)
+    def step(model: Any, optimizer: Any, batch: Any, training: bool) -> Any:
+        model.train() if training else model.eval()
+        return train(model, optimizer, batch)
+
+    for training in (True, False, True, False):
+        model, optimizer, *_ = create()
+        model.dropout.deterministic = None
+        step(model, optimizer, BATCH, training)
+        assert model.dropout.deterministic is not training
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_offload(accumulation: int) -> None:
     zero = zerojax.zero(

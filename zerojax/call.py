@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zerojax.extras import Static, divide
 from zerojax.jitted import Slot
 from zerojax.nnx import Settings, is_nnx, settings
 
@@ -69,8 +70,8 @@ class Rearranged:
     NNX objects of the call that it returns come out as :class:`Passed`.
 
     Attributes:
-      changed: attributes of NNX objects that it has set when it was traced, such as
-        ``deterministic`` by ``model.train()``.
+      changed: by the constants among the further arguments: attributes of NNX objects that the
+        function has set when it was traced with them, as ``model.train()`` does.
 
     Raises:
       NameError: it takes a mean over an axis that ``pmap`` would name.
@@ -78,7 +79,7 @@ class Rearranged:
 
     def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
-        self.changed: Settings = {}
+        self.changed: dict[Static, Settings] = {}
 
     def __call__(self, *given: Any, **kwargs: Any) -> Any:
         form, n = self.form, len(self.form.objects)
@@ -101,7 +102,9 @@ class Rearranged:
         if any(map(is_nnx, given[:n])):
             out = jax.tree.map(lambda x: _passed(x, given[:n]), out, is_leaf=is_nnx)
         after = settings(given[:n])
-        self.changed = {at: x for at, x in after.items() if at not in before or before[at] != x}
+        self.changed[divide(given[n + 1 :], kwargs)[1]] = {
+            at: x for at, x in after.items() if at not in before or before[at] != x
+        }
         return out
 
 

@@ -231,7 +231,9 @@ class Step:
         _check_concrete(self._arguments.name, parts.step)
         if program.write_back is not None:
             program.write_back(call.objects, parts, program.tx)
-            apply_settings(call.objects, program.function.changed)
+            changed = program.function.changed
+            if any(changed.values()):
+                apply_settings(call.objects, changed[divide(call.args, call.kwargs)[1]])
             result = returned(out, call.objects)
         else:
             state = program.close(parts, program.tx)

@@ -26,7 +26,7 @@ from zerojax.body import (
     params_after,
     updating,
 )
-from zerojax.call import Call, Form, Rearranged
+from zerojax.call import Call, Form, Rearranged, returned
 from zerojax.collectives import Inserter
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
@@ -227,15 +227,18 @@ class Step:
             program.checked = True
         parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
         _check_concrete(self._arguments.name, parts.step)
-        state = None
+        state, result = None, out
         if program.write_back is not None:
             program.write_back(call.objects, parts, program.tx)
-            apply_settings(call.objects, program.function.changed)
+            changed = program.function.changed
+            if any(changed.values()):
+                apply_settings(call.objects, changed[divide(call.args, call.kwargs)[1]])
+            result = returned(out, call.objects)
         else:
             state = program.close(parts, program.tx)
             self._last = weakref.ref(state), call.form, explicit, program
         watch.note(signals, out, program.layout.rows(call.batch))
-        return state, out
+        return state, result
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._attribute = name

@@ -371,8 +371,8 @@ class Inserter:
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         specs = [spec for i in kept if (spec := want[i]) is not None]
+        # One that adds up whole gradients of its own is over micro-batches, and gathers in each.
         if not any(_cut(spec, self.axis) for spec in specs):
-            # Else each iteration makes gradients of its own: a loop over micro-batches.
             consts = self._held(p["jaxpr"], consts, scope, values)
         carry = self._all_whole([start[i] for i in kept], scope)
         # A stack cut along its layers has to be whole before the loop can take one.

@@ -133,8 +133,9 @@ class Zero:
         """Makes a state that is sharded from the start.
 
         Args:
-          create_state: ``create_state(*args)`` returns a ``TrainState``, or a pair of an
-            ``nnx.Module`` and its ``nnx.Optimizer``. It runs under ``jit``.
+          create_state: ``create_state(*args)`` returns a ``TrainState``, or a tuple of an
+            ``nnx.Module``, its ``nnx.Optimizer`` and further NNX objects (metrics, ``nnx.Rngs``) in
+            any order. It runs under ``jit``.
           *args: usually a PRNG key.
 
         Returns:
@@ -151,7 +152,8 @@ class Zero:
         """How a state lies over the devices, and why.
 
         Args:
-          *state: a ``TrainState``, or a model and its optimizer (or the pair); abstract ones too.
+          *state: a ``TrainState``, or NNX objects as :meth:`init` makes them (or the tuple);
+            abstract ones too.
 
         Returns:
           Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of it is

@@ -12,7 +12,7 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.accumulate import Evaluate, accumulate
-from zerojax.arguments import Arguments, Call, Form, Rearranged, is_train_state
+from zerojax.arguments import Arguments, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
     Alone,
@@ -25,6 +25,7 @@ from zerojax.body import (
     params_after,
     updating,
 )
+from zerojax.call import Call, Form, Rearranged, returned
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
@@ -228,16 +229,16 @@ class Step:
             program.checked = True
         parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
         _check_concrete(self._arguments.name, parts.step)
-        returned = out
         if program.write_back is not None:
             program.write_back(call.objects, parts, program.tx)
             apply_settings(call.objects, program.function.changed)
+            result = returned(out, call.objects)
         else:
             state = program.close(parts, program.tx)
             self._last = weakref.ref(state), call.form, program
-            returned = state if isinstance(out, Alone) else (state, out)
+            result = state if isinstance(out, Alone) else (state, out)
         watch.note(signals, out, program.layout.rows(call.batch))
-        return returned
+        return result
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._attribute = name

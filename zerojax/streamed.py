@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat
 from zerojax.accumulate import accumulator
-from zerojax.arguments import Rearranged
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
+from zerojax.call import Rearranged
 from zerojax.collect import Collect
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.arguments import Arguments, Call, Form, is_train_state
+from zerojax.arguments import Arguments, is_train_state
+from zerojax.call import Call, Form, returned
 from zerojax.evaluate_objects import Subject, subject
 from zerojax.evaluate_program import EvaluationProgram
 from zerojax.lowered import LoweredProgram
@@ -42,7 +43,7 @@ class Evaluation:
         if any(x is not None for x in changed):
             found.update(changed)
         apply_settings(call.objects, program.function.changed)
-        return out
+        return returned(out, call.objects)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """The function of an instance, where it is defined in a class. What it reads of ``self``

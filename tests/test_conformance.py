@@ -21,8 +21,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 STEPS = 3
 STAGES = (0, 1, 2, 3)
-# What a number may be off by, relative to the largest of its array.
+# What a number may be off by, relative to the largest of its array, or to SMALL: what is 0 by
+# nature (a bias before a normalization) is rounding alone.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+SMALL = 0.1
 # A few roundings of bfloat16, of 2**-9 each, beside what the rounding of parameters makes.
 BFLOAT16 = 2.0**-6
 
@@ -178,7 +180,7 @@ def by_micro_batch(results: Any, k: int) -> Any:
 
 
 def assert_near(got: Any, want: Any, tolerance: float) -> None:
-    """Leaf by leaf, relative to the largest element of the leaf."""
+    """Leaf by leaf, relative to the largest element of the leaf, or to ``SMALL``."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     for (path, a), b in pairs:
@@ -187,7 +189,7 @@ def assert_near(got: Any, want: Any, tolerance: float) -> None:
         if not np.issubdtype(b.dtype, np.floating):
             np.testing.assert_array_equal(a, b, where)
         elif b.size:
-            off = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), np.finfo(b.dtype).tiny)
+            off = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), SMALL)
             assert off <= tolerance, f"{where} is {off:.1e} off: {a} is to be {b}"
 
 
@@ -226,7 +228,7 @@ def assert_same(program: Program, got: Any, dtype: str, k: int) -> None:
     assert off <= 2 * rounding, (off, rounding)
 
 
-@pytest.mark.parametrize(("name", "stage", "k", "dtype"), cells())
+@pytest.mark.parametrize(("name", "stage", "k", "dtype"), list(cells()))
 def test_program(
     name: str, stage: int, k: int, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ import jax
 import zerojax
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from examples import models
+from zerojax.arguments import Arguments
 from zerojax.config import load
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.devices import parse_devices
@@ -99,7 +100,7 @@ def run(wanted: Case) -> dict[str, Any]:
     function = bound(getattr(models, wanted.model), {"seq": wanted.seq, "remat": choice.remat})
     made = workload(function, zero, rows, wanted.seq)
     guard = Guard(zero.config, mesh, "data", zero._other, lambda mesh: None)  # let it run out
-    step = Step(made.train_step, zero.states, True, guard)
+    step = Step(Arguments(made.train_step), zero.states, True, guard)
     batch = {
         name: jax.random.randint(jax.random.key(1), x.shape, 0, 200, x.dtype)
         for name, x in made.batch.items()

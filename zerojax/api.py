@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
+from zerojax.arguments import Arguments
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.foresight.guard import Guard
 from zerojax.mesh import automatic, shard_axis
@@ -36,11 +37,38 @@ class Zero:
         self.states = States(config, self.mesh, axis, specs)
         self._donate = donate
 
-    def __call__(self, train_step: Callable[..., Any]) -> Step:
+    def __call__(
+        self,
+        train_step: Callable[..., Any],
+        *,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+    ) -> Step:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
-        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX."""
+        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX objects, as many
+        as there are, in any order.
+
+        Args:
+          train_step: the step. A ``jax.jit`` or ``nnx.jit`` around it is taken off, and its static
+            arguments stay static; any other wrapper runs as it is.
+          static_argnums, static_argnames: arguments that are part of the program, as ``jax.jit``
+            has them.
+          batch_argnums: the arguments that are the batch, checked, laid out and cut together:
+            ``(1, 2)`` for ``(state, x, y)``. The first one after the state by default.
+
+        Raises:
+          ValueError: the step has no such arguments, or its jit has an option that zerojax cannot
+            follow.
+        """
+        arguments = Arguments(
+            train_step,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            batch_argnums=batch_argnums,
+        )
         guard = Guard(self.config, self.mesh, self.states.axis, self._other)
-        return Step(train_step, self.states, self._donate, guard)
+        return Step(arguments, self.states, self._donate, guard)
 
     def _other(
         self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any

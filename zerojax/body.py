@@ -42,6 +42,10 @@ class View(NamedTuple):
     updates: Any = None
 
 
+class Alone(NamedTuple):
+    """The results of a step that returns the state alone."""
+
+
 Cut = Callable[[Any], Any]
 Advance = Callable[..., tuple[Any, View]]
 
@@ -126,7 +130,8 @@ class Body:
     """
 
     def __init__(self, function: Callable[..., Any], opened: Opened, once: str) -> None:
-        self.function, self.close, self.once = function, opened.close, once
+        self.function, self.once = function, once
+        self.split, self.close = opened.split, opened.close
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
@@ -140,7 +145,7 @@ class Body:
         state = self.close(parts, tx)
         if isinstance(state, tuple):  # NNX: updated in place
             out = self.function(*state, batch, *args, **kwargs)
-            made = take_apart(state).parts
+            made = self.split(*state)
         else:
             new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
             made = take_apart((new,)).parts
@@ -164,9 +169,11 @@ class Body:
             and isinstance(returned[0], type(state))
         ):
             return returned
+        if isinstance(returned, type(state)):
+            return returned, Alone()
         raise TypeError(
             f"{self.name} returned {_kind(returned)}: a decorated step returns the pair "
-            f"(state, metrics), with a {type(state).__name__} first."
+            f"(state, metrics), with a {type(state).__name__} first, or the state alone."
         )
 
     def check(self, jaxpr: Any, leaves: int) -> None:

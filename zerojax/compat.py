@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import compute_on
@@ -56,3 +56,41 @@ def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
         return traced.lower()
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)
+
+
+class JitOptions(NamedTuple):
+    """What ``jax.jit`` was told beside the function.
+
+    Attributes:
+      static, donated: positions and names, as far as the function's signature tells both.
+      given: options that say where or how it is compiled, by name.
+    """
+
+    static: tuple[int | str, ...]
+    donated: tuple[int | str, ...]
+    given: tuple[str, ...]
+
+
+def jit_options(jitted: Any) -> JitOptions:
+    """The options of a function that ``jax.jit`` made, which jax keeps to itself.
+
+    Raises:
+      AttributeError: this version of jax keeps them elsewhere.
+    """
+    info = jitted._jit_info
+
+    def told(leaves: Any) -> bool:
+        return any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in leaves)
+
+    given = {
+        "in_shardings": told((*info.in_shardings_leaves, *info.in_layouts_leaves)),
+        "out_shardings": told((*info.out_shardings_leaves, *info.out_layouts_leaves)),
+        "device": info.device is not None,
+        "backend": info.backend is not None,
+        "compiler_options": bool(info.compiler_options_kvs),
+    }
+    return JitOptions(
+        (*info.static_argnums, *info.static_argnames),
+        (*info.donate_argnums, *info.donate_argnames),
+        tuple(name for name, is_given in given.items() if is_given),
+    )

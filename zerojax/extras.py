@@ -26,11 +26,29 @@ _ARRAY = _Array()
 
 
 def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
-    """Takes arrays and numbers out. A bool, a string or a function stays as it is in the step."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [_traced(x) for x in leaves]
-    static = Static(tree, tuple(_ARRAY if t else x for x, t in zip(leaves, traced, strict=True)))
-    return [x for x, t in zip(leaves, traced, strict=True) if t], static
+    """Takes arrays and numbers out. A bool, a string, a type or a config stays as it is.
+
+    Raises:
+      TypeError: what stays is not hashable.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    arrays, values = [], []
+    for path, x in leaves:
+        if is_array(x):
+            arrays.append(x)
+            values.append(_ARRAY)
+            continue
+        try:
+            hash(x)
+        except TypeError:
+            where = jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"the further argument {where} is a {type(x).__name__}: no array, and not "
+                "hashable, so that it cannot be part of the compiled step. Make it hashable (a "
+                "frozen dataclass), or give it to the step by functools.partial."
+            ) from None
+        values.append(x)
+    return arrays, Static(tree, tuple(values))
 
 
 def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -40,7 +58,11 @@ def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, 
     return jax.tree.unflatten(static.tree, leaves)
 
 
-def _traced(x: Any) -> bool:
-    if isinstance(x, bool | str):
+def is_array(x: Any) -> bool:
+    """Whether the step traces it: an array, abstract or not, or a number."""
+    if isinstance(x, bool | str | type):
         return False
-    return hasattr(x, "dtype") or isinstance(x, int | float | complex | np.generic)
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        return True
+    # A config may have a dtype, and a dtype has a shape.
+    return isinstance(x, int | float | complex) or (hasattr(x, "__array__") and hasattr(x, "dtype"))

@@ -1,7 +1,8 @@
-"""An ``nnx.Module`` and its ``nnx.Optimizer`` taken apart, and brought up to date in place."""
+"""A model, its optimizer and further NNX objects taken apart, and brought up to date in place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,48 +11,119 @@ from jax.sharding import PartitionSpec
 
 from zerojax.parts import Opened, Parts
 
+MODEL = "model"  # names what the model has beside its parameters, in Parts.rest
 
-def open_pair(model: nnx.Module, optimizer: Any) -> Opened:
-    """Takes a model and its optimizer apart.
+
+def is_nnx(x: Any) -> bool:
+    """An object that NNX updates in place: a module, an optimizer, metrics, Rngs, a Variable."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def ordered(objects: Sequence[Any]) -> list[int]:
+    """The positions of the model, its optimizer, and the other objects as they come.
 
     Raises:
-      TypeError: ``optimizer`` is no ``nnx.Optimizer``.
+      TypeError: they are not one optimizer and the model that it is for.
     """
-    if not isinstance(optimizer, nnx.Optimizer) or isinstance(optimizer, nnx.ModelAndOptimizer):
+    optimizers = [i for i, x in enumerate(objects) if isinstance(x, nnx.Optimizer)]
+    if len(optimizers) != 1 or isinstance(objects[optimizers[0]], nnx.ModelAndOptimizer):
+        kinds = ", ".join(type(x).__name__ for x in objects)
         raise TypeError(
-            "a decorated NNX step is called as step(model, optimizer, batch, ...) with an "
-            f"nnx.Optimizer(model, tx, wrt=nnx.Param) second, not {type(optimizer).__name__}."
+            "a decorated NNX step is called as step(model, optimizer, batch, ...) with one "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param) and further NNX objects in any order, not "
+            f"with {kinds}." + " Write a step for each optimizer." * (len(optimizers) > 1)
         )
-    graph, *states = nnx.split(model, optimizer.wrt, ...)
+    optimizer: Any = objects[optimizers[0]]
+    others = [i for i in range(len(objects)) if i != optimizers[0]]
+    able = [
+        i
+        for i in others
+        if not isinstance(objects[i], nnx.Variable)
+        and jax.tree.leaves(nnx.state(objects[i], optimizer.wrt))
+    ]
+    if len(able) > 1:
+        # More than one could be trained: the one that the optimizer's state is of.
+        able = [i for i in able if _fits(objects[i], optimizer)] or able
+    if not able:
+        raise TypeError(
+            f"none of {', '.join(type(objects[i]).__name__ for i in others) or 'the arguments'} "
+            f"has variables for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
+        )
+    return [able[0], optimizers[0], *(i for i in others if i != able[0])]
 
-    def split(model: nnx.Module, optimizer: Any) -> Parts:
-        _, *states = nnx.split(model, optimizer.wrt, ...)
-        params, rest = map(nnx.as_pure, states)
-        opt_state = nnx.as_pure(optimizer.opt_state)
-        return Parts(params, opt_state, optimizer.step.get_value(), {"model": rest})
 
+def open_objects(objects: tuple[Any, ...]) -> Opened:
+    """Takes a model, its optimizer and other objects apart, in whatever order they come.
+
+    ``Parts.rest`` has what the model has beside its parameters as ``"model"``, and the others as
+    ``"2"``, ``"3"`` and so on. What two objects share belongs to the first of them.
+
+    Raises:
+      TypeError: they are not one optimizer and the model that it is for.
+    """
+    order = ordered(objects)
+    at = order[1]
+    nodes = [order[0], *order[2:]]  # one graph, as they may share variables
+    optimizer = objects[at]
+    of_optimizer = nnx.filterlib.to_predicate(optimizer.wrt)
+
+    def trained(path: Any, x: Any) -> bool:
+        return path[0] == 0 and of_optimizer(path[1:], x)
+
+    def opened(objects: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        graph, *states = nnx.split(tuple(objects[i] for i in nodes), trained, ...)
+        return graph, states
+
+    def split(*objects: Any) -> Parts:
+        params, rest = (nnx.as_pure(state) for state in opened(objects)[1])
+        optimizer = objects[at]
+        return Parts(
+            _of(params, 0),
+            nnx.as_pure(optimizer.opt_state),
+            optimizer.step.get_value(),
+            {MODEL: _of(rest, 0), **{str(i + 1): _of(rest, i) for i in range(1, len(nodes))}},
+        )
+
+    def joined(parts: Parts) -> tuple[Any, Any]:
+        rest = {i: parts.rest[MODEL if not i else str(i + 1)] for i in range(len(nodes))}
+        return nnx.State({0: parts.params}), nnx.State(rest)
+
+    graph, states = opened(objects)
     # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(optimizer_state)
     )
 
-    def close(parts: Parts, tx: Any) -> tuple[nnx.Module, Any]:
+    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
         closed = nnx.merge(optimizer_graph, shapes)
         adopt(closed, parts, tx)
-        return nnx.merge(graph, parts.params, parts.rest["model"]), closed
+        made = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
+        return tuple(closed if i == at else made[i] for i in range(len(objects)))
+
+    def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
+        nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
+        optimizer = objects[at]
+        if optimizer.tx is not tx:
+            return adopt(optimizer, parts, tx)
+        # Not nnx.update, which passes over what it does not take for an array: one on disk.
+        held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
+            variable.set_value(x)
+        optimizer.step.set_value(parts.step)
 
     specs = jax.tree.leaves(
         nnx.as_pure(nnx.get_partition_spec(states[0])),
         is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
     return Opened(
-        parts=split(model, optimizer),
+        parts=split(*objects),
         tx=optimizer.tx,
         split=split,
         close=close,
-        key=(graph, type(optimizer)),
+        key=(graph, type(optimizer), tuple(order)),
         specs=tuple(specs),
+        write_back=write_back,
     )
 
 
@@ -62,14 +134,14 @@ def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     optimizer.step.set_value(parts.step)
 
 
-def update(model: nnx.Module, optimizer: Any, parts: Parts, tx: Any) -> None:
-    """Brings the user's own objects up to date, as ``nnx.jit`` does."""
-    nnx.update(model, parts.params, parts.rest["model"])
-    if optimizer.tx is tx:
-        # Not nnx.update, which passes over what it does not take for an array: one on disk.
-        held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
-            variable.set_value(x)
-        optimizer.step.set_value(parts.step)
-    else:
-        adopt(optimizer, parts, tx)
+def _of(state: Any, i: int) -> Any:
+    """What one object of several has; a Variable itself is an array."""
+    found = dict(state).get(i, {})
+    return nnx.State(found) if isinstance(found, nnx.State | dict) else found
+
+
+def _fits(model: Any, optimizer: Any) -> bool:
+    """Whether the optimizer's state is one of this model."""
+    made = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
+    held = nnx.as_pure(optimizer.opt_state)
+    return [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(held)]

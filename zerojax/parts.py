@@ -38,6 +38,8 @@ class Opened:
       key: what tells two kinds of state apart, hashable.
       specs: the PartitionSpec that the user's model gives each leaf of ``parts.params``, in
         order; None or empty where it gives none.
+      write_back: ``write_back(objects, parts, tx)`` brings the user's own objects up to date, as
+        NNX does; None for a state that is returned.
       plain: the state has not been through zerojax yet, so its arrays are the caller's.
     """
 
@@ -47,4 +49,5 @@ class Opened:
     close: Callable[[Parts, Any], Any]
     key: Any
     specs: tuple[Any, ...]
+    write_back: Callable[[tuple[Any, ...], Parts, Any], None] | None = None
     plain: bool = False

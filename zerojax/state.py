@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import planning
@@ -19,7 +18,7 @@ from zerojax.collectives import layout
 from zerojax.config import ZeroConfig
 from zerojax.linen import open_state
 from zerojax.mesh import same_devices
-from zerojax.nnx import open_pair
+from zerojax.nnx import is_nnx, open_objects
 from zerojax.offload.disk_array import DiskArray
 from zerojax.offload.places import DISK, check_memories, offloads
 from zerojax.offload.shelf import Shelf
@@ -79,8 +78,18 @@ class States:
             )
 
     def open(self, objects: tuple[Any, ...]) -> Opened:
-        """Takes a ``(TrainState,)`` or a ``(model, optimizer)`` apart, and wraps its optimizer."""
+        """Takes a ``(TrainState,)`` or NNX objects apart, and wraps the optimizer.
+
+        Raises:
+          TypeError: they are something else.
+          ValueError: there is nothing to train, or the optimizer is wrapped otherwise.
+        """
         opened = take_apart(objects)
+        if not jax.tree.leaves(opened.parts.params):
+            raise ValueError(
+                "the state has no parameters (params is empty), so that there is nothing to train: "
+                "pass TrainState.create the params of model.init(...)."
+            )
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
         wrapped = isinstance(opened.tx, ZeroTransformation)
         if wrapped:
@@ -215,8 +224,19 @@ class States:
 
 
 def take_apart(objects: tuple[Any, ...]) -> Opened:
-    """A ``(TrainState,)`` or a ``(model, optimizer)`` as it is."""
-    return open_pair(*objects) if isinstance(objects[0], nnx.Module) else open_state(*objects)
+    """A ``(TrainState,)``, or NNX objects with an optimizer among them, as they are.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    if any(map(is_nnx, objects)):
+        return open_objects(objects)
+    if len(objects) != 1:
+        raise TypeError(
+            f"a tuple of {', '.join(type(x).__name__ for x in objects)} is no training state: it "
+            "is one flax TrainState, or NNX objects, a model and its nnx.Optimizer among them."
+        )
+    return open_state(*objects)
 
 
 def abstract(parts: Parts, plan: Plan) -> Parts:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from zerojax import compat
-from zerojax import nnx as nnx_state
 from zerojax.accumulate import Evaluate, accumulate
+from zerojax.arguments import Arguments, Call, Form, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
+    Alone,
     Body,
     View,
     advancing,
@@ -33,6 +32,7 @@ from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
 from zerojax.lowered import LoweredProgram
+from zerojax.nnx import is_nnx
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -66,6 +66,7 @@ class Program:
         self.config, self.accumulation = config, sizes.accumulation
         self.compute_dtype = DTYPES[config.compute_dtype]
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.write_back = opened.write_back
         self.plan = states.plan(opened)
         mesh = self.plan.lowering_mesh
         self.layout = BatchLayout(mesh, axis, sizes)
@@ -182,75 +183,95 @@ class Step:
     """A decorated step, made by ``@zero``; call it as the function it decorates.
 
     Args:
-      function: ``(state, batch, ...) -> (state, anything)`` with a flax ``TrainState``, or
-        ``(model, optimizer, batch, ...) -> anything`` with NNX objects updated in place.
+      arguments: of the function ``(state, batch, ...) -> (state, anything)``, or the state alone,
+        with a flax ``TrainState``; or ``(model, optimizer, batch, ...) -> anything`` with NNX
+        objects in any order, updated in place.
       states: what the config makes of a state.
       donate: reuse the memory of the state that is passed in.
       guard: looks whether it fits, before it runs for the first time.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], states: States, donate: bool, guard: Guard
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._name = getattr(function, "__name__", "the step")
-        # A step that is jitted already is traced as what it was before.
-        self._function = getattr(function, "__wrapped__", function)
+    def __init__(self, arguments: Arguments, states: States, donate: bool, guard: Guard) -> None:
+        functools.update_wrapper(self, arguments.function)
+        self._arguments, self._attribute = arguments, arguments.name
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Program | Streamed] | None = None
+        self._last: tuple[Any, Form, Program | Streamed] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        objects, batch, args, kwargs = self._arguments(args, kwargs)
-        if self._last is not None and self._last[0]() is objects[0]:
-            program = self._last[1]  # it came from here: nothing else to check
-            parts = program.split(*objects)
+        call = self._arguments.sort(args, kwargs)
+        _check_concrete(self._arguments.name, call.batch)
+        last = self._last
+        if last is not None and last[0]() is call.objects[0] and last[1] == call.form:
+            program = last[2]  # it came from here: nothing else to check
+            parts = program.split(*call.objects)
         else:
-            opened = self._states.open(objects)
-            program = self._program(opened)
-            program.layout.check(batch)
+            _check_concrete(self._arguments.name, call.objects)
+            opened = self._states.open(call.objects)
+            program = self._program(opened, call.form)
+            program.layout.check(call.batch)
             parts = self._states.placed(opened, program.plan)
+        _check_concrete(self._arguments.name, parts.step)
         _check_alive(parts.step)
         watch = self._watch
         watch.check()
-        placed = watch.phase("batch", program.layout.place(batch))
+        placed = watch.phase("batch", program.layout.place(call.batch))
+        program.layout.check_more(call.args, call.kwargs, program.layout.rows(call.batch))
         if not program.checked:
-            self._check_memory(program, objects, parts, batch, placed, args, kwargs)
+            self._check_memory(program, call, parts, placed)
             program.checked = True
-        parts, out, signals = watch.phase("step", program(parts, placed, args, kwargs))
-        if len(objects) == 2:
-            nnx_state.update(objects[0], objects[1], parts, program.tx)
-            returned = out
+        parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
+        _check_concrete(self._arguments.name, parts.step)
+        returned = out
+        if program.write_back is not None:
+            program.write_back(call.objects, parts, program.tx)
         else:
             state = program.close(parts, program.tx)
-            self._last = weakref.ref(state), program
-            returned = state, out
-        watch.note(signals, out, program.layout.rows(batch))
+            self._last = weakref.ref(state), call.form, program
+            returned = state if isinstance(out, Alone) else (state, out)
+        watch.note(signals, out, program.layout.rows(call.batch))
         return returned
 
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The step of an instance, where the function is defined in a class. What it reads of
+        ``self`` is part of the program, unless ``self`` is the state."""
+        if instance is None:
+            return self
+        if is_nnx(instance) or is_train_state(instance):
+            return functools.partial(self, instance)
+        if not hasattr(instance, "__dict__"):
+            raise TypeError(
+                f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
+                "__slots__ alone: decorate the bound method of an instance instead."
+            )
+        kept = vars(instance).get(self._attribute)  # python looks here first, but for odd names
+        if not isinstance(kept, Step):
+            bound = self._arguments.bound(instance)
+            kept = Step(bound, self._states, self._donate, self._guard)
+            vars(instance)[self._attribute] = kept
+        return kept
+
     def _check_memory(
-        self,
-        program: Program | Streamed,
-        objects: Any,
-        parts: Parts,
-        batch: Any,
-        placed: Any,
-        args: Any,
-        kwargs: Any,
+        self, program: Program | Streamed, call: Call, parts: Any, placed: Any
     ) -> None:
-        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), batch, placed)
+        like = jax.tree.map(
+            lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), call.batch, placed
+        )
         rows = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
         jax.block_until_ready(parts)  # what made them has let go of its memory
         self._guard.check(
-            lambda: program.lowered(parts, like, args, kwargs),
+            lambda: program.lowered(parts, like, call.args, call.kwargs),
             program.plan,
             rows,
-            self._function,
-            objects,
+            self._arguments.rearranged(call.form),
+            call.objects,
             like,
-            args,
-            kwargs,
+            call.args,
+            call.kwargs,
         )
 
     def close(self) -> None:
@@ -262,9 +283,12 @@ class Step:
 
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
-        objects, batch, args, kwargs = self._arguments(args, kwargs)
-        opened = self._states.open(objects)
-        return self._program(opened).lower(opened.parts, batch, args, kwargs)
+        call = self._arguments.sort(args, kwargs)
+        opened = self._states.open(call.objects)
+        program = self._program(opened, call.form)
+        program.layout.check(call.batch)
+        program.layout.check_more(call.args, call.kwargs, program.layout.rows(call.batch))
+        return program.lower(opened.parts, call.batch, call.args, call.kwargs)
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """Every program of the step, lowered; :meth:`lower` gives the first.
@@ -272,36 +296,33 @@ class Step:
         A step is one program, called "step", unless something is offloaded. Then "gradients" runs
         the body, and each of the others takes sub-groups of the state through the device.
         """
-        objects, batch, args, kwargs = self._arguments(args, kwargs)
-        opened = self._states.open(objects)
-        yield from self._program(opened).lowered(opened.parts, batch, args, kwargs)
+        call = self._arguments.sort(args, kwargs)
+        opened = self._states.open(call.objects)
+        program = self._program(opened, call.form)
+        yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, Any, Any]:
-        """The state (or model and optimizer), the batch, and what else was passed."""
-        n = 2 if args and isinstance(args[0], nnx.Module) else 1
-        if len(args) <= n:
-            bound = inspect.signature(self._function).bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
-        if len(args) <= n:
-            raise TypeError(
-                f"{self._name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
-                f"but was called with {len(args)} arguments."
-            )
-        return args[:n], args[n], args[n + 1 :], kwargs
-
-    def _program(self, opened: Opened) -> Program | Streamed:
+    def _program(self, opened: Opened, form: Form) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs
+        key = opened.key, opened.tx, tree, shapes, opened.specs, form
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             made = Streamed if offloads(self._states.config) else Program
+            function = self._arguments.rearranged(form)
             self._programs[key] = made(
-                self._function, self._states, opened, self._donate, self._watch.signals
+                function, self._states, opened, self._donate, self._watch.signals
             )
         return self._programs[key]
+
+
+def _check_concrete(name: str, tree: Any) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, grad or "
+            "eval_shape: it is compiled as a whole, places its state and cannot be part of another "
+            "program. Call it in a plain Python loop; what is to be compiled with it goes into "
+            "its body, and shapes come from its lower()."
+        )
 
 
 def _check_alive(step: jax.Array) -> None:

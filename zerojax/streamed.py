@@ -50,6 +50,7 @@ class Streamed:
     ) -> None:
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.write_back = opened.write_back
         self.plan = states.plan(opened)
         if not donate and self.plan.bytes_in(DISK):
             raise ValueError(

@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
+from zerojax.arguments import Arguments
 from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.guard import Guard, OutOfMemoryError
 from zerojax.step import Step
@@ -66,7 +67,7 @@ def guarded(
 ) -> Step:
     """A step on devices with so many bytes free."""
     guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free)
-    return Step(function, zero.states, True, guard)
+    return Step(Arguments(function), zero.states, True, guard)
 
 
 @pytest.fixture
@@ -103,7 +104,10 @@ def test_nnx_is_checked_once() -> None:
     zero = zerojax.zero(stage=1)
     model, optimizer = zero.init(linear)
     step = Step(
-        nnx_step, zero.states, True, Guard(zero.config, zero.mesh, "data", zero._other, free)
+        Arguments(nnx_step),
+        zero.states,
+        True,
+        Guard(zero.config, zero.mesh, "data", zero._other, free),
     )
     for _ in range(3):
         step(model, optimizer, BATCH)
@@ -128,7 +132,7 @@ def test_what_goes_wrong_in_the_search_hides_nothing() -> None:
     state = zero.init(create_state, jax.random.key(0))
     guard = Guard(zero.config, zero.mesh, "data", other, lambda mesh: 1000)
     with pytest.raises(OutOfMemoryError, match="not found: KeyError: 'no such settings'"):
-        Step(train_step, zero.states, True, guard)(state, BATCH)
+        Step(Arguments(train_step), zero.states, True, guard)(state, BATCH)
 
 
 def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +175,7 @@ def refuse_together(process: int) -> None:
     half = BATCH["x"][: ROWS // 2].astype(np.float32)
     batch = {"x": jax.make_array_from_process_local_data(by_row, half)}
     with pytest.raises(OutOfMemoryError, match="`python -m zerojax plan`"):
-        Step(train_step, zero.states, True, guard)(state, batch)
+        Step(Arguments(train_step), zero.states, True, guard)(state, batch)
 
 
 def test_processes_refuse_together(in_two_processes: Callable[..., list[Any]]) -> None:

@@ -142,7 +142,7 @@ class Checkpointer:
 
         Args:
           step: updates done.
-          state: a ``TrainState``, or a pair of an ``nnx.Module`` and its ``nnx.Optimizer``.
+          state: a ``TrainState``, or a tuple of an ``nnx.Module``, its ``nnx.Optimizer`` and more.
           extra: what else a continued run needs (data position, keys, history): JSON, in which
             PRNG keys may stand.
           metrics: numbers by name, for ``keep_best`` and to look at.
@@ -275,7 +275,7 @@ class Checkpointer:
     def _check(self, step: int, state: Any) -> None:
         if layout.form_of(state) is None:
             raise CheckpointError(
-                f"save takes a TrainState, or a pair (model, optimizer) of NNX, not "
+                f"save takes a TrainState, or a tuple (model, optimizer, ...) of NNX, not "
                 f"{type(state).__name__}"
             )
         later = [s for s in self.all_steps() if s >= step]

@@ -1,7 +1,7 @@
 """A training state as the tree that orbax writes, and where each array stands in it.
 
-A flax ``TrainState`` is written as it is. Of NNX ``nnx.state((model, optimizer))`` is, so that
-names begin with ``0`` for the model and ``1`` for the optimizer.
+A flax ``TrainState`` is written as it is. Of NNX ``nnx.state((model, optimizer, ...))`` is, so that
+names begin with ``0`` for the model, ``1`` for the optimizer, and ``2`` and so on for the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from zerojax.nnx import MODEL, ordered
 from zerojax.parts import Parts
 
 Path = tuple[str, ...]
@@ -22,15 +23,16 @@ STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
 def form_of(state: Any) -> Form | None:
-    """A TrainState, or a pair of NNX; None for anything else, such as parameters alone."""
-    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], nnx.Module):
+    """A TrainState, or a tuple of NNX; None for anything else, such as parameters alone."""
+    if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
         return "nnx"
     return "linen" if hasattr(state, "params") and hasattr(state, "opt_state") else None
 
 
 def tree_of(state: Any) -> Any:
     """What orbax writes; arrays without elements, which it refuses, are left out."""
-    tree = nnx.state(state) if form_of(state) == "nnx" else state
+    nnx_form = form_of(state) == "nnx"
+    tree = nnx.state(tuple(state[i] for i in ordered(state))) if nnx_form else state
     return jax.tree.map(lambda x: None if 0 in getattr(x, "shape", ()) else x, tree)
 
 
@@ -43,7 +45,9 @@ def named(tree: Any) -> dict[str, Any]:
 
 def paths_of(parts: Parts, form: Form) -> list[Path]:
     """Where each array of a state that was taken apart stands on disk, in the order of leaves."""
-    rest = {"model": PARAMS[form]} if form == "nnx" else {name: (name,) for name in parts.rest}
+    rest: dict[str, Path] = {name: (name,) for name in parts.rest}
+    if form == "nnx":
+        rest[MODEL] = PARAMS[form]
     return [
         *below(PARAMS[form], parts.params),
         *below(OPTIMIZER[form], parts.opt_state),

@@ -195,7 +195,7 @@ def _array(leaf: Leaf, form: Form | None, record: Record | None) -> Array:
 def _form(leaves: list[Leaf]) -> Form | None:
     """Of a step without a record, by its names."""
     first = {leaf.path[0] for leaf in leaves}
-    if first == {"0", "1"}:
+    if first >= {"0", "1"} and all(name.isdecimal() for name in first):
         return "nnx"
     return "linen" if "params" in first else None
 

@@ -118,7 +118,7 @@ def _check_params(params: Any) -> None:
 
 
 def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
-    nnx = all(path[0] in "01" for path in there)
+    nnx = all(path[0].isdecimal() for path in there)
     prefix = layout.PARAMS["nnx" if nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in there):
         prefix = ()  # someone saved parameters and nothing else

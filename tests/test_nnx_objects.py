@@ -1,0 +1,326 @@
+"""NNX steps with more than a model and its optimizer: all of them are updated in place, as under
+``nnx.jit``, or refused in words."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "image": RNG.normal(size=(16, 8)).astype(np.float32),
+    "label": RNG.integers(4, size=16),
+}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.second = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, rngs: Any = None) -> jax.Array:
+        x = nnx.relu(self.first(x))
+        return self.second(self.dropout(x, rngs=rngs, deterministic=rngs is None))
+
+
+def create() -> tuple[Any, ...]:
+    model = Net(nnx.Rngs(0))
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), metrics, nnx.Rngs(1)
+
+
+def train(model: Any, optimizer: Any, batch: Any, metrics: Any = None, rngs: Any = None) -> Any:
+    def loss_fn(model: Any, rngs: Any) -> Any:
+        logits = model(batch["image"], rngs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses.mean(), logits
+
+    (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, rngs)
+    if metrics is not None:
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+    optimizer.update(model, grads)
+    return loss
+
+
+def full_step(model: Any, optimizer: Any, metrics: Any, rngs: Any, batch: Any) -> Any:
+    return train(model, optimizer, batch, metrics, rngs)
+
+
+def same(found: Any, plain: Any) -> None:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True)
+    for a, b in pairs:
+        if jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def values(objects: tuple[Any, ...]) -> list[Any]:
+    """The arrays of all objects but the optimizer, whose state has another form under zero."""
+    return jax.tree.leaves([nnx.state((x,)) for x in objects if not isinstance(x, nnx.Optimizer)])
+
+
+def agrees(
+    step: Callable[..., Any],
+    make: Callable[[], tuple[Any, ...]],
+    *more: Any,
+    zero: Any = None,
+    born: bool = False,
+) -> None:
+    """Three steps under nnx.jit and under zero leave the same numbers in every object."""
+    zero = zero or zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    plain, mine = make(), zero.init(make) if born else make()
+    jitted, decorated = nnx.jit(step), zero(step)
+    for _ in range(3):
+        same(decorated(*mine, *more), jitted(*plain, *more))
+        same(values(mine), values(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("born", [True, False])
+def test_metrics_and_rngs_are_updated_in_place(stage: int, born: bool) -> None:
+    zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
+    agrees(full_step, create, BATCH, zero=zero, born=born)
+
+
+@pytest.mark.parametrize("born", [True, False])
+def test_any_order(born: bool) -> None:
+    def step(rngs: Any, optimizer: Any, metrics: Any, model: Any, batch: Any) -> Any:
+        return full_step(model, optimizer, metrics, rngs, batch)
+
+    def make() -> tuple[Any, ...]:
+        model, optimizer, metrics, rngs = create()
+        return rngs, optimizer, metrics, model
+
+    agrees(step, make, BATCH, born=born)
+
+
+def test_objects_behind_the_batch_and_by_name() -> None:
+    def step(model: Any, batch: Any, *, metrics: Any, optimizer: Any) -> Any:
+        return train(model, optimizer, batch, metrics)
+
+    mine, plain = create(), create()
+    decorated, jitted = zerojax.zero(stage=2)(step), nnx.jit(step)
+    for _ in range(2):
+        found = decorated(mine[0], BATCH, metrics=mine[2], optimizer=mine[1])
+        same(found, jitted(plain[0], BATCH, metrics=plain[2], optimizer=plain[1]))
+    same(values(mine), values(plain))
+
+
+def test_a_variable_alone() -> None:
+    def step(model: Any, optimizer: Any, seen: Any, batch: Any) -> Any:
+        seen[...] += batch["label"].sum()
+        return train(model, optimizer, batch)
+
+    agrees(step, lambda: (*create()[:2], nnx.Variable(jnp.zeros((), jnp.int32))), BATCH)
+
+
+def test_a_stream_that_two_objects_share() -> None:
+    def make() -> tuple[Any, ...]:
+        rngs = nnx.Rngs(3)
+        model = Net(rngs)
+        model.kept = rngs
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), rngs
+
+    def step(model: Any, optimizer: Any, rngs: Any, batch: Any) -> Any:
+        assert model.kept is rngs
+        noise = jax.random.normal(rngs(), batch["image"].shape)
+        return train(model, optimizer, batch | {"image": batch["image"] + noise})
+
+    agrees(step, make, BATCH, born=True)
+
+
+def test_another_model_of_the_same_form_is_left_alone() -> None:
+    """A mean teacher: the model is the one that comes first."""
+
+    def step(student: Any, teacher: Any, optimizer: Any, batch: Any) -> Any:
+        loss = train(student, optimizer, batch)
+        old, new = nnx.state(teacher, nnx.Param), nnx.state(student, nnx.Param)
+        nnx.update(teacher, jax.tree.map(lambda t, s: 0.9 * t + 0.1 * s, old, new))
+        return loss
+
+    def make() -> tuple[Any, ...]:
+        model, optimizer, *_ = create()
+        return model, Net(nnx.Rngs(5)), optimizer
+
+    agrees(step, make, BATCH, born=True)
+
+
+def test_the_model_is_the_one_that_the_optimizer_is_of() -> None:
+    def step(critic: Any, model: Any, optimizer: Any, batch: Any) -> Any:
+        return train(model, optimizer, batch) + 0 * critic(batch["image"]).sum()
+
+    def make() -> tuple[Any, ...]:
+        model, optimizer, *_ = create()
+        return nnx.Linear(8, 3, rngs=nnx.Rngs(2)), model, optimizer
+
+    agrees(step, make, BATCH)
+
+
+def test_an_update_of_the_second_of_two_alike() -> None:
+    def step(frozen: Any, model: Any, optimizer: Any, batch: Any) -> Any:
+        return train(model, optimizer, batch)
+
+    model, optimizer, *_ = create()
+    with pytest.raises(ValueError, match=r"another object.*pass the model that is trained before"):
+        zerojax.zero(stage=1)(step)(Net(nnx.Rngs(5)), model, optimizer, BATCH)
+
+
+@pytest.mark.parametrize("accumulation", [2])
+def test_accumulation(accumulation: int) -> None:
+    """Counts of the metrics, and a stream that every micro-batch draws from."""
+    zero = zerojax.zero(stage=2, gradient_accumulation_steps=accumulation)
+    objects = zero.init(create)
+    loss = zero(full_step)(*objects, BATCH)
+    found = objects[2].compute()
+    assert int(objects[2].accuracy.count[...]) == 16
+    np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
+    assert int(objects[3].default.count[...]) == accumulation
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_checkpoints(tmp_path: Path, turned: bool) -> None:
+    """In the order of the call or not; on disk the model comes first, then its optimizer."""
+
+    def make() -> tuple[Any, ...]:
+        return create()[:: -1 if turned else 1]
+
+    def step(*arguments: Any) -> Any:
+        *objects, batch = arguments
+        return full_step(*objects[:: -1 if turned else 1], batch)
+
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    objects = zero.init(make)
+    decorated = zero(step)
+    decorated(*objects, BATCH)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, objects)
+        checkpointer.wait()
+        other = zerojax.zero(stage=1)
+        again = checkpointer.restore(other.abstract_state(make))
+    same([nnx.state(x) for x in again], [nnx.state(x) for x in objects])
+    same(other(step)(*again, BATCH), decorated(*objects, BATCH))
+    names = {path.split(".")[0] for path in (tmp_path / "1" / "zerojax.json").read_text().split('"')
+             if path.startswith(("0.", "1.", "2.", "3."))}  # fmt: skip
+    assert names == {"0", "1", "2", "3"}
+
+
+def test_parameters_that_are_plain_arrays() -> None:
+    class Plain(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.data(jnp.ones((8, 4)))
+
+        def __call__(self, x: jax.Array, rngs: Any = None) -> jax.Array:
+            return x @ self.w
+
+    def make() -> tuple[Any, ...]:
+        model = Plain()
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    with pytest.raises(TypeError, match=r"none of Plain has variables.*wrt.*Param"):
+        zerojax.zero(stage=1).init(make)
+
+
+def test_a_model_whose_other_state_is_a_plain_array() -> None:
+    class Scaled(Net):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            super().__init__(rngs)
+            self.seen = nnx.data(jnp.zeros(()))
+
+    def make() -> tuple[Any, ...]:
+        model = Scaled(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        model.seen = model.seen + batch["label"].sum()
+        return train(model, optimizer, batch)
+
+    agrees(step, make, BATCH)
+
+
+def test_cached_partial() -> None:
+    zero = zerojax.zero(stage=1)
+    objects, plain = zero.init(create), create()
+    cached = nnx.cached_partial(zero(full_step), *objects)
+    jitted = nnx.cached_partial(nnx.jit(full_step), *plain)
+    for _ in range(3):
+        same(cached(BATCH), jitted(BATCH))
+    same(values(objects), values(plain))
+    assert int(objects[1].step[...]) == 3
+
+
+def test_cached_partial_of_what_zero_has_not_made() -> None:
+    """The optimizer would be replaced, which nnx.cached_partial holds a copy of."""
+    model, optimizer, *_ = create()
+    cached = nnx.cached_partial(zerojax.zero(stage=1)(train), model, optimizer)
+    with pytest.raises(ValueError, match=r"nnx\.cached_partial.*make them with zero\.init"):
+        cached(BATCH)
+
+
+def test_train_state_of_an_nnx_state() -> None:
+    def make() -> TrainState:
+        graph, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+        return TrainState.create(apply_fn=graph.apply, params=params, tx=optax.adam(1e-2))
+
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            logits, _ = state.apply_fn(params)(batch["image"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    for state in (make(), zero.init(make)):
+        plain = make()
+        decorated, jitted = zero(step), jax.jit(step)
+        for _ in range(3):
+            (state, found), (plain, loss) = decorated(state, BATCH), jitted(plain, BATCH)
+            same((state.params, found), (plain.params, loss))
+
+
+@pytest.mark.parametrize(
+    ("objects", "says"),
+    [
+        (lambda m, o: (m,), "one nnx.Optimizer.*not with Net"),
+        (lambda m, o: (m, o, nnx.Optimizer(m, o.tx, wrt=nnx.Param)), "a step for each optimizer"),
+        (lambda m, o: (o,), "none of the arguments has variables"),
+        (lambda m, o: (m, nnx.ModelAndOptimizer(m, o.tx)), "not with Net, ModelAndOptimizer"),
+        (lambda m, o: (nnx.Rngs(0), o), "none of Rngs has variables for the optimizer"),
+    ],
+)
+def test_what_is_no_model_with_its_optimizer(objects: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        zerojax.zero(stage=1)(lambda *args: None)(*objects(*create()[:2]), BATCH)
+
+
+def test_a_train_state_with_nnx_objects_beside() -> None:
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=optax.sgd(0.1))
+    with pytest.raises(TypeError, match="called with a TrainState"):
+        zerojax.zero(stage=1)(lambda state, metrics, batch: None)(state, create()[2], BATCH)
+
+
+def test_under_nnx_jit() -> None:
+    """The jit is taken off, with its static arguments."""
+
+    @zerojax.zero(stage=1)
+    @nnx.jit(static_argnames="times")
+    def step(model: Any, optimizer: Any, batch: Any, times: int) -> Any:
+        assert isinstance(times, int)
+        return train(model, optimizer, batch) * times
+
+    model, optimizer, *_ = create()
+    plain = create()
+    same(step(model, optimizer, BATCH, times=2), 2 * train(plain[0], plain[1], BATCH))

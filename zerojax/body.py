@@ -146,6 +146,12 @@ class Body:
         if isinstance(state, tuple):  # NNX: updated in place
             out = self.function(*state, batch, *args, **kwargs)
             made = self.split(*state)
+            pairs = zip(*map(jax.tree.leaves, (made.params, parts.params)), strict=False)
+            if len(state) > 2 and all(new is old for new, old in pairs):
+                raise ValueError(
+                    f"{self.name} never calls optimizer.update for the model, perhaps for another "
+                    "object of the same form: pass the model that is trained before it."
+                )
         else:
             new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
             made = take_apart((new,)).parts

@@ -127,6 +127,12 @@ def open_objects(objects: tuple[Any, ...]) -> Opened:
     )
 
 
+def from_cached_partial() -> bool:
+    """Whether this call is one of ``nnx.cached_partial``, which wants its cache to be taken."""
+    with nnx.update_context("zerojax") as context:
+        return context.static_cache is not None
+
+
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     """Gives an optimizer another transformation and its state."""
     optimizer.tx = tx
@@ -136,8 +142,8 @@ def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
 
 def _of(state: Any, i: int) -> Any:
     """What one object of several has; a Variable itself is an array."""
-    found = dict(state).get(i, {})
-    return nnx.State(found) if isinstance(found, nnx.State | dict) else found
+    found = state.raw_mapping.get(i, {})
+    return nnx.State(found) if isinstance(found, dict) else found
 
 
 def _fits(model: Any, optimizer: Any) -> bool:

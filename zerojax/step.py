@@ -32,7 +32,7 @@ from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import Found
 from zerojax.lowered import LoweredProgram
-from zerojax.nnx import is_nnx
+from zerojax.nnx import from_cached_partial, is_nnx
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -209,6 +209,11 @@ class Step:
         else:
             _check_concrete(self._arguments.name, call.objects)
             opened = self._states.open(call.objects)
+            if opened.write_back is not None and from_cached_partial() and opened.plain:
+                raise ValueError(
+                    "nnx.cached_partial holds a copy of the optimizer, which the first step would "
+                    "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
+                )
             program = self._program(opened, call.form)
             program.layout.check(call.batch)
             parts = self._states.placed(opened, program.plan)

@@ -297,9 +297,10 @@ def test_bfloat16_accumulated_in_float32() -> None:
     """Many small gradients after a large one would vanish in a bfloat16 sum."""
 
     def step(state: TrainState, rows: jax.Array) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * rows.mean(0).astype(jnp.bfloat16)))(
-            state.params
-        )
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean(jnp.sum(params["w"] * rows.astype(jnp.bfloat16), axis=-1))
+
+        grads = jax.grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), {}
 
     zero = zero_for(2, bf16=True, gradient_accumulation_steps=64)

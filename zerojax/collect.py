@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat
-from zerojax.accumulate import summed_up
+from zerojax.accumulation.roles import roles_of
+from zerojax.accumulation.run import MicroBatches, one_of, rows_together
 from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.compiler import streaming
 from zerojax.extras import Static, join
-from zerojax.found import Found
+from zerojax.found import replacements
 from zerojax.late import check_late
 from zerojax.marks import GRADIENT
 from zerojax.offload.activations import smallest_away
@@ -124,9 +125,6 @@ class Collect:
         def body(parts: Parts, batch: Any) -> Any:
             return self.body(parts, collecting(self.cut), batch, args, kwargs)
 
-        def evaluate(parts: Parts, batch: Any) -> Any:
-            return self._evaluate(body, parts, shards, batch, noted)
-
         there = iter(compute)
         all_ = [
             Source(self.reader, i, leaf.shape, leaf.dtype, self.plan.sharding(leaf))
@@ -138,20 +136,16 @@ class Collect:
         params = jax.tree.unflatten(self.trees[0], all_)
         start = Parts(params, View(opt=opt), step, rest)
         empty = self._zeros(self.dtypes)
-        if self.accumulation == 1:
-            still = self._zeros([leaf.dtype for leaf in self.plan.compute])
-            view = View(opt=opt, grads=empty, updates=still)
-            made, out, _ = evaluate(start._replace(opt_state=view), batch)
-            grads, sums = jax.tree.leaves(made.opt_state.grads), noted
-            after, counted = made.rest, made.step
-        else:
-            summed = summed_up(evaluate, start, batch, empty, kept=self.cut)
+        still = self._zeros([leaf.dtype for leaf in self.plan.compute])
+        view = View(opt=opt, grads=empty, updates=still)
+        made, out = self._evaluate(body, start._replace(opt_state=view), shards, batch, noted)
+        grads, sums = jax.tree.leaves(made.opt_state.grads), noted
+        after, counted = made.rest, made.step
+        if self.accumulation > 1:
             grads = [
                 self.inserter.constrain(g, layout.full(leaf.spec, g.ndim))
-                for g, leaf in zip(jax.tree.leaves(summed.grads), self.plan.compute, strict=True)
+                for g, leaf in zip(grads, self.plan.compute, strict=True)
             ]
-            after = summed.rest
-            counted, out = summed.step, summed.out
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
         state = iter(light)
         known = [None if heavy else next(state) for heavy in self.plan.streamed]
@@ -182,25 +176,22 @@ class Collect:
         shards: Sequence[Any],
         batch: Any,
         noted: list[jax.Array],
-    ) -> tuple[Parts, Any, jax.Array | None]:
-        """Runs the body once, each parameter brought in and made whole where the stage has it.
-
-        Returns:
-          The state, the step's results, and the weight that the loss reports, if any.
-        """
+    ) -> tuple[Parts, Any]:
+        """Runs the body, each parameter brought in and made whole where the stage has it."""
         # The body itself knows nothing of memories: it is traced as if all were on the device.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.params)
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(
-            parts._replace(params=shapes), batch
-        )
+        abstract = parts._replace(params=shapes)
+        k = self.accumulation
+        whole = batch if k == 1 else rows_together(batch)
+        closed, shape = jax.make_jaxpr(body, return_shape=True)(abstract, whole)
         jaxpr = compat.open_jaxpr(closed)[0]
         self.body.check(jaxpr, len(self.plan.compute))
-        check_late(jaxpr, parts, shape, self.body.name)
+        check_late(jaxpr, abstract, shape, self.body.name)
         opt = parts.opt_state.opt
-        found = Found(closed, opt.loss_scale, self.accumulation > 1)
-        replace: dict[str, Any] = dict(found.replacements())
+        replace: dict[str, Any] = dict(replacements(closed, opt.loss_scale))
+        others = [*shards, *jax.tree.leaves((parts._replace(params=None), batch))]
         self.inserter.host = None
-        if self.accumulation == 1:
+        if k == 1:
             noted.clear()
             replace[GRADIENT] = lambda g: self._leaving(g, opt, noted)
             if self.config.offload_param is not None:
@@ -208,9 +199,18 @@ class Collect:
                     self.config.stage3_param_persistence_threshold,
                     lambda g: square_sums(unscaled(g, opt.loss_scale)),
                 )
-        others = jax.tree.leaves((parts._replace(params=None), batch))
-        outs = self.inserter(closed, [*shards, *others], replace)
-        return *jax.tree.unflatten(jax.tree.structure(shape), outs), found.weight
+            outs = self.inserter(closed, others, replace)
+        else:
+            outs = MicroBatches(
+                closed,
+                jax.make_jaxpr(body)(abstract, one_of(batch)),
+                roles_of(self.body.name, abstract, batch, shape),
+                k,
+                self.inserter,
+                sharded=self.config.stage >= 2,
+                dtype=DTYPES[self.config.grad_accum_dtype],
+            )(others, replace)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     def _shards(self, params: Sequence[Any]) -> list[Any]:
         """What the inserter is given of the parameters."""

@@ -1,4 +1,4 @@
-"""What the traced step says of itself by its marks, and what stands in for them."""
+"""What stands in for the marks of a traced step."""
 
 from __future__ import annotations
 
@@ -8,56 +8,27 @@ from typing import Any
 import jax
 
 from zerojax import compat
-from zerojax.marks import GRADIENT, LOSS, SEED, WEIGHT, Way, count, ways
+from zerojax.marks import GRADIENT, LOSS, SEED, Way, ways
 from zerojax.optim.loss_scale import LossScaleState
 
 
-class Found:
-    """The marks of one traced step.
+def replacements(
+    closed: Any, loss_scale: LossScaleState | None
+) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """By the name of a mark: what stands in for it.
 
     Args:
-      closed: its jaxpr.
+      closed: the jaxpr of the step.
       loss_scale: the state of the loss scale, None without one.
-      accumulating: the step is one micro-batch of several.
-
-    Attributes:
-      weight: float [], the weight that the micro-batch's loss reports
-        (:func:`zerojax.weighted_mean`), once the step has been run with :meth:`replacements`;
-        None where it reports none.
 
     Raises:
-      ValueError: a gradient is without the loss scale, or a micro-batch has several weights.
+      ValueError: a gradient is without the loss scale.
     """
-
-    def __init__(self, closed: Any, loss_scale: LossScaleState | None, accumulating: bool) -> None:
-        jaxpr = compat.open_jaxpr(closed)[0]
-        self.weight: jax.Array | None = None
-        self._loss_scale, self._accumulating = loss_scale, accumulating
-        if loss_scale is not None:
-            _check_scaled(jaxpr)
-        if accumulating:
-            _check_weights(jaxpr)
-
-    def replacements(self) -> dict[str, Callable[[jax.Array], jax.Array]]:
-        """By the name of a mark: what stands in for it."""
-
-        def noted(weight: jax.Array) -> jax.Array:
-            if weight.ndim:
-                raise ValueError(
-                    f"zerojax.weighted_mean under vmap gives {weight.size} weights for a "
-                    "micro-batch, which has one: take the mean over all of it, outside vmap."
-                )
-            # A rematerialised loss computes it again.
-            self.weight = weight if self.weight is None else self.weight
-            return weight
-
-        found: dict[str, Callable[[jax.Array], jax.Array]] = {}
-        if self._accumulating:
-            found[WEIGHT] = noted
-        if self._loss_scale is not None:
-            scale = self._loss_scale.scale
-            found[SEED] = lambda one: one * scale
-        return found
+    if loss_scale is None:
+        return {}
+    _check_scaled(compat.open_jaxpr(closed)[0])
+    scale = loss_scale.scale
+    return {SEED: lambda one: one * scale}
 
 
 def _check_scaled(jaxpr: Any) -> None:
@@ -80,21 +51,4 @@ def _check_scaled(jaxpr: Any) -> None:
             "something else, before they reach the optimizer: there they still are larger by the "
             "loss scale. Put clipping, decay and noise into the optax chain (gradient_clipping "
             "does the first); zerojax.telemetry has the norm."
-        )
-
-
-def _check_weights(jaxpr: Any) -> None:
-    straight, *elsewhere = count(jaxpr, WEIGHT)
-    if straight and not any(Way.MARK in way for way in ways(jaxpr, WEIGHT)[GRADIENT]):
-        raise ValueError(
-            "the step calls zerojax.weighted_mean, but not in the loss: it would weigh the "
-            "gradients of another mean. Compute metrics as jnp.sum(values * weights) / "
-            "jnp.sum(weights)."
-        )
-    if straight > 1 or any(elsewhere):
-        where = "inside a loop or branch" if any(elsewhere) else f"{straight} times"
-        raise ValueError(
-            f"the step calls zerojax.weighted_mean {where}: the weight of a micro-batch is one "
-            "number. Compute the loss with one weighted_mean outside loops, and other means as "
-            "jnp.sum(values * weights) / jnp.sum(weights)."
         )

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from zerojax import compat
-from zerojax.accumulate import Evaluate, accumulate
+from zerojax.accumulation.roles import roles_of
+from zerojax.accumulation.run import MicroBatches, one_of, rows_together
 from zerojax.arguments import Arguments, Call, Form, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
@@ -20,7 +21,6 @@ from zerojax.body import (
     View,
     advancing,
     cast,
-    collecting,
     constrainer,
     params_after,
     updating,
@@ -30,7 +30,7 @@ from zerojax.compiler import options
 from zerojax.config import ZeroConfig
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
-from zerojax.found import Found
+from zerojax.found import replacements
 from zerojax.lowered import LoweredProgram
 from zerojax.nnx import from_cached_partial, is_nnx
 from zerojax.offload.activations import smallest_away
@@ -78,7 +78,6 @@ class Program:
         if way is not None and way.wins(self.plan.mesh):
             one_pass = functools.partial(way.update, shardings=shardings.params)
         self.advance = advancing(self.tx, one_pass)
-        self.to_kept = constrainer(self.plan.on_device(self.plan.grads))
         self.jitted = jax.jit(
             self._step,
             static_argnums=3,
@@ -96,28 +95,11 @@ class Program:
             view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
             batch = cast(batch, self.compute_dtype) if self.config.auto_cast else batch
         start = parts._replace(params=compute, opt_state=view)
-        gathered = self._gathered(compute)
         args, kwargs = join(arrays, static)
-
-        def running(tx: Any) -> Evaluate:
-            return lambda parts, batch: self._evaluate(
-                lambda p, b: self.body(p, tx, b, args, kwargs), gathered, parts, batch
-            )
-
-        if self.accumulation == 1:
-            tx = updating(self.advance, self.to_shards)
-            made, out, _ = running(tx)(start, batch)
-        else:
-            tx = collecting(self.to_kept)
-            made, out = accumulate(
-                running(tx),
-                start,
-                batch,
-                self.advance,
-                sharded=self.to_shards,
-                kept=self.to_kept,
-                dtype=DTYPES[self.config.grad_accum_dtype],
-            )
+        tx = updating(self.advance, self.to_shards)
+        made, out = self._evaluate(
+            lambda p, b: self.body(p, tx, b, args, kwargs), start, batch, self._shards(compute)
+        )
         after: View = made.opt_state
         done = None
         rest = made.rest
@@ -128,37 +110,43 @@ class Program:
         made = made._replace(params=params, opt_state=after.opt, rest=rest)
         return made, out, self.signals(made.opt_state)
 
-    def _gathered(self, params: Any) -> list[Any]:
-        """Stages 1 and 2: the compute parameters gathered, once a step; else a None for each."""
-        leaves = self.plan.leaves["params"]
-        if not self.inserter.keep:
-            return [None] * len(leaves)
-        return [
-            self.inserter.whole(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else None
-            for x, leaf in zip(jax.tree.leaves(params), leaves, strict=True)
-        ]
+    def _shards(self, params: Any) -> list[Any]:
+        """The compute parameters as the inserter takes them: at stages 1 and 2 gathered, once."""
+        leaves = zip(jax.tree.leaves(params), self.plan.leaves["params"], strict=True)
+        found: list[Any] = []
+        for x, leaf in leaves:
+            if not leaf.sharded:
+                found.append(x)
+                continue
+            spec = layout.full(leaf.spec, x.ndim)
+            whole = self.inserter.whole(x, spec) if self.inserter.keep else None
+            found.append(Shard(x, spec, whole))
+        return found
 
     def _evaluate(
-        self, body: Callable[..., Any], gathered: list[Any], parts: Parts, batch: Any
-    ) -> tuple[Parts, Any, jax.Array | None]:
-        """Runs the body with each parameter made whole where the stage has it.
-
-        Returns:
-          The state, the step's results, and the weight that the loss reports, if any.
-        """
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(parts, batch)
+        self, body: Callable[..., Any], start: Parts, batch: Any, params: list[Any]
+    ) -> tuple[Parts, Any]:
+        """Runs the body with each parameter made whole where the stage has it."""
+        k = self.accumulation
+        whole = batch if k == 1 else rows_together(batch)
+        closed, shape = jax.make_jaxpr(body, return_shape=True)(start, whole)
         self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
-        leaves = zip(
-            jax.tree.leaves(parts.params), self.plan.leaves["params"], gathered, strict=True
-        )
-        params = [
-            Shard(x, layout.full(leaf.spec, x.ndim), whole) if leaf.sharded else x
-            for x, leaf, whole in leaves
-        ]
-        others = jax.tree.leaves((parts._replace(params=None), batch))
-        found = Found(closed, parts.opt_state.opt.loss_scale, self.accumulation > 1)
-        outs = self.inserter(closed, [*params, *others], found.replacements())
-        return *jax.tree.unflatten(jax.tree.structure(shape), outs), found.weight
+        replace = replacements(closed, start.opt_state.opt.loss_scale)
+        others = jax.tree.leaves((start._replace(params=None), batch))
+        if k == 1:
+            outs = self.inserter(closed, [*params, *others], replace)
+        else:
+            one = jax.make_jaxpr(body)(start, one_of(batch))
+            outs = MicroBatches(
+                closed,
+                one,
+                roles_of(self.body.name, start, batch, shape),
+                k,
+                self.inserter,
+                sharded=self.config.stage >= 2,
+                dtype=DTYPES[self.config.grad_accum_dtype],
+            )([*params, *others], replace)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     def __call__(
         self, parts: Parts, batch: Any, args: Any, kwargs: Any

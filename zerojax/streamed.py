@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat
-from zerojax.accumulate import accumulator
+from zerojax.accumulation.run import accumulator
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.collect import Collect

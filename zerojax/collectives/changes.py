@@ -41,14 +41,14 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
 
 def sums(jaxpr: Any) -> dict[Any, Any]:
     """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
-    if not any(map(_is_change, jaxpr.eqns)):
+    if not any(map(is_change, jaxpr.eqns)):
         return {}
     origin = origins(jaxpr)
 
     def changed(one: Any, other: Any) -> Any:
         """The new value, if ``other`` is a change of ``one``."""
         _, eqn = origin(other)
-        if eqn is None or not _is_change(eqn):
+        if eqn is None or not is_change(eqn):
             return None
         new, old, _ = eqn.invars
         return new if origin(one)[0] is origin(old)[0] else None
@@ -65,7 +65,7 @@ def sums(jaxpr: Any) -> dict[Any, Any]:
     return found
 
 
-def _is_change(eqn: Any) -> bool:
+def is_change(eqn: Any) -> bool:
     if eqn.primitive is not prims.jit_p or eqn.params["name"] != "change":
         return False
     inside = compat.open_jaxpr(eqn.params["jaxpr"])[0].eqns

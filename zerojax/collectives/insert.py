@@ -88,11 +88,18 @@ class Inserter:
         self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
-        self, closed: Any, args: Sequence[Any], replace: Replacements | None = None
+        self,
+        closed: Any,
+        args: Sequence[Any],
+        replace: Replacements | None = None,
+        want: Sequence[Spec | None] = (),
     ) -> list[Any]:
-        """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays."""
+        """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
+
+        ``want`` has the specs of those results that are gradients, None for the others.
+        """
         scope = _Scope(share=self.keep, replace=replace or {})
-        outs = [_plain(o) for o in self._run(closed, args, scope)]
+        outs = [_plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
             self._unused = False
             logging.getLogger("zerojax").warning(residuals.NO_EFFECT)

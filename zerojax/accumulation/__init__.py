@@ -1,0 +1,1 @@
+"""Gradient accumulation: a traced step cut into what runs per micro-batch and what runs once."""

@@ -1,0 +1,161 @@
+"""How a value of a step depends on the rows of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+"""By reduction over rows: how the results of micro-batches make that of the whole batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A number made of rows, and what it was made from.
+
+    Attributes:
+      key: of the reduction over rows, if it is one.
+      parents: the numbers that it is made from.
+    """
+
+    key: Any = None
+    parents: tuple[Node, ...] = ()
+
+    def roots(self) -> set[Any]:
+        """Keys of all reductions over rows that it is made from."""
+        found, seen, left = set(), {id(self)}, [self]
+        while left:
+            node = left.pop()
+            if node.key is not None:
+                found.add(node.key)
+            for parent in node.parents:
+                if id(parent) not in seen:
+                    seen.add(id(parent))
+                    left.append(parent)
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a value cannot be made from micro-batches.
+
+    Attributes:
+      why: what it does.
+      where: "primitive (file:line)".
+    """
+
+    why: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value depends on the rows of the batch.
+
+    Attributes:
+      name: one of
+
+        - "fixed": not at all; the same number in every micro-batch and in the whole batch;
+        - "rows": entry by entry of dimension ``dim``;
+        - "sum", "max", "min", "and", "or": that reduction over rows, so that the whole batch's is
+          the same reduction of the micro-batches';
+        - "whole": made from such numbers of the whole batch;
+        - "own": a number of the micro-batch alone, such as its batch statistics;
+        - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
+      dim, outer: of "rows", the dimension that holds them, and how many stretches of all rows it
+        holds one behind the other; None where every row is alike.
+      zero: all elements are known to be 0.
+      index: holds the numbers of rows within the batch.
+      learned: depends on the state of the training.
+      node: the reductions over rows that it is made from.
+      home: the variable of the step itself that holds the value.
+      guarded: the two values between which a number of the whole batch chooses.
+      problem: of "mixed".
+    """
+
+    name: str
+    dim: int = -1
+    outer: int | None = None
+    zero: bool = False
+    index: bool = False
+    learned: bool = False
+    node: Node | None = None
+    home: Any = None
+    guarded: tuple[Any, ...] = ()
+    problem: Problem | None = None
+
+    @property
+    def rows(self) -> bool:
+        return self.name == "rows"
+
+    @property
+    def reduced(self) -> bool:
+        return self.name in ("sum", "max", "min", "and", "or")
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether its number is known once all micro-batches are done."""
+        return self.reduced or self.name == "whole"
+
+    def but(self, **changes: Any) -> Kind:
+        return dataclasses.replace(self, **changes)
+
+
+FIXED = Kind("fixed")
+ZERO = Kind("fixed", zero=True)
+
+
+def mixed(why: str, where: str) -> Kind:
+    return Kind("mixed", problem=Problem(why, where), learned=True)
+
+
+def together(kinds: list[Kind]) -> dict[str, Any]:
+    """What a value has of everything that it is made from: ``learned`` and ``node``."""
+    nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
+    node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
+    return {"learned": any(k.learned for k in kinds), "node": node}
+
+
+def agreed(kinds: list[Kind]) -> Kind | None:
+    """The one layout of rows that all "rows" kinds among these have; None if they differ."""
+    rows = [k for k in kinds if k.rows]
+    dims, outers = {k.dim for k in rows}, {k.outer for k in rows} - {None}
+    if len(dims) != 1 or len(outers) > 1:
+        return None
+    return Kind(
+        "rows",
+        dim=dims.pop(),
+        outer=next(iter(outers), None),
+        index=any(k.index for k in kinds),
+        **together(kinds),
+    )
+
+
+def join(one: Kind, other: Kind, where: str) -> Kind:
+    """A value that is one or the other, as what a loop carries."""
+    both = together([one, other])
+    if one.name == other.name == "mixed" or one.name == "mixed":
+        return one
+    if other.name == "mixed":
+        return other
+    names = {one.name, other.name}
+    if names == {"rows"}:
+        found = agreed([one, other])
+        if found is not None:
+            return found.but(zero=one.zero and other.zero)
+    elif len(names) == 1:
+        return one.but(zero=one.zero and other.zero, home=None, **both)
+    elif "own" in names and names <= {"own", "fixed"}:
+        return Kind("own", **both)
+    elif names == {"sum", "fixed"} and (one.zero or other.zero):
+        return Kind("sum", **both)
+    elif names <= {"fixed", "whole", "sum", "max", "min", "and", "or"}:
+        return Kind("whole", **both)
+    return mixed("carries rows of the batch and other values in turn", where)

@@ -1,0 +1,58 @@
+"""Which numbers of all rows are made first, and which each micro-batch makes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerojax.accumulation.analysis import Analysis, Choices
+from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.kinds import Kind
+
+
+def analysed(
+    whole: Flat, micro: Flat, given: Sequence[Kind], state: Sequence[int], rest: Sequence[int]
+) -> tuple[Analysis, Choices]:
+    """The analysis of a step with its conflicts resolved, as far as they can be.
+
+    A number of all rows that goes back into the rows
+
+    - and follows from the batch alone (the sum of a mask) is made before the micro-batches;
+    - and goes into the carried state too (batch statistics) is each micro-batch's own, and so is
+      what the backward pass makes for it;
+    - and matters to results alone, not to the state, is each micro-batch's own, too.
+
+    Args:
+      whole, micro: the step traced on the whole batch and on a micro-batch.
+      given: the kinds of its arguments.
+      state, rest: positions among the results of the state after the step, and of what it carries
+        beside parameters and optimizer.
+
+    Raises:
+      UnevenError: the two programs differ in more than shapes.
+    """
+    choices = Choices()
+    while True:
+        found = Analysis(whole, micro, given, choices, hopeful=True)
+        statistics = set()
+        for i in rest:
+            if (node := found.kind(whole.outvars[i]).node) is not None:
+                statistics |= node.roots()
+        before = len(choices.first), len(choices.own)
+        for conflict in found.conflicts:
+            kind = conflict.kind
+            if not kind.learned and kind.home is not None:
+                choices.first.add(kind.home)
+                continue
+            roots = kind.node.roots() if kind.node is not None else set()
+            if roots <= statistics or all(found.backward.get(r) for r in roots):
+                choices.own |= roots
+        if before == (len(choices.first), len(choices.own)):
+            break
+    strict = Analysis(whole, micro, given, choices, hopeful=False)
+    bad = [i for i, v in enumerate(whole.outvars) if strict.kind(v).name == "mixed"]
+    if bad and not set(bad) & set(state):
+        for conflict in found.conflicts:
+            if conflict.kind.node is not None:
+                choices.own |= conflict.kind.node.roots()
+        strict = Analysis(whole, micro, given, choices, hopeful=False)
+    return strict, choices

@@ -1,0 +1,188 @@
+"""What the arguments and results of a step are, and what accumulation makes of each result."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from zerojax import marks
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.kinds import FIXED, Kind
+from zerojax.parts import Parts
+
+REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Positions among the flat arguments and results of a step.
+
+    Attributes:
+      name: of the step.
+      learned: arguments that training changes: parameters, optimizer state, other state.
+      batch: arguments that are leaves of the batch.
+      state, rest: results that are the state after the step, and those of them that are neither
+        parameters nor optimizer state nor the counter.
+      passing: from an argument of the other state to its result.
+      paths: what to call each result.
+    """
+
+    name: str
+    learned: frozenset[int]
+    batch: Sequence[int]
+    state: Sequence[int]
+    rest: Sequence[int]
+    passing: Mapping[int, int]
+    paths: Sequence[str]
+
+    def kinds(self, flat: Flat) -> list[Kind]:
+        """How the arguments depend on the rows of the batch."""
+        batch = {*self.batch}
+        return [
+            Kind("rows", dim=0, outer=1)
+            if i in batch and v.aval.ndim
+            else FIXED.but(learned=i in self.learned)
+            for i, v in enumerate(flat.invars)
+        ]
+
+
+def roles_of(name: str, given: Parts, batch: Any, made: tuple[Parts, Any]) -> Roles:
+    """Roles in a step from ``(given, batch)`` to ``made``, the state and what else it returns."""
+    sizes = [len(jax.tree.leaves(part)) for part in given]
+    ends = list(itertools.accumulate(sizes))
+    start = ends[2]
+    rest = list(range(start, ends[3]))
+    paths = [
+        "state." + field + jax.tree_util.keystr(path)
+        for field, part in zip(Parts._fields, made[0], strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(part)
+    ]
+    paths += [
+        f"its result{jax.tree_util.keystr(path)}"
+        for path, _ in jax.tree_util.tree_leaves_with_path(made[1])
+    ]
+    return Roles(
+        name=name,
+        learned=frozenset([*range(ends[1]), *rest]),
+        batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
+        state=range(ends[3]),
+        rest=rest,
+        passing={i: i for i in rest},
+        paths=paths,
+    )
+
+
+def carried(flat: Flat, analysis: Analysis, passing: Mapping[int, int]) -> dict[int, Any]:
+    """State that each micro-batch hands to the next: what the batch alone changes (batch
+    statistics), and keys. By position among the arguments, the variable that holds it."""
+    found: dict[int, Any] = {}
+    for i, j in passing.items():
+        given, out = flat.invars[i], flat.outvars[j]
+        if isinstance(out, core.Literal) or out is given:
+            continue
+        kind = analysis.kind(out)
+        key = _feeds_noise(flat, given)
+        if kind.name == "own" or (kind.name == "fixed" and key):
+            found[i] = out
+        elif kind.guarded:
+            new = [v for v in kind.guarded if not isinstance(v, core.Literal) and v is not given]
+            own = [v for v in new if analysis.kind(v).name == "own"]
+            if own or (key and len(new) == 1):
+                found[i] = (own or new)[0]
+    return found
+
+
+def per_micro_batch(
+    flat: Flat, analysis: Analysis, roles: Roles, carry: Mapping[int, Any], k: int
+) -> tuple[list[int], list[int]]:
+    """The results that each micro-batch makes, and those of them that are averaged.
+
+    Raises:
+      ValueError: the state, or a result, would not be that of the whole batch.
+    """
+    passed = {v for v in carry.values()}
+    state = {*roles.state}
+    stacked: list[int] = []
+    averaged: list[int] = []
+    for i, v in enumerate(flat.outvars):
+        kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v)
+        if kind.name == "mixed":
+            assert kind.problem is not None
+            raise ValueError(
+                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} "
+                f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
+                f"would give other numbers than the whole batch. {REMEDY}"
+            )
+        if i in state:
+            if kind.rows or (kind.name == "own" and v not in passed):
+                raise ValueError(
+                    f"{roles.name} cannot be accumulated over {k} micro-batches: "
+                    f"{roles.paths[i]} is made of the rows of the batch themselves. {REMEDY}"
+                )
+        elif kind.rows or kind.name == "own":
+            stacked.append(i)
+            if kind.name == "own" and not v.aval.ndim:
+                if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
+                    raise ValueError(
+                        f"{roles.name} cannot be accumulated over {k} micro-batches: "
+                        f"{roles.paths[i]} ({v.aval.dtype}) has another value for each, and they "
+                        "cannot be averaged. Return it as a float, or for each row."
+                    )
+                averaged.append(i)
+    return stacked, averaged
+
+
+def tell(name: str, analysis: Analysis, k: int) -> None:
+    """Says what cannot be the same as on the whole batch."""
+    log = logging.getLogger("zerojax")
+    if analysis.owners:
+        log.warning(
+            "%s: each of the %d micro-batches has statistics of its own rows (%s); those of the "
+            "whole batch would be other numbers.",
+            name, k, _some(analysis.owners),
+        )  # fmt: skip
+    if analysis.drawn:
+        log.warning(
+            "%s: noise in the batch's shape (%s) is drawn for each of the %d micro-batches anew; "
+            "the whole batch's would be other numbers.",
+            name, _some(analysis.drawn), k,
+        )  # fmt: skip
+
+
+def _some(places: Sequence[str]) -> str:
+    found = list(dict.fromkeys(places))
+    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+
+
+def _feeds_noise(flat: Any, start: Any) -> bool:
+    """Whether an argument is a key, or a number that keys are made from."""
+    dtype = start.aval.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    return dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start})
+
+
+def _reaches_noise(eqns: Sequence[Any], reached: set[Any]) -> bool:
+    for eqn in eqns:
+        at = [
+            i for i, v in enumerate(eqn.invars) if not isinstance(v, core.Literal) and v in reached
+        ]
+        if not at:
+            continue
+        if eqn.primitive.name.startswith(("random_", "threefry")):
+            return True
+        for body in marks.inner(eqn):
+            skip = len(eqn.invars) - len(body.invars)
+            inside = {body.invars[i - skip] for i in at if i >= skip}
+            if inside and _reaches_noise(body.eqns, inside):
+                return True
+        reached.update(eqn.outvars)
+    return False

@@ -1,0 +1,166 @@
+"""One step of ``k`` micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.accumulation.flat import flatten
+from zerojax.accumulation.pairs import UnevenError
+from zerojax.accumulation.resolve import analysed
+from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, tell
+from zerojax.accumulation.split import Crossing, split
+from zerojax.collectives import Inserter, layout, wanted
+
+_COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
+
+
+def accumulator(param: Any, dtype: Any) -> Any:
+    """The dtype in which gradients of a parameter of dtype ``param`` are summed."""
+    return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
+
+
+def rows_together(batch: Any) -> Any:
+    """Shapes of the whole batch; leaves [k, rows, ...] become [k * rows, ...]."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype)
+        if x.shape
+        else x,
+        batch,
+    )
+
+
+def one_of(batch: Any) -> Any:
+    """Shapes of one micro-batch."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if x.shape else x, batch
+    )
+
+
+class MicroBatches:
+    """A traced step, to be run micro-batch by micro-batch with the numbers of the whole batch.
+
+    What the gradients are made from runs for each micro-batch, with the state at entry, and the
+    sums over rows that it makes are added up; what follows from those sums (the update, norms,
+    conditions, results) runs once.
+
+    Args:
+      whole, micro: the jaxprs of the step on the whole batch and on a micro-batch.
+      roles: what its arguments and results are.
+      k: micro-batches in a step.
+      inserter: makes parameters whole where they are used.
+      sharded: gradients are cut as soon as they are made.
+      dtype: in which gradients are summed; None for their own, float32 at least.
+
+    Raises:
+      ValueError: other numbers than those of the whole batch would result.
+    """
+
+    def __init__(
+        self,
+        whole: Any,
+        micro: Any,
+        roles: Roles,
+        k: int,
+        inserter: Inserter,
+        *,
+        sharded: bool,
+        dtype: Any,
+    ) -> None:
+        self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
+        flat, small = flatten(whole), flatten(micro)
+        kinds = roles.kinds(flat)
+        try:
+            analysis, choices = analysed(flat, small, kinds, roles.state, roles.rest)
+        except UnevenError as e:
+            raise ValueError(
+                f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
+                f"depends on the number of rows that it is given ({e}). {REMEDY}"
+            ) from e
+        carry = carried(flat, analysis, roles.passing)
+        stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
+        mesh, axis = inserter.mesh, inserter.axis
+        wants = wanted.trace_back(flat, [None] * len(flat.outvars), mesh, axis)
+        if not sharded:
+            wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
+        self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)
+        tell(roles.name, analysis, k)
+
+    def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
+        """Runs the step.
+
+        Args:
+          args: of the step, the batch's [k, rows, ...]; parameters as the inserter takes them.
+          replace: see :class:`zerojax.collectives.Inserter`.
+
+        Returns:
+          The step's results.
+        """
+        split, run, k = self.split, self._inserter, self._k
+        rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
+        first: list[Any] = []
+        if split.n_first:
+            whole = list(args)
+            for i in rows:
+                whole[i] = args[i].reshape(-1, *args[i].shape[2:])
+            first = run(split.first, whole, replace)
+        n = len(split.crossing)
+        adding = [i for i, x in enumerate(split.crossing) if x.how == "sum"]
+        specs = [x.spec for x in split.crossing]
+        want = [*specs, *[None] * (len(split.micro.outvars) - n)]
+
+        def micro(state: tuple[Any, Any], cut: list[Any]) -> tuple[Any, Any]:
+            passed, sums = state
+            given = list(args)
+            for i, x in zip((*rows, *split.carry), (*cut, *passed), strict=True):
+                given[i] = x
+            outs = run(split.micro, [*given, *first], replace, want)
+            crossing, others = outs[:n], outs[n:]
+            sums = [
+                self._kept(split.crossing[i], total + crossing[i].astype(total.dtype))
+                for i, total in zip(adding, sums, strict=True)
+            ]
+            combined = [x for i, x in enumerate(crossing) if i not in adding]
+            end = len(others) - len(split.carry)
+            return (others[end:], sums), (combined, others[:end])
+
+        zeros = [self._zero(split.crossing[i], split.micro.outvars[i].aval) for i in adding]
+        start = [args[i] for i in split.carry], zeros
+        (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
+        totals, series = iter(sums), iter(combined)
+        crossing = [
+            self._finished(x, next(totals))
+            if x.how == "sum"
+            else _COMBINE[x.how](next(series), axis=0)
+            for x in split.crossing
+        ]
+        last = [x[-1] for x in others[: split.n_last]]
+        placeholders = [None if i in rows else x for i, x in enumerate(args)]
+        done = run(split.once, [*placeholders, *first, *crossing, *last], replace)
+        found = dict(zip(split.done, done, strict=True))
+        found.update(zip(split.stacked, others[split.n_last :], strict=True))
+        for i in self._averaged:
+            found[i] = jnp.mean(found[i], axis=0)
+        return [found[i] for i in range(len(found))]
+
+    def _zero(self, x: Crossing, aval: Any) -> jax.Array:
+        dtype = aval.dtype
+        if jnp.issubdtype(dtype, jnp.inexact):
+            gradient = x.spec is not None and self._dtype is not None
+            dtype = self._dtype if gradient else jnp.promote_types(dtype, jnp.float32)
+        return self._kept(x, jnp.zeros(aval.shape, dtype))
+
+    def _kept(self, x: Crossing, value: jax.Array) -> jax.Array:
+        # As it is on both sides of the loop, else XLA cuts what the loop carries as well.
+        return value if x.spec is None else self._inserter.constrain(value, x.spec)
+
+    def _finished(self, x: Crossing, total: jax.Array) -> jax.Array:
+        dtype = x.variable.aval.dtype
+        total = self._kept(x, total)
+        if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
+            return total
+        return total.astype(dtype)

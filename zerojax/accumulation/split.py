@@ -1,0 +1,272 @@
+"""A step cut in two: what runs for each micro-batch, and what runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.literals import with_numbers_of_whole
+from zerojax.accumulation.sum_rules import LABELS
+from zerojax.collectives.layout import Spec
+
+_RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
+_ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A number that micro-batches make together.
+
+    Attributes:
+      variable: of the step on the whole batch.
+      how: "sum", "max", "min", "and" or "or".
+      spec: how it is cut over the devices, if it is a gradient.
+      wide: what follows takes it in a wider floating dtype than the micro-batch makes.
+    """
+
+    variable: Any
+    how: str
+    spec: Spec | None
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """The programs of a step under accumulation, all on the step's own arguments and more.
+
+    Attributes:
+      first: on the whole batch; makes ``n_first`` numbers that follow from the batch alone.
+      micro: for each micro-batch; takes those numbers behind its arguments, and makes
+        ``crossing``, the numbers of the last micro-batch that ``once`` needs, ``stacked`` and
+        ``carry``.
+      once: takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
+      n_first, n_last: how many there are.
+      stacked: positions among the step's results that each micro-batch makes.
+      carry: positions among the arguments that each micro-batch makes for the next.
+      done: positions among the results that ``once`` makes.
+    """
+
+    first: Flat
+    micro: Flat
+    once: Flat
+    crossing: list[Crossing]
+    n_first: int
+    n_last: int
+    stacked: list[int]
+    carry: list[int]
+    done: list[int]
+
+
+def split(
+    whole: Flat,
+    micro: Flat,
+    analysis: Analysis,
+    first: Collection[Any],
+    stacked: Sequence[int],
+    carry: Mapping[int, Any],
+    wants: Mapping[Any, Spec],
+) -> Split:
+    """Cuts a step.
+
+    Args:
+      whole, micro: traced on the whole batch and on a micro-batch.
+      analysis: of them.
+      first: variables made from the batch alone.
+      stacked: positions of results that each micro-batch makes.
+      carry: by position among the arguments, the variable that holds it for the next micro-batch.
+      wants: how gradients are to be cut, by variable.
+    """
+    made = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
+    ahead = [v for v in made if v in first]
+    chosen = _Once(whole, analysis, made, {*ahead}, {*carry.values()}, wants)
+    done = [i for i in range(len(whole.outvars)) if i not in {*stacked}]
+    chosen.need(whole.outvars[i] for i in done)
+    chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
+    here = _micro_variables(whole, micro, analysis)
+    crossing = [
+        Crossing(v, analysis.kind(v).name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
+        for v in chosen.crossing
+    ]
+    last = list(chosen.last)
+    outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
+    eqns = with_numbers_of_whole(analysis)
+    return Split(
+        first=_pruned(whole, [p.whole for p in analysis.pairs], [], ahead),
+        micro=_pruned(
+            micro, eqns, [here[v] for v in ahead], [_read(here, v) for v in outs],
+            keep=_effects(analysis, chosen),
+        ),
+        once=Flat(
+            [*whole.invars, *ahead, *chosen.crossing, *last],
+            [pair.whole for i, pair in enumerate(analysis.pairs) if i in chosen.eqns],
+            [whole.outvars[i] for i in done],
+            whole.constvars,
+            whole.consts,
+        ),
+        crossing=crossing,
+        n_first=len(ahead),
+        n_last=len(last),
+        stacked=list(stacked),
+        carry=list(carry),
+        done=done,
+    )  # fmt: skip
+
+
+class _Once:
+    """Which equations run once, and which numbers they need of the micro-batches."""
+
+    def __init__(
+        self,
+        whole: Flat,
+        analysis: Analysis,
+        made: Mapping[Any, int],
+        ahead: set[Any],
+        passed: set[Any],
+        wants: Mapping[Any, Spec],
+    ) -> None:
+        self._analysis, self._made, self._wants = analysis, made, wants
+        self._there = {*whole.invars, *whole.constvars, *ahead}
+        self._passed, self._outvars = passed, whole.outvars
+        self._users: dict[Any, list[Any]] = {}
+        for pair in analysis.pairs:
+            for v in pair.whole.invars:
+                if not isinstance(v, core.Literal):
+                    self._users.setdefault(v, []).append(pair.whole)
+        self.eqns: set[int] = set()
+        self.crossing: dict[Any, None] = {}
+        self.last: dict[Any, None] = {}
+
+    def need(self, atoms: Iterable[Any]) -> None:
+        left = list(atoms)
+        while left:
+            v = left.pop()
+            if isinstance(v, core.Literal) or v in self._there:
+                continue
+            kind = self._analysis.kind(v)
+            if v in self._passed:
+                self.last[v] = None
+            elif kind.reduced:
+                left += self._cross(v)
+            elif kind.name == "own":
+                self.last[v] = None
+            else:
+                assert kind.name in ("fixed", "whole"), kind
+                left += self._take(v)
+
+    def _take(self, v: Any) -> list[Any]:
+        """Makes the equation of a variable one of these; its operands."""
+        i = self._made[v]
+        if i in self.eqns:
+            return []
+        self.eqns.add(i)
+        return list(self._analysis.pairs[i].whole.invars)
+
+    def _cross(self, v: Any) -> list[Any]:
+        """Takes a number as early as it is one per element, so that all uses share it."""
+        chain = [v]
+        while (before := self._one_to_one(chain[-1])) is not None:
+            chain.append(before)
+        known = [i for i, x in enumerate(chain) if x in self._wants]
+        at = known[-1] if known else len(chain) - 1
+        self.crossing[chain[at]] = None
+        return [x for y in chain[:at] for x in self._take(y) if x not in chain]
+
+    def _one_to_one(self, v: Any) -> Any:
+        """The number that an equation makes this one of, element by element."""
+        if v not in self._made:
+            return None
+        eqn = self._analysis.pairs[self._made[v]].whole
+        numbers = [
+            x
+            for x in eqn.invars
+            if not isinstance(x, core.Literal) and self._analysis.kind(x).reduced
+        ]
+        if eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1 or numbers[0] in self._there:
+            return None
+        if numbers[0].aval.size != v.aval.size or not _same_sort(numbers[0], v):
+            return None
+        return numbers[0]
+
+    def taken_wide(self, v: Any) -> bool:
+        """Whether everything that runs once on it converts it to a wider dtype first."""
+        if any(v is out for out in self._outvars):
+            return False
+        once = {id(self._analysis.pairs[i].whole) for i in self.eqns}
+        for eqn in self._users.get(v, ()):
+            if id(eqn) not in once:
+                continue
+            if eqn.primitive.name == "convert_element_type":
+                new = eqn.outvars[0].aval.dtype
+                if not jnp.issubdtype(new, jnp.floating) or new.itemsize < 4:
+                    return False
+            elif eqn.primitive.name not in LABELS or not self.taken_wide(eqn.outvars[0]):
+                return False
+        return True
+
+    def effects(self) -> list[Any]:
+        """Equations without results (prints) on numbers that are known once."""
+        found = []
+        for i, pair in enumerate(self._analysis.pairs):
+            kinds = [self._analysis.kind(v) for v in pair.whole.invars]
+            if pair.whole.effects and all(k.needs_whole or k.name == "fixed" for k in kinds):
+                self.eqns.add(i)
+                found.append(pair)
+        return found
+
+
+def _is_half(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize < 4
+
+
+def _same_sort(one: Any, other: Any) -> bool:
+    a, b = one.aval.dtype, other.aval.dtype
+    return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
+
+
+def _effects(analysis: Analysis, chosen: _Once) -> set[int]:
+    pairs = enumerate(analysis.pairs)
+    return {i for i, p in pairs if p.whole.effects and i not in chosen.eqns and p.micro is not None}
+
+
+def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
+    """From variables of the whole batch's trace to those of the micro-batch's."""
+    here = dict(
+        zip((*whole.invars, *whole.constvars), (*micro.invars, *micro.constvars), strict=True)
+    )
+    for pair in analysis.pairs:
+        if pair.micro is None:
+            here[pair.whole.outvars[0]] = _read(here, pair.whole.invars[0])
+        else:
+            here.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
+    return here
+
+
+def _read(here: Mapping[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, core.Literal) else here[atom]
+
+
+def _pruned(
+    flat: Flat,
+    eqns: Sequence[Any],
+    more: Sequence[Any],
+    outs: Sequence[Any],
+    keep: Collection[int] = (),
+) -> Flat:
+    """The part of a program that makes these results, of its arguments and ``more``."""
+    needed = {v for v in outs if not isinstance(v, core.Literal)}
+    there = {*more}
+    kept: list[Any] = []
+    for i, eqn in reversed(list(enumerate(eqns))):
+        if eqn is None:
+            continue
+        wanted = any(v in needed and v not in there for v in eqn.outvars)
+        if wanted or i in keep:
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+    return Flat([*flat.invars, *more], kept[::-1], list(outs), flat.constvars, flat.consts)

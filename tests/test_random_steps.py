@@ -132,7 +132,7 @@ def apply(network: str, params: Any, x: jax.Array) -> jax.Array:
     elif network == "tied":
         x = layer(layer(x, layers[0]), layers[0].T) @ params["head"].T
     elif network == "chunks":
-        chunks = x.reshape(2, -1, WIDTH)
+        chunks = x.reshape(-1, 1, WIDTH)
         x = lax.map(lambda x: layer(layer(x, layers[0]), layers[1]), chunks).reshape(x.shape)
     else:
         x = jax.vmap(lambda x: layer(layer(x, layers[1]), layers[0]))(x)

@@ -199,7 +199,7 @@ def nnx_step(model: Any, optimizer: Any, rngs: Any, batch: Any) -> Any:
     return {"loss": loss}
 
 
-NOISE = told("noise")
+NOISE = told("noise in the batch's shape")
 
 PROGRAMS = (
     Program("vae", create_vae, argument_step, keyed(vectors), accumulated=NOISE),
@@ -213,10 +213,7 @@ PROGRAMS = (
         "dropout", creator(MLP(dropout=0.2)), dropout_step, keyed(vectors), accumulated=NOISE
     ),
     Program("gan_simultaneous", create_adversarial, simultaneous_step, real_and_noise),
-    Program(
-        "gan_alternating", create_adversarial, alternating_step, real_and_noise,
-        accumulated=refused("gradient_accumulation_steps"),
-    ),
+    Program("gan_alternating", create_adversarial, alternating_step, real_and_noise),
     Program(
         "gan_two_states", create_two_states, two_states_step, real_and_noise,
         once=refused("TrainState"), accumulated=refused("TrainState"), call=call_two_states,

@@ -196,7 +196,7 @@ class Stacked(nn.Module):
         return nn.Dense(VOCABULARY)(x)
 
 
-INTERACT = refused("micro-batch")
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 ONE_DTYPE = ("float32", "bfloat16")  # flax's recurrent layers start from float32
 
 PROGRAMS = (

@@ -320,7 +320,7 @@ def nnx_clipped_step(model: Any, optimizer: Any, batch: Any) -> Any:
     return {"loss": loss, "norm": norm, "step": optimizer.step[...]}
 
 
-INTERACT = refused("gradient_accumulation_steps")
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 guarded = creator(tx=SGD, kind=GuardedState, finite=lambda _: jnp.zeros((), jnp.int32))
 scaling = creator(
     tx=SGD, kind=ScaledState,
@@ -358,7 +358,7 @@ PROGRAMS = (
     Program("dynamic_scale", scaling, dynamic_scale_step, sometimes_infinite),
     Program("lora_optimizer", creator(Adapted(), ROW, LORA), regression_step, vectors),
     Program("lora_gradients", creator(Adapted(), ROW, LORA), adapters_step, vectors),
-    Program("sharpness", creator(tx=SGD), sharpness_step, vectors, accumulated=INTERACT),
+    Program("sharpness", creator(tx=SGD), sharpness_step, vectors),
     Program("gradient_penalty", creator(tx=SGD), penalty_step, vectors),
     Program("meta_learning", creator(tx=SGD), meta_step, vectors, accumulated=INTERACT),
     Program("two_losses", creator(tx=SGD), two_losses_step, vectors),

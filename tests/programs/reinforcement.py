@@ -114,11 +114,11 @@ def values_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
 
 create = creator(Policy(), ROW, SGD)
 MANY = refused("gradient_accumulation_steps to 1")
-INTERACT = refused("gradient_accumulation_steps")
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
     Program("policy", create, policy_step, experience),
-    Program("advantage_normalized", create, normalized_step, experience, accumulated=INTERACT),
+    Program("advantage_normalized", create, normalized_step, experience),
     Program("advantage_own", create, own_values_step, experience, accumulated=INTERACT),
     Program("policy_unrolled", create, unrolled_step, experience, accumulated=MANY),
     Program("policy_looped", create, looped_step, experience, accumulated=MANY),

@@ -238,7 +238,7 @@ def call_in_order(step: Any, objects: Any, arguments: Any) -> Any:
     return objects, step(metrics, rngs, *arguments, optimizer, model)
 
 
-INTERACT = refused("gradient_accumulation_steps")
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
     Program("decorator", creator(), doubling(regression_step), vectors),

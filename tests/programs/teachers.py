@@ -109,7 +109,7 @@ def decorrelated_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
 
 
 create = creator(MLP(), tx=SGD, kind=TaughtState, teacher=copied)
-INTERACT = refused("gradient_accumulation_steps")
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
     Program("mean_teacher", create, mean_teacher_step, vectors),

@@ -111,7 +111,7 @@ def nnx_step(model: Any, optimizer: Any, metrics: Any, batch: Any) -> None:
     optimizer.update(model, grads)
 
 
-BATCH_NORM = told("BatchNorm")
+BATCH_NORM = told("statistics of its own rows")
 
 PROGRAMS = (
     Program("batch_norm", create(True), step, labelled, accumulated=BATCH_NORM),

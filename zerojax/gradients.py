@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.marks import LOSS, SEED, WEIGHT
+from zerojax.marks import LOSS, SEED
 
 
 def value_and_grad(
@@ -96,20 +96,16 @@ def grad(
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    r"""The mean of per-token losses, which tells gradient accumulation its weight.
+    r"""The mean of per-token losses, of which some count more than others, or not at all.
 
     .. math:: \ell = \sum_i w_i v_i \; / \sum_i w_i
 
-    in float32 at least, and 0 where all weights are. With accumulation in a decorated step,
-    micro-batches then count by their :math:`W_m = \sum_i w_i`, and the gradient is that of the
-    mean over the whole batch,
+    in float32 at least, and 0 where all weights are. A value without weight may be inf or NaN,
+    which reaches neither the mean nor its gradient.
 
-    .. math:: g = \sum_m W_m g_m \; / \sum_m W_m
-
-    whatever share of its tokens each micro-batch masks. (An equal-weight mean over micro-batches,
-    as in DeepSpeed, is another loss.) What else the loss adds up, such as a mean over rows, and
-    scalar metrics are weighted alike, counts too: return those per row, or as arrays of one
-    element.
+    With accumulation in a decorated step this is the mean over the whole batch, whatever share of
+    its tokens each micro-batch masks; so is ``jnp.sum(values * mask) / jnp.sum(mask)``. (A mean
+    of the micro-batches' means, as in DeepSpeed, is another loss.)
 
     Args:
       values: [...], of any shape.
@@ -136,7 +132,7 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
             "weight a row is weights[:, None]"
         )
     weights = jnp.broadcast_to(weights, values.shape)
-    total = checkpoint_name(jnp.sum(weights), WEIGHT)
+    total = jnp.sum(weights)
     # A masked value may be anything, inf and NaN too.
     part = jnp.where(weights == 0, 0, values) * weights
     return jnp.sum(part) / jnp.where(total == 0, 1, total)

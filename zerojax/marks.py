@@ -24,8 +24,6 @@ SEED = "zerojax loss scale"
 """The number that the loss is multiplied with before the backward pass: 1, to be replaced."""
 LOSS = "zerojax loss"
 """What is multiplied with it."""
-WEIGHT = "zerojax weight"
-"""The weight of a micro-batch's mean."""
 CHANGE = "zerojax change"
 """What the optimizer returns where the parameter after it is there already."""
 

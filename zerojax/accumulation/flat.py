@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from zerojax import compat, marks
 from zerojax.collectives.changes import is_change
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Variable:
     """A value of a flat program; unlike jax's own, no two calls share one."""
 
@@ -37,40 +37,90 @@ class Flat:
     consts: list[Any] = field(default_factory=list)
 
 
-def flatten(closed: Any) -> Flat:
-    """Opens every call of a jaxpr that runs its body once on its own operands."""
-    jaxpr, consts = compat.open_jaxpr(closed)
-    flat = Flat([Variable(v.aval) for v in jaxpr.invars])
-    flat.outvars = _open(flat, jaxpr, consts, flat.invars, None)
-    return flat
+def flatten(closed: Any, learned: Collection[int]) -> Flat:
+    """Opens every call of a jaxpr that runs its body once on its own operands.
+
+    What a checkpoint makes without what is ``learned`` and uses as a number, such as the sum of a
+    mask, is made outside it.
+
+    Args:
+      closed: a jaxpr with its constants.
+      learned: positions of the arguments that training changes.
+    """
+    return _Opener(closed, learned).flat
 
 
-def _open(
-    flat: Flat, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outer: Any
-) -> list[Any]:
-    """Appends the equations of a jaxpr on these arguments; its results."""
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    for v, value in zip(jaxpr.constvars, consts, strict=True):
-        env[v] = Variable(v.aval)
-        flat.constvars.append(env[v])
-        flat.consts.append(value)
+class _Opener:
+    def __init__(self, closed: Any, learned: Collection[int]) -> None:
+        jaxpr, consts = compat.open_jaxpr(closed)
+        self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
+        self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
+        self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None)
 
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else env[atom]
+    def _open(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outer: Any
+    ) -> list[Any]:
+        """Appends the equations of a jaxpr on these arguments; its results."""
+        env = dict(zip(jaxpr.invars, args, strict=True))
+        for v, value in zip(jaxpr.constvars, consts, strict=True):
+            env[v] = Variable(v.aval)
+            self.flat.constvars.append(env[v])
+            self.flat.consts.append(value)
 
-    for eqn in jaxpr.eqns:
-        info = eqn.source_info
-        if outer is not None:
-            info = info.replace(name_stack=outer.name_stack + info.name_stack)
-        values = [read(v) for v in eqn.invars]
-        if _opens(eqn):
-            inner, inner_consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])
-            outs = _open(flat, inner, inner_consts, values, info)
-        else:
-            outs = [Variable(v.aval) for v in eqn.outvars]
-            flat.eqns.append(eqn.replace(invars=values, outvars=outs, source_info=info))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            info = eqn.source_info
+            if outer is not None:
+                info = info.replace(name_stack=outer.name_stack + info.name_stack)
+            values = [read(v) for v in eqn.invars]
+            if _opens(eqn):
+                inner, inner_consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])
+                outs = self._open(inner, inner_consts, values, info)
+            else:
+                if eqn.primitive is prims.remat_p:
+                    eqn, values = self._without_numbers(eqn, values, info)
+                outs = [Variable(v.aval) for v in eqn.outvars]
+                self.flat.eqns.append(eqn.replace(invars=values, outvars=outs, source_info=info))
+                if any(map(self._is_learned, values)):
+                    self._learned.update(outs)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _is_learned(self, atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in self._learned
+
+    def _without_numbers(self, eqn: Any, values: list[Any], info: Any) -> tuple[Any, list[Any]]:
+        """A checkpoint that is given the numbers which it makes of the batch alone."""
+        inner = eqn.params["jaxpr"]
+        learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
+        counted: set[Any] = set()  # numbers made of arrays
+        for each in inner.eqns:
+            operands = [v for v in each.invars if not isinstance(v, core.Literal)]
+            if any(v in learned for v in operands):
+                learned.update(each.outvars)
+            elif len(each.outvars) == 1 and any(v.aval.shape or v in counted for v in operands):
+                counted.update(v for v in each.outvars if not v.aval.shape)
+        numbers: dict[Any, None] = {}
+        for each in inner.eqns:
+            if not learned.isdisjoint(each.outvars) or any(v.aval.shape for v in each.outvars):
+                numbers.update(
+                    dict.fromkeys(
+                        v for v in each.invars if not isinstance(v, core.Literal) and v in counted
+                    )
+                )
+        if not numbers:
+            return eqn, values
+        outside = inner.replace(
+            eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
+        )
+        made = self._open(outside, (), values, info)
+        inside = inner.replace(
+            invars=[*inner.invars, *numbers],
+            eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
+        )
+        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *made]
 
 
 def _opens(eqn: Any) -> bool:

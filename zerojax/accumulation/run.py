@@ -27,9 +27,9 @@ def accumulator(param: Any, dtype: Any) -> Any:
 def rows_together(batch: Any) -> Any:
     """Shapes of the whole batch; leaves [k, rows, ...] become [k * rows, ...]."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype)
-        if x.shape
-        else x,
+        lambda x: (
+            jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) if x.shape else x
+        ),
         batch,
     )
 
@@ -72,7 +72,7 @@ class MicroBatches:
         dtype: Any,
     ) -> None:
         self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
-        flat, small = flatten(whole), flatten(micro)
+        flat, small = (flatten(each, roles.learned) for each in (whole, micro))
         kinds = roles.kinds(flat)
         try:
             analysis, choices = analysed(flat, small, kinds, roles.state, roles.rest)

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax import compat
 from zerojax.arguments import Arguments, Constant
+from zerojax.jitted import open_jit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -139,6 +142,25 @@ class TestJit:
         jitted = jax.jit(train_step, compiler_options={"xla_cpu_enable_fast_math": True})
         with pytest.raises(ValueError, match="with compiler_options"):
             zerojax.zero(stage=1)(jitted)
+
+    @pytest.mark.parametrize("jit", [jax.jit, nnx.jit, functools.partial(nnx.jit, graph=False)])
+    def test_whose_options_jax_keeps_to_itself(self, jit: Any) -> None:
+        """They are read where this jax and this flax have them."""
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        options = {"static_argnums": 3, "donate_argnames": "batch", "in_shardings": sharding}
+        jitted = jit(scaled_step, **options)
+        found = compat.jit_options(getattr(jitted, "jitted_fn", jitted))
+        assert set(found.static) >= {3}
+        assert set(found.donated) >= {"batch"}
+        assert found.given[0] == "in_shardings"
+        opened = open_jit(jit(scaled_step, static_argnames="how"))
+        assert opened.function is scaled_step
+        assert "how" in opened.static
+
+    def test_that_there_is_none_of(self) -> None:
+        opened = open_jit(functools.wraps(scaled_step)(lambda *args: None))
+        assert opened.function is not scaled_step
+        assert not opened.static
 
 
 class Config:

@@ -217,14 +217,73 @@ def test_checkpoints(tmp_path: Path, turned: bool) -> None:
     assert names == {"0", "1", "2", "3"}
 
 
-def test_parameters_that_are_plain_arrays() -> None:
-    class Plain(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.data(jnp.ones((8, 4)))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_the_step_sets_stays_set(accumulation: int) -> None:
+    """``model.train()`` in the step, as under nnx.jit."""
 
-        def __call__(self, x: jax.Array, rngs: Any = None) -> jax.Array:
-            return x @ self.w
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        model.train()
+        return train(model, optimizer, batch)
 
+    model, optimizer, *_ = create()
+    model.eval()
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=accumulation)
+    decorated = zero(step)
+    for _ in range(2):
+        decorated(model, optimizer, BATCH)
+        assert model.dropout.deterministic is False
+    model.eval()
+    decorated(model, optimizer, BATCH)
+    assert model.dropout.deterministic is False
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_offload(accumulation: int) -> None:
+    zero = zerojax.zero(
+        stage=3, stage3_param_persistence_threshold=0, offload_optimizer="cpu", offload_param="cpu",
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    objects, plain = zero.init(create), create()
+    objects = (objects[2], objects[1], objects[0])
+
+    def step(metrics: Any, optimizer: Any, model: Any, batch: Any) -> Any:
+        return train(model, optimizer, batch, metrics)
+
+    decorated, jitted = zero(step), nnx.jit(step)
+    for _ in range(2):
+        same(decorated(*objects, BATCH), jitted(plain[2], plain[1], plain[0], BATCH))
+    same(objects[0].compute(), plain[2].compute())
+    same(jax.device_get(nnx.state(objects[2])), nnx.state(plain[0]))
+
+
+class Plain(nnx.Module):
+    """Parameters without a Variable around them."""
+
+    def __init__(self) -> None:
+        self.w = nnx.data(jnp.ones((8, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w
+
+
+@pytest.mark.parametrize("wrt", [jax.Array, True])
+def test_parameters_that_are_plain_arrays(wrt: Any) -> None:
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def loss_fn(model: Any) -> Any:
+            return jnp.mean(model(batch["image"]) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def make() -> tuple[Any, ...]:
+        model = Plain()
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=wrt)
+
+    agrees(step, make, BATCH, born=True)
+
+
+def test_parameters_that_the_optimizer_does_not_see() -> None:
     def make() -> tuple[Any, ...]:
         model = Plain()
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -323,4 +382,4 @@ def test_under_nnx_jit() -> None:
 
     model, optimizer, *_ = create()
     plain = create()
-    same(step(model, optimizer, BATCH, times=2), 2 * train(plain[0], plain[1], BATCH))
+    same(step(model, optimizer, BATCH, times=2), 2 * nnx.jit(train)(plain[0], plain[1], BATCH))

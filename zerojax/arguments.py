@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zerojax.jitted import Slot, name_of, open_jit, without_self
-from zerojax.nnx import is_nnx
+from zerojax.nnx import Settings, is_nnx, settings
 
 
 class Constant:
@@ -266,12 +266,17 @@ class Arguments:
 class Rearranged:
     """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
 
+    Attributes:
+      changed: attributes of NNX objects that it has set when it was traced, such as
+        ``deterministic`` by ``model.train()``.
+
     Raises:
       NameError: it takes a mean over an axis that ``pmap`` would name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
+        self.changed: Settings = {}
 
     def __call__(self, *given: Any, **kwargs: Any) -> Any:
         form, n = self.form, len(self.form.objects)
@@ -280,8 +285,9 @@ class Rearranged:
         more = iter(given[n + 1 :])
         args = [_value(slots[i] if i in slots else next(more)) for i in range(form.positions)]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
+        before = settings(given[:n])
         try:
-            return self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
+            out = self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -290,6 +296,9 @@ class Rearranged:
                 "layer): remove it. A decorated step sees the global batch, so that a mean over "
                 f"the batch is over all devices already. jax says: {error}"
             ) from error
+        after = settings(given[:n])
+        self.changed = {at: x for at, x in after.items() if at not in before or before[at] != x}
+        return out
 
 
 def is_train_state(x: Any) -> bool:

@@ -133,6 +133,28 @@ def from_cached_partial() -> bool:
         return context.static_cache is not None
 
 
+Settings = dict[tuple[Any, ...], Any]
+
+
+def settings(objects: tuple[Any, ...]) -> Settings:
+    """The attributes that are plain values (``deterministic``, say) by path and name."""
+    plain = bool | int | float | str | None
+    return {
+        (*path, name): value
+        for path, node in (nnx.iter_graph(objects) if any(map(is_nnx, objects)) else ())
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if isinstance(value, plain)
+    }
+
+
+def apply_settings(objects: tuple[Any, ...], changed: Settings) -> None:
+    """Gives the attributes other values, as a step under ``nnx.jit`` does to its arguments."""
+    nodes = dict(nnx.iter_graph(objects)) if changed else {}
+    for (*path, name), value in changed.items():
+        setattr(nodes[tuple(path)], name, value)
+
+
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     """Gives an optimizer another transformation and its state."""
     optimizer.tx = tx

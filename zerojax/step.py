@@ -13,7 +13,7 @@ import numpy as np
 from zerojax import compat
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, one_of, rows_together
-from zerojax.arguments import Arguments, Call, Form, is_train_state
+from zerojax.arguments import Arguments, Call, Form, Rearranged, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
     Alone,
@@ -32,7 +32,7 @@ from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import replacements
 from zerojax.lowered import LoweredProgram
-from zerojax.nnx import from_cached_partial, is_nnx
+from zerojax.nnx import apply_settings, from_cached_partial, is_nnx
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -54,13 +54,13 @@ class Program:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Rearranged,
         states: States,
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
-        self.signals = signals
+        self.function, self.signals = function, signals
         config, axis = states.config, states.axis
         sizes = config.batch(states.mesh.shape[axis])
         self.config, self.accumulation = config, sizes.accumulation
@@ -219,6 +219,7 @@ class Step:
         returned = out
         if program.write_back is not None:
             program.write_back(call.objects, parts, program.tx)
+            apply_settings(call.objects, program.function.changed)
         else:
             state = program.close(parts, program.tx)
             self._last = weakref.ref(state), call.form, program
@@ -260,7 +261,7 @@ class Step:
             lambda: program.lowered(parts, like, call.args, call.kwargs),
             program.plan,
             rows,
-            self._arguments.rearranged(call.form),
+            program.function,
             call.objects,
             like,
             call.args,

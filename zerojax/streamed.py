@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat
 from zerojax.accumulation.run import accumulator
+from zerojax.arguments import Rearranged
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.collect import Collect
@@ -42,12 +43,13 @@ class Streamed:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Rearranged,
         states: States,
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState], Signals],
     ) -> None:
+        self.function = function
         self.donate, self.config = donate, states.config
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.write_back = opened.write_back

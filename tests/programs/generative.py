@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -149,6 +150,24 @@ def alternating_step(state: AdversarialState, batch: Any) -> tuple[AdversarialSt
     return state, {"generator": value, "critic": critic_value}
 
 
+def weighted_step(state: AdversarialState, batch: Any) -> tuple[AdversarialState, Any]:
+    """VQGAN's adaptive weight: two losses balanced by the norms of their gradients."""
+
+    def adversarial(params: Any) -> jax.Array:
+        return generator_loss(params, state.critic.params, batch["z"])
+
+    def reconstruction(params: Any) -> jax.Array:
+        made = GENERATOR.apply({"params": params}, batch["real"])
+        return jnp.mean(jnp.abs(made - batch["real"]))
+
+    first, second = (jax.grad(f)(state.params)["Dense_1"] for f in (reconstruction, adversarial))
+    weight = optax.tree.norm(first) / (optax.tree.norm(second) + 1e-4)
+    loss, grads = jax.value_and_grad(
+        lambda p: reconstruction(p) + jax.lax.stop_gradient(weight) * adversarial(p)
+    )(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss, "weight": weight}
+
+
 def two_states_step(generator: TrainState, critic: TrainState, batch: Any) -> Any:
     """The usual form: two arguments, two updates."""
     fake = GENERATOR.apply({"params": generator.params}, batch["z"])
@@ -199,6 +218,7 @@ def nnx_step(model: Any, optimizer: Any, rngs: Any, batch: Any) -> Any:
     return {"loss": loss}
 
 
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
 NOISE = told("noise in the batch's shape")
 
 PROGRAMS = (
@@ -213,7 +233,13 @@ PROGRAMS = (
         "dropout", creator(MLP(dropout=0.2)), dropout_step, keyed(vectors), accumulated=NOISE
     ),
     Program("gan_simultaneous", create_adversarial, simultaneous_step, real_and_noise),
-    Program("gan_alternating", create_adversarial, alternating_step, real_and_noise),
+    Program(
+        "gan_alternating", create_adversarial, alternating_step, real_and_noise,
+        accumulated=INTERACT,
+    ),
+    Program(
+        "gan_weighted", create_adversarial, weighted_step, real_and_noise, accumulated=INTERACT
+    ),
     Program(
         "gan_two_states", create_two_states, two_states_step, real_and_noise,
         once=refused("TrainState"), accumulated=refused("TrainState"), call=call_two_states,

@@ -358,7 +358,7 @@ PROGRAMS = (
     Program("dynamic_scale", scaling, dynamic_scale_step, sometimes_infinite),
     Program("lora_optimizer", creator(Adapted(), ROW, LORA), regression_step, vectors),
     Program("lora_gradients", creator(Adapted(), ROW, LORA), adapters_step, vectors),
-    Program("sharpness", creator(tx=SGD), sharpness_step, vectors),
+    Program("sharpness", creator(tx=SGD), sharpness_step, vectors, accumulated=INTERACT),
     Program("gradient_penalty", creator(tx=SGD), penalty_step, vectors),
     Program("meta_learning", creator(tx=SGD), meta_step, vectors, accumulated=INTERACT),
     Program("two_losses", creator(tx=SGD), two_losses_step, vectors),

@@ -273,6 +273,33 @@ def surgery_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state.apply_gradients(grads=grads), {"along": along}
 
 
+class RunningState(TrainState):
+    """Carries the running mean of its losses."""
+
+    running: Any
+
+
+def hard_examples(by: str) -> Any:
+    """A step that learns from rows whose loss is above the mean: that of the batch, or the running
+    one, which it carries, before or after this batch."""
+
+    def step(state: RunningState, batch: Any) -> tuple[RunningState, Any]:
+        def loss_fn(params: Any) -> Any:
+            made = state.apply_fn({"params": params}, batch["x"])
+            losses = jnp.mean((made - batch["y"]) ** 2, -1)
+            mean = jax.lax.stop_gradient(losses.mean())
+            after = 0.9 * state.running + 0.1 * mean
+            limit = {"batch": mean, "before": state.running, "after": after}[by]
+            hard = losses > limit
+            return jnp.sum(losses * hard) / jnp.maximum(hard.sum(), 1), after
+
+        (loss, after), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        running = state.running if by == "batch" else after
+        return state.apply_gradients(grads=grads, running=running), {"loss": loss}
+
+    return step
+
+
 def plateau_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     """The optimizer is told the loss."""
     loss, grads = jax.value_and_grad(lambda p: squared(state, p, batch))(state.params)
@@ -322,6 +349,7 @@ def nnx_clipped_step(model: Any, optimizer: Any, batch: Any) -> Any:
 
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
 guarded = creator(tx=SGD, kind=GuardedState, finite=lambda _: jnp.zeros((), jnp.int32))
+running = creator(tx=SGD, kind=RunningState, running=lambda _: jnp.ones(()))
 scaling = creator(
     tx=SGD, kind=ScaledState,
     dynamic_scale=lambda _: dynamic_scale_lib.DynamicScale(
@@ -345,12 +373,12 @@ PROGRAMS = (
         Program(f"loss_{name}", creator(tx=SGD), losses(name), vectors)
         for name in (
             "sum", "regularized", "sum_regularized", "masked_regularized", "by_rows",
-            "two_means", "vmapped", "chunked",
+            "two_means", "vmapped",
         )
     ),
     *(
         Program(f"loss_{name}", creator(tx=SGD), losses(name), vectors, accumulated=INTERACT)
-        for name in ("root", "maximum", "logarithm", "product")
+        for name in ("root", "maximum", "logarithm", "product", "chunked")
     ),
     Program("guard", guarded, guarded_step, sometimes_infinite),
     Program("guard_params", guarded, params_guarded_step, sometimes_infinite),
@@ -363,6 +391,13 @@ PROGRAMS = (
     Program("meta_learning", creator(tx=SGD), meta_step, vectors, accumulated=INTERACT),
     Program("two_losses", creator(tx=SGD), two_losses_step, vectors),
     Program("gradient_surgery", creator(tx=SGD), surgery_step, vectors),
+    *(
+        Program(
+            f"hard_examples_by_{by}", running, hard_examples(by), vectors, dtypes=("float64",),
+            accumulated=INTERACT,
+        )
+        for by in ("batch", "before", "after")
+    ),
     Program("plateau", creator(tx=PLATEAU), plateau_step, vectors),
     Program("weights_clipped", creator(tx=SGD), weights_clipped_step, vectors),
     Program("update_norm", creator(), update_norm_step, vectors),

@@ -20,6 +20,7 @@ from programs.program import (
     creator,
     refused,
     regression_step,
+    told,
     vectors,
 )
 
@@ -146,7 +147,14 @@ def hard_results_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     """A result that no reduction of micro-batches gives."""
     new, _ = regression_step(state, batch)
     made = state.apply_fn({"params": state.params}, batch["x"])
-    return new, {"median": jnp.median(made), "deviation": made.std()}
+    return new, {"median": jnp.median(made)}
+
+
+def deviation_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    """A result that needs the mean before it looks at the rows."""
+    new, _ = regression_step(state, batch)
+    made = state.apply_fn({"params": state.params}, batch["x"])
+    return new, {"deviation": made.std()}
 
 
 def vector_results_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
@@ -238,6 +246,7 @@ def call_in_order(step: Any, objects: Any, arguments: Any) -> Any:
     return objects, step(metrics, rngs, *arguments, optimizer, model)
 
 
+OWN_STATISTICS = told("statistics of its own rows")
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
@@ -269,6 +278,7 @@ PROGRAMS = (
     Program("numbers", creator(), rate_step, lambda rng: (*vectors(rng), 0.5), call=call_rate),
     Program("results", creator(tx=SGD), results_step, vectors, dtypes=("float64",)),
     Program("results_hard", creator(), hard_results_step, vectors, accumulated=INTERACT),
+    Program("results_deviation", creator(), deviation_step, vectors, accumulated=OWN_STATISTICS),
     Program("results_vectors", creator(), vector_results_step, vectors, dtypes=("float64",)),
     Program("graphs", create_graphs, graph_step, graphs, accumulated=refused("leading dimension")),
     Program("nnx_order", order_create, order_step, vectors, nnx=True, call=call_in_order),

@@ -288,14 +288,7 @@ def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
     """Lower the same step under plain ``jax.jit``, with sharded state and XLA left to the rest."""
     state = jax.eval_shape(create_state_of(case.model), jax.random.key(0))
 
-    def shard(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        spec: list[str | None] = [None] * len(leaf.shape)
-        divisible = [at for at, size in enumerate(leaf.shape) if size % case.devices == 0]
-        if leaf.size >= PERSISTENCE_THRESHOLD and divisible:
-            spec[max(divisible, key=lambda at: leaf.shape[at])] = "data"
-        return NamedSharding(mesh, PartitionSpec(*spec))
-
-    shardings = jax.tree.map(shard, state)
+    shardings = jax.tree.map(functools.partial(fsdp_sharding, mesh), state)
     step = train_step_of(
         case.model, lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     )
@@ -306,6 +299,15 @@ def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
         donate_argnums=0,
     )
     return jitted.lower(state, case.batch), _count(state.params)
+
+
+def fsdp_sharding(mesh: Mesh, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """A leaf's largest dimension that divides cut over all devices; small leaves whole."""
+    spec: list[str | None] = [None] * len(leaf.shape)
+    divisible = [at for at, size in enumerate(leaf.shape) if size % mesh.size == 0]
+    if leaf.size >= PERSISTENCE_THRESHOLD and divisible:
+        spec[max(divisible, key=lambda at: leaf.shape[at])] = "data"
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _count(params: Any) -> int:

@@ -16,7 +16,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax import compat
-from zerojax.arguments import Arguments, Constant
+from zerojax.arguments import Arguments
+from zerojax.call import Constant
 from zerojax.jitted import open_jit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -284,9 +285,9 @@ class TestBatchArguments:
 class TestGraphs:
     BATCH: ClassVar = {  # 16 nodes, 24 edges (8 divides both), 3 graphs (it does not)
         "nodes": X,
-        "senders": RNG.integers(16, size=24),
-        "receivers": RNG.integers(16, size=24),
-        "of": np.sort(RNG.integers(3, size=16)),
+        "senders": RNG.integers(16, size=24, dtype=np.int32),
+        "receivers": RNG.integers(16, size=24, dtype=np.int32),
+        "of": np.sort(RNG.integers(3, size=16, dtype=np.int32)),
         "labels": RNG.normal(size=(3, 4)).astype(np.float32),
     }
 
@@ -434,6 +435,10 @@ class TestRefused:
         zero = zerojax.zero(stage=1, gradient_accumulation_steps=accumulation)
         with pytest.raises(NameError, match=r"step names an axis of a pmap.*remove it.*global"):
             zero(step)(make_state(), (X, Y))
+
+    def test_a_step_under_pmap(self) -> None:
+        with pytest.raises(ValueError, match=r"train_step is under jax\.pmap: leave it out"):
+            zerojax.zero(stage=1)(jax.pmap(train_step, axis_name="batch"))
 
     def test_an_error_of_the_step_is_its_own(self) -> None:
         def step(state: TrainState, batch: Any) -> Any:

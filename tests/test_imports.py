@@ -22,6 +22,7 @@ TESTED_BY = {
     "zerojax/linen.py": "test_equality.py",
     "zerojax/nnx.py": "test_nnx_objects.py",
     "zerojax/batch.py": "test_bad_input.py",
+    "zerojax/call.py": "test_arguments.py",
     "zerojax/jitted.py": "test_arguments.py",
     "zerojax/extras.py": "test_sharding.py",
     "zerojax/state.py": "test_sharding.py",

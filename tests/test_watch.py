@@ -91,6 +91,79 @@ def test_silent_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+def run_with_a_bad_batch(zero: zerojax.Zero, bad: float = np.nan) -> tuple[TrainState, Any]:
+    """Five steps, the third with a row that is not finite, and a further look at them."""
+    decorated, state = zero(step), zero.init(start)
+    for at, batch in enumerate(batches(5), 1):
+        if at == 3:
+            batch["x"][5, 0] = bad
+        state, _ = decorated(state, batch)
+    decorated.close()
+    return state, decorated
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 3, "bf16": True},
+    {"stage": 2, "gradient_accumulation_steps": 2},
+    {"stage": 2, "offload_optimizer": "cpu"},
+    {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "bf16": True},
+]
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("keywords", SETTINGS, ids=str)
+def test_the_first_step_that_is_not_finite_is_named_once(
+    caplog: pytest.LogCaptureFixture, keywords: dict[str, Any]
+) -> None:
+    run_with_a_bad_batch(zerojax.zero(**keywords))
+    (record,) = [r for r in caplog.records if r.name == "zerojax"]
+    said = record.getMessage()
+    assert said.startswith("step 3: grad_norm, acc/top1, loss are no longer finite")
+    for remedy in ("batch of that step", "lower the learning rate", "check_finite=True"):
+        assert remedy in said
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("keywords", SETTINGS, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_check_finite_skips_such_a_step(
+    caplog: pytest.LogCaptureFixture, keywords: dict[str, Any], bad: float
+) -> None:
+    zero = zerojax.zero(**keywords, check_finite=True)
+    state, decorated = run_with_a_bad_batch(zero, bad)
+    want = zero.init(start)
+    for at, batch in enumerate(batches(5), 1):
+        if at != 3:
+            want, _ = decorated(want, batch)
+    np.testing.assert_array_equal(state.params["w"], want.params["w"])
+    told = zerojax.telemetry(state)
+    assert (told["skipped_steps"], told["step"]) == (1, 5)
+    assert "finite" not in caplog.text
+
+
+def test_check_finite_stands_beside_a_config() -> None:
+    zero = zerojax.zero({"bf16": {"enabled": True, "check_grad_overflow": False}})
+    assert not zero.config.skips_overflow
+    assert zerojax.zero(zero.config, check_finite=True).config.skips_overflow
+    both = zerojax.zero({"check_finite": True}, check_finite=False)
+    assert not both.config.skips_overflow
+    assert "check_finite" not in [note.key for note in both.config.notes]
+    assert zerojax.zero({"check_finite": True}).config.skips_overflow
+    with pytest.raises(zerojax.ConfigError, match="check_finite: expected true or false"):
+        zerojax.zero(stage=1, check_finite="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_dict_in_bf16_skips_such_steps_as_deepspeed_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    zero = zerojax.zero({"bf16": {"enabled": True}})
+    state, _ = run_with_a_bad_batch(zero)
+    assert zerojax.telemetry(state)["skipped_steps"] == 1
+    assert "bf16.check_grad_overflow = True (default: DeepSpeed skips" in str(zero.plan(state))
+
+
 def test_what_is_missing_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ImportError, match="wandb"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -84,8 +85,9 @@ class Zero:
         """Makes a state that is sharded from the start.
 
         Args:
-          create_state: ``create_state(*args)`` returns a ``TrainState``, or a pair of an
-            ``nnx.Module`` and its ``nnx.Optimizer``. It runs under ``jit``.
+          create_state: ``create_state(*args)`` returns a ``TrainState``, or a tuple of an
+            ``nnx.Module``, its ``nnx.Optimizer`` and further NNX objects (metrics, ``nnx.Rngs``) in
+            any order. It runs under ``jit``.
           *args: usually a PRNG key.
 
         Returns:
@@ -102,7 +104,8 @@ class Zero:
         """How a state lies over the devices, and why.
 
         Args:
-          *state: a ``TrainState``, or a model and its optimizer (or the pair); abstract ones too.
+          *state: a ``TrainState``, or NNX objects as :meth:`init` makes them (or the tuple);
+            abstract ones too.
 
         Returns:
           Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of it is
@@ -170,12 +173,13 @@ def zero(
     specs: Any = None,
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
+    check_finite: bool | None = None,
     **keywords: Any,
 ) -> Zero:
     """Reads a config and returns what decorates a train step.
 
     Args:
-      config: a DeepSpeed JSON as a path or a dict, with DeepSpeed's defaults; or a
+      config: a DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
         :class:`ZeroConfig`.
       mesh: the devices; all there are, on one "data" axis, by default. ZeRO shards over "data";
         other axes are the user's.
@@ -185,6 +189,11 @@ def zero(
         ``jax.jit(donate_argnums=0)``.
       auto: what stands in for an "auto" of the config that only the program knows, by dotted
         key: ``{"scheduler.params.total_num_steps": 300}``.
+      check_finite: skip updates whose gradient is not finite at any precision, beside ``config``
+        or in place of it: parameters and optimizer state stay as they are, and
+        ``telemetry(state)["skipped_steps"]`` counts the step. As ``fp16`` always does, and
+        ``bf16`` in a DeepSpeed JSON unless ``check_grad_overflow`` is false; DeepSpeed has no
+        such key for fp32. None leaves it to the config, where it is off by default.
       **keywords: the fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
         they do not ask for.
 
@@ -205,4 +214,12 @@ def zero(
     if config is None and auto:
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
+    if check_finite is not None:
+        resolved = _checking(resolved, check_finite)
     return Zero(resolved, all_devices() if mesh is None else mesh, specs, donate)
+
+
+def _checking(config: ZeroConfig, check_finite: bool) -> ZeroConfig:
+    """A config with ``check_finite`` as the keyword says, whatever it said itself."""
+    notes = tuple(note for note in config.notes if note.key != "check_finite")
+    return dataclasses.replace(config, check_finite=check_finite, notes=notes)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, one_of, rows_together
+from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.collectives.host import Host, fetched, on_host, sent
@@ -62,7 +62,8 @@ class Collect:
       dtypes: of the gradients.
       trees: of the parameters and of the optimizer state.
       separated: the update.
-      signals: what the host looks at afterwards, of the optimizer state without its arrays.
+      signals: what the host looks at afterwards, of the optimizer state without its arrays and
+        of the results.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Collect:
         dtypes: Sequence[Any],
         trees: tuple[Any, Any],
         separated: Separated,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.body, self.plan, self.config = body, plan, plan.config
         self.accumulation, self.dtypes, self.trees = accumulation, dtypes, trees
@@ -157,7 +158,7 @@ class Collect:
         if config.skips_overflow:
             done = new.skipped == opt.skipped
             after = choose(done, after, rest)
-        return grads, scalars, shared, after, counted, out, done, self.signals(new)
+        return grads, scalars, shared, after, counted, out, done, self.signals(new, out)
 
     def _state(self, light: Sequence[Any]) -> Any:
         """The optimizer state without its arrays."""
@@ -202,8 +203,9 @@ class Collect:
             outs = self.inserter(closed, others, replace)
         else:
             outs = MicroBatches(
-                closed,
-                jax.make_jaxpr(body)(abstract, one_of(batch)),
+                body,
+                abstract,
+                batch,
                 roles_of(self.body.name, abstract, batch, shape),
                 k,
                 self.inserter,
@@ -216,15 +218,13 @@ class Collect:
         """What the inserter is given of the parameters."""
         found: list[Any] = []
         for x, leaf in zip(params, self.plan.compute, strict=True):
+            away = leaf.place != DEVICE
             spec = layout.full(leaf.spec, x.ndim)
-            if leaf.place != DEVICE:
-                found.append(Shard(x, spec, host=True))
-            elif leaf.sharded:
-                whole = self.inserter.whole(x, spec) if self.inserter.keep else None
-                found.append(Shard(x, spec, whole))
-            else:
-                found.append(x)
-        return found
+            found.append(Shard(x, spec, host=away) if away or leaf.sharded else x)
+        return [
+            x if whole is None else Shard(x.value, x.spec, whole)
+            for x, whole in zip(found, self.inserter.in_advance(found), strict=True)
+        ]
 
     def _leaving(self, g: Any, opt: Any, noted: list[jax.Array]) -> Any:
         """Takes note of a gradient's square sums, and sends it where it is to lie."""

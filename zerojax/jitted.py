@@ -57,6 +57,7 @@ def open_jit(function: Callable[..., Any]) -> Jitted:
     elif type(function) in (type(nnx.jit(_nothing)), type(nnx.jit(_nothing, graph=False))):
         jit = function.jitted_fn  # type: ignore[attr-defined]
     else:
+        _check_no_pmap(function)
         return Jitted(function)
     opened = open_jit(function.__wrapped__)  # type: ignore[attr-defined]
     options = compat.jit_options(jit)
@@ -68,6 +69,16 @@ def open_jit(function: Callable[..., Any]) -> Jitted:
     return Jitted(
         opened.function, (*opened.static, *options.static), (*opened.donated, *options.donated)
     )
+
+
+def _check_no_pmap(function: Any) -> None:
+    code = getattr(function, "__code__", None)
+    if hasattr(function, "lower") and code is getattr(jax.pmap(_nothing), "__code__", None):
+        raise ValueError(
+            f"{name_of(function)} is under jax.pmap: leave it out, and in the body pmean and psum "
+            "over its axis. A decorated step sees the global batch and one state, not a replica "
+            "and a slice for each device."
+        )
 
 
 def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:

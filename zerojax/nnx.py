@@ -31,24 +31,20 @@ def ordered(objects: Sequence[Any]) -> list[int]:
         raise TypeError(
             "a decorated NNX step is called as step(model, optimizer, batch, ...) with one "
             "nnx.Optimizer(model, tx, wrt=nnx.Param) and further NNX objects in any order, not "
-            f"with {kinds}." + " Write a step for each optimizer." * (len(optimizers) > 1)
+            f"with {kinds}."
+            + " Write a step for each optimizer." * (len(optimizers) > 1)
+            + " Of a module that holds both pass its model and its optimizer." * (not optimizers)
         )
     optimizer: Any = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
-    able = [
-        i
-        for i in others
-        if not isinstance(objects[i], nnx.Variable)
-        and jax.tree.leaves(nnx.state(objects[i], optimizer.wrt))
-    ]
+    able = [i for i in others if isinstance(objects[i], nnx.Module)]
+    if len(able) != 1:  # metrics and Rngs are no modules, most often
+        able = [i for i in others if _parameters(objects[i], optimizer)]
     if len(able) > 1:
         # More than one could be trained: the one that the optimizer's state is of.
         able = [i for i in able if _fits(objects[i], optimizer)] or able
     if not able:
-        raise TypeError(
-            f"none of {', '.join(type(objects[i]).__name__ for i in others) or 'the arguments'} "
-            f"has variables for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
-        )
+        raise _untrainable([objects[i] for i in others], optimizer)
     return [able[0], optimizers[0], *(i for i in others if i != able[0])]
 
 
@@ -89,6 +85,8 @@ def open_objects(objects: tuple[Any, ...]) -> Opened:
         return nnx.State({0: parts.params}), nnx.State(rest)
 
     graph, states = opened(objects)
+    if not jax.tree.leaves(states[0]):
+        raise _untrainable([objects[i] for i in nodes], optimizer)
     # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
     shapes = jax.tree.map(
@@ -166,6 +164,18 @@ def _of(state: Any, i: int) -> Any:
     """What one object of several has; a Variable itself is an array."""
     found = state.raw_mapping.get(i, {})
     return nnx.State(found) if isinstance(found, dict) else found
+
+
+def _parameters(x: Any, optimizer: Any) -> list[Any]:
+    """What the optimizer would train of an object; a Variable alone is no model."""
+    return [] if isinstance(x, nnx.Variable) else jax.tree.leaves(nnx.state(x, optimizer.wrt))
+
+
+def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
+    return TypeError(
+        f"none of {', '.join(type(x).__name__ for x in objects) or 'the arguments'} has variables "
+        f"for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
+    )
 
 
 def _fits(model: Any, optimizer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, one_of, rows_together
-from zerojax.arguments import Arguments, Call, Form, Rearranged, is_train_state
+from zerojax.accumulation.run import MicroBatches, rows_together
+from zerojax.arguments import Arguments, is_train_state
 from zerojax.batch import BatchLayout
 from zerojax.body import (
     Alone,
@@ -25,6 +26,7 @@ from zerojax.body import (
     params_after,
     updating,
 )
+from zerojax.call import Call, Form, Rearranged
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
@@ -58,7 +60,7 @@ class Program:
         states: States,
         opened: Opened,
         donate: bool,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function, self.signals = function, signals
         config, axis = states.config, states.axis
@@ -108,20 +110,20 @@ class Program:
             rest = choose(done, rest, parts.rest)
         params = params_after(after, made.params, parts.params, done)
         made = made._replace(params=params, opt_state=after.opt, rest=rest)
-        return made, out, self.signals(made.opt_state)
+        return made, out, self.signals(made.opt_state, out)
 
     def _shards(self, params: Any) -> list[Any]:
-        """The compute parameters as the inserter takes them: at stages 1 and 2 gathered, once."""
+        """The compute parameters as the inserter takes them, with what is gathered once a step:
+        at stages 1 and 2 all, at stage 3 the small ones."""
         leaves = zip(jax.tree.leaves(params), self.plan.leaves["params"], strict=True)
-        found: list[Any] = []
-        for x, leaf in leaves:
-            if not leaf.sharded:
-                found.append(x)
-                continue
-            spec = layout.full(leaf.spec, x.ndim)
-            whole = self.inserter.whole(x, spec) if self.inserter.keep else None
-            found.append(Shard(x, spec, whole))
-        return found
+        shards = [
+            Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else x for x, leaf in leaves
+        ]
+        wholes = self.inserter.in_advance(shards)
+        return [
+            dataclasses.replace(x, whole=whole) if isinstance(x, Shard) else x
+            for x, whole in zip(shards, wholes, strict=True)
+        ]
 
     def _evaluate(
         self, body: Callable[..., Any], start: Parts, batch: Any, params: list[Any]
@@ -136,10 +138,10 @@ class Program:
         if k == 1:
             outs = self.inserter(closed, [*params, *others], replace)
         else:
-            one = jax.make_jaxpr(body)(start, one_of(batch))
             outs = MicroBatches(
-                closed,
-                one,
+                body,
+                start,
+                batch,
                 roles_of(self.body.name, start, batch, shape),
                 k,
                 self.inserter,
@@ -269,7 +271,8 @@ class Step:
         )
 
     def close(self) -> None:
-        """Writes the logs that are left, as the end of the program does. Steps may follow."""
+        """Writes the logs that are left, as the end of the program does, and looks whether the
+        last steps were finite. Steps may follow."""
         self._watch.close()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat
 from zerojax.accumulation.run import accumulator
-from zerojax.arguments import Rearranged
 from zerojax.batch import BatchLayout
 from zerojax.body import Body
+from zerojax.call import Rearranged
 from zerojax.collect import Collect
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
@@ -47,7 +47,7 @@ class Streamed:
         states: States,
         opened: Opened,
         donate: bool,
-        signals: Callable[[ZeroOptState], Signals],
+        signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function = function
         self.donate, self.config = donate, states.config

@@ -14,8 +14,8 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     """The counters and figures of the last step.
 
     Args:
-      state: a ``TrainState`` that zerojax placed, or an ``nnx.Optimizer``, or the pair
-        ``(model, optimizer)``, or the optimizer state itself.
+      state: a ``TrainState`` that zerojax placed, or an ``nnx.Optimizer``, or a tuple of NNX
+        objects with it, or the optimizer state itself.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
@@ -26,9 +26,10 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     Raises:
       TypeError: the state did not come from zerojax.
     """
-    holder = state[1] if isinstance(state, tuple) and len(state) == 2 else state
-    opt_state = getattr(holder, "opt_state", holder)
-    if not isinstance(opt_state, ZeroOptState):
+    several = isinstance(state, tuple) and not isinstance(state, ZeroOptState)
+    held = [getattr(x, "opt_state", x) for x in (state if several else (state,))]
+    opt_state = next((x for x in held if isinstance(x, ZeroOptState)), None)
+    if opt_state is None:
         raise TypeError(
             f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "
             "or pass the state that a decorated step returned (within the step it is not there)."

@@ -1,4 +1,5 @@
-"""What the host looks at after a step: the logs, and a loss scale with nowhere left to go."""
+"""What the host looks at after a step: the logs, a loss scale with nowhere left to go, and numbers
+that are not finite."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import jax
 
 from zerojax.config import ZeroConfig
 from zerojax.monitor import Reporter
+from zerojax.monitor.finite import Finiteness, FiniteWatch
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.telemetry import report
 
 _T = TypeVar("_T")
-Signals: TypeAlias = dict[str, jax.Array]
+Signals: TypeAlias = dict[str, Any]
 
 
 class LossScaleError(RuntimeError):
@@ -39,12 +41,21 @@ class Watch:
         self._config = config
         self._raises = config.fp16 and not config.loss_scale and config.raise_error_at_min_scale
         self._reporter = Reporter(config)
+        # Where such steps are skipped, telemetry counts them.
+        self._finite = None if config.skips_overflow else FiniteWatch()
         self._flags: deque[jax.Array] = deque()
         self._since, self._times = 0.0, dict[str, float]()
 
-    def signals(self, opt_state: ZeroOptState) -> Signals:
-        """What of the state after a step :meth:`note` needs: copies, for the state is donated."""
-        signals = report(opt_state) if self._reporter.active else {}
+    def signals(self, opt_state: ZeroOptState, out: Any) -> Signals:
+        """What of a step :meth:`note` needs: copies, for the state is donated.
+
+        Args:
+          opt_state: after the step.
+          out: what the step returns beside the state.
+        """
+        signals: Signals = report(opt_state) if self._reporter.active else {}
+        if self._finite is not None:
+            signals["finite"] = Finiteness.of(opt_state.steps, opt_state.grad_norm, out)
         if self._raises and opt_state.loss_scale is not None:
             signals["exhausted"] = opt_state.loss_scale.exhausted
         return signals
@@ -57,6 +68,8 @@ class Watch:
           LossScaleError: the last step but one overflowed with the scale at its minimum.
         """
         self._reporter.open()
+        if self._finite is not None:
+            self._finite.look()
         while len(self._flags) >= self._BEHIND:
             if self._flags.popleft():
                 self._flags.clear()
@@ -85,10 +98,14 @@ class Watch:
           out: what the step returned beside the state.
           rows: of its batch.
         """
+        if self._finite is not None:
+            self._finite.push(signals["finite"])
         if "exhausted" in signals:
             self._flags.append(signals["exhausted"])
         self._reporter.record(signals, out, rows, self._times or None)
 
     def close(self) -> None:
-        """Writes what is left of the logs."""
+        """Writes what is left of the logs, and looks at the last steps."""
+        if self._finite is not None:
+            self._finite.look(wait=True)
         self._reporter.close()

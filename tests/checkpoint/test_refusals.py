@@ -194,6 +194,30 @@ def as_nobody(folder: str) -> None:
     assert Checkpointer(folder, zerojax.zero(stage=0), read_only=True).all_steps() == [7]
 
 
+@pytest.mark.parametrize("directory", ["gs://bucket/run", Path("s3://bucket/run"), "memory://x"])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_bucket(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    zero: zerojax.Zero,
+    directory: Any,
+    read_only: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scheme = os.fspath(directory).partition(":")[0]
+    says = rf"directory: {scheme}:.* is a URL \({scheme}://\).*Give a local folder, or a mounted"
+    with pytest.raises(CheckpointError, match=says):
+        Checkpointer(directory, zero, read_only=read_only)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_of_a_file_and_a_colon_in_a_name(tmp_path: Path, zero: zerojax.Zero) -> None:
+    with pytest.raises(CheckpointError, match=f"or the path alone: {tmp_path}/run"):
+        Checkpointer(f"file://{tmp_path}/run", zero)
+    with Checkpointer(tmp_path / "run:1", zero) as checkpointer:
+        assert checkpointer.all_steps() == []
+
+
 def test_no_permission_to_write(open_to_all: Path) -> None:
     (open_to_all / "7").mkdir()
     open_to_all.chmod(0o555)

@@ -107,6 +107,17 @@ def test_stand_ins(path):
     assert "expected KEY=VALUE" in run(path, "--auto", key).output
 
 
+def test_defaults_that_change_numbers(path):
+    path.write_text('{"bf16": {"enabled": true} /* on newer devices */}')
+    result = run(path)
+    assert result.exit_code == 0
+    for key, value in (("gradient_clipping", "1.0"), ("bf16.check_grad_overflow", "true")):
+        (line,) = [line for line in result.output.splitlines() if line.split()[:1] == [key]]
+        assert line.split()[1:3] == [value, "default"]
+    path.write_text("{}")
+    assert "check_grad_overflow" not in run(path).output
+
+
 def test_the_batch_for_some_devices(path):
     path.write_text('{"train_batch_size": 64, "gradient_accumulation_steps": 4}')
     assert "train_micro_batch_size_per_gpu" not in run(path).output

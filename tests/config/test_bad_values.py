@@ -17,7 +17,7 @@ NUMBERS = {
 }
 FLAGS = ("enabled", "auto_cast", "consecutive_hysteresis", "raise_error_at_min_scale")
 WRONG = [(name, value) for name, values in NUMBERS.items() for value in values]
-WRONG += [(name, value) for name in FLAGS for value in (0, 1, "true", None, [])]
+WRONG += [(name, value) for name in FLAGS for value in (0, 1, "yes", None, [])]
 
 
 def refusals(section: str, name: str, value: object) -> list[str]:

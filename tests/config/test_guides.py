@@ -1,5 +1,8 @@
 """The configs of popular guides load as they stand, those with offload too."""
 
+import json
+from pathlib import Path
+
 import guides
 import pytest
 
@@ -94,3 +97,53 @@ def test_no_bound_on_the_sub_group():
     config = load(guides.AXOLOTL_ZERO_3_OFFLOAD)
     assert config.sub_group_size == 1_000_000_000
     assert config.offload_param == OffloadParam()
+
+
+# Files as popular guides print them, where the workplace has them.
+PRINTED = Path(__file__).parents[3] / "shared" / "guides"
+STEPS = {"scheduler.params.total_num_steps": 300}
+FILES = {
+    "accelerate_zero2": ("fp16", 2, STEPS),
+    "accelerate_zero3_offload": ("fp16", 3, STEPS),
+    "llm_zero2_fp16": ("fp16", 2, None),
+    "llm_zero3_offload": (None, 3, None),
+    "standalone": ("bf16", 2, None),
+    "trainer_7b_offload": ("bf16", 3, None),
+    "trainer_fp16": ("fp16", 0, None),
+    "trainer_zero3_bf16": ("bf16", 3, None),
+}
+
+
+def printed(name):
+    path = PRINTED / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_printed_file_loads_verbatim(name):
+    path, (dtype, stage, auto) = printed(name), FILES[name]
+    config = load(path, auto=auto)
+    assert (config.compute_dtype, config.stage) == (dtype, stage)
+    assert config.check_grad_overflow == (dtype == "bf16")
+    rows, problems = explain(path, auto=auto)
+    assert not problems
+    assert all(row.why and row.became not in ("wrong", "refused") for row in rows)
+    assert ("bf16.check_grad_overflow" in [row.key for row in rows]) == (dtype == "bf16")
+    assert config.batch(4 if name == "standalone" else 8)
+
+
+def test_a_printed_section_loads_where_it_belongs():
+    path = printed("nvme_section")
+    with pytest.raises(ConfigError, match=r"belongs at `zero_optimization\.offload_optimizer`"):
+        load(path)
+    config = load({"zero_optimization": {"stage": 3, **json.loads(path.read_text())}})
+    assert config.offload_optimizer == OffloadOptimizer(
+        device="nvme", nvme_path="/local_nvme", buffer_count=5
+    )
+
+
+def test_every_printed_file_is_here():
+    printed("standalone")
+    assert {path.stem for path in PRINTED.glob("*.json")} == {*FILES, "nvme_section"}

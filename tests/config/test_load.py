@@ -98,6 +98,7 @@ def test_guide_loads_with_every_key_noted():
     assert config == ZeroConfig(
         stage=3,
         bf16=True,
+        check_grad_overflow=True,
         gradient_clipping=1.0,
         optimizer=OptimizerConfig(type="AdamW"),
         scheduler=config.scheduler,
@@ -134,6 +135,38 @@ def test_json_defaults_are_deepspeeds_and_are_told():
     assert load({"gradient_clipping": 0}).gradient_clipping == 0.0
     named = load({"optimizer": {"type": "Adam", "params": {}}})
     assert ("optimizer.params.lr", 1e-3) in [(n.key, n.value) for n in named.notes]
+
+
+def test_bf16_skips_overflow_as_deepspeed_does_and_tells():
+    config = load({"bf16": {"enabled": True}})
+    assert config.check_grad_overflow
+    assert config.skips_overflow
+    notes = {note.key: note for note in config.notes}
+    note = notes["bf16.check_grad_overflow"]
+    assert (note.status, note.holds) == ("default", True)
+    assert "false turns it off" in note.reason
+    assert not load({"bf16": {"enabled": True, "check_grad_overflow": False}}).skips_overflow
+    auto = load({"bf16": {"enabled": True, "check_grad_overflow": "auto"}})
+    assert auto == config
+    assert [n.status for n in auto.notes if "overflow" in n.key] == ["resolved"]
+    # Nothing is said, and nothing asked for, where it would do nothing.
+    for other in ({}, {"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}):
+        quiet = load(other)
+        assert not quiet.check_grad_overflow
+        assert not [n for n in quiet.notes if "overflow" in n.key]
+    assert not ZeroConfig(bf16=True).skips_overflow
+
+
+def test_check_finite_is_a_key_of_its_own():
+    config = load({"check_finite": True})
+    assert config == ZeroConfig(check_finite=True, gradient_clipping=1.0)
+    assert config.skips_overflow
+    assert {n.key: n.status for n in config.notes}["check_finite"] == "honoured"
+    both = load({"check_finite": True, "bf16": {"enabled": True, "check_grad_overflow": True}})
+    (note,) = [n for n in both.notes if n.status == "no effect"]
+    assert (note.key, note.reason[:12]) == ("bf16.check_grad_overflow", "check_finite")
+    fp16 = load({"check_finite": True, "fp16": {"enabled": True}})
+    assert {n.key: n.status for n in fp16.notes}["check_finite"] == "no effect"
 
 
 @pytest.mark.parametrize("path", sorted(KEYS))

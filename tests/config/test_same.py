@@ -19,7 +19,7 @@ from zerojax.config.keys import BY_FIELD
 # Each field: the JSON that sets it, and its value from keywords and typed.
 FIELDS = {
     "stage": ({"zero_optimization": {"stage": 3}}, 3),
-    "bf16": ({"bf16": {"enabled": True}}, True),
+    "bf16": ({"bf16": {"enabled": True, "check_grad_overflow": False}}, True),
     "fp16": ({"fp16": {"enabled": True}}, True),
     "auto_cast": ({"fp16": {"auto_cast": True}}, True),
     "loss_scale": ({"fp16": {"loss_scale": 128}}, 128.0),
@@ -30,6 +30,7 @@ FIELDS = {
     "min_loss_scale": ({"fp16": {"min_loss_scale": 4}}, 4.0),
     "raise_error_at_min_scale": ({"fp16": {"raise_error_at_min_scale": False}}, False),
     "check_grad_overflow": ({"bf16": {"check_grad_overflow": True}}, True),
+    "check_finite": ({"check_finite": True}, True),
     "gradient_clipping": ({"gradient_clipping": 0.5}, 0.5),
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),
     "train_batch_size": ({"train_batch_size": 64}, 64),

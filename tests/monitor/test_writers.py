@@ -43,6 +43,22 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, report):
         reporter.record(report(), None, 8)
 
 
+@pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("file", "Not a directory"), ("a\0b", "null"), ("n" * 300, "File name too long")],
+)
+def test_the_key_and_the_path_are_named(tmp_path, section, path, why):
+    (tmp_path / "file").touch()
+    path = str(tmp_path / path)
+    config = ZeroConfig.from_keywords(**{section: {"output_path": path, "job_name": "j"}})
+    with pytest.raises(
+        OSError, match=rf"{section}\.output_path: .*{why}.* out of the config"
+    ) as told:
+        open_writers(config)
+    assert told.value.filename == f"{path}/j"
+
+
 def test_those_that_are_open_are_closed_when_another_fails(tmp_path, monkeypatch):
     closed = []
 

@@ -21,7 +21,8 @@ from zerojax.accumulation.kinds import (
     mixed,
     together,
 )
-from zerojax.accumulation.pairs import Pair, pairs, scaled, where
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.pairs import Pair, pairs, scaled
 from zerojax.accumulation.row_rules import OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
 
@@ -143,6 +144,8 @@ class Analysis:
             return []
         if bad := [k for k in kinds if k.name == "mixed"]:
             return [bad[0].but(home=None)] * len(eqn.outvars)
+        if any(k.name == "row" for k in kinds):
+            return self._of_row(eqn, kinds)
         in_rows = any(k.rows for k in kinds)
         if _has_body(eqn) and (in_rows or _grows(pair) or any(k.name == "own" for k in kinds)):
             return self._within(pair, kinds, path, backward)
@@ -304,21 +307,42 @@ class Analysis:
         return [k.but(home=None) for k in (*new, *stacked)]
 
     def _over_rows(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
-        """A loop over the rows themselves, as ``lax.map`` makes: each by itself, if nothing is
-        carried from one to the next."""
+        """A loop over the rows themselves, as ``lax.map`` makes: each by itself, but for sums."""
         eqn, micro = pair
-        _, n = compat.scan_counts(eqn)
-        if n or any(k.needs_whole for k in kinds):
-            return [mixed("loops over the rows and carries numbers along", where(eqn))] * len(
-                eqn.outvars
-            )
+        a, n = compat.scan_counts(eqn)
+        if any(k.rows for k in kinds[: a + n]):
+            return [mixed(_MIXES, where(eqn))] * len(eqn.outvars)
+        carry = [Kind("sum", learned=k.learned) if k.zero else k for k in kinds[a : a + n]]
+        one = [Kind("row", learned=k.learned) if k.rows else k for k in kinds[a + n :]]
+        inner = [eqn.params["jaxpr"], micro.params["jaxpr"]]
+        outs = self._body(inner, [*kinds[:a], *carry, *one], path, backward)
+        why = "loops over the rows and carries numbers along"
+        found: list[Kind] = []
+        for old, new in zip(carry, outs[:n], strict=True):
+            if new.name == old.name and new.name in ("sum", "fixed"):
+                key = (*path, 0, len(found))
+                self.backward[key] = backward
+                found.append(new.but(home=None, node=Node(key) if new.reduced else None))
+            else:
+                found.append(new if new.name == "mixed" else mixed(why, where(eqn)))
+        for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
+            plain = scaled(w.aval, m.aval) == [0] and kind.name in ("row", "fixed")
+            rows = Kind("rows", dim=0, outer=1, learned=kind.learned)
+            found.append(rows if plain else mixed(why, where(eqn)))
+        return found
+
+    def _of_row(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
+        """One row at a time, within a loop over them."""
         both = together(kinds)
-        outs = []
-        for w, m in zip(eqn.outvars, micro.outvars, strict=True):
-            plain = scaled(w.aval, m.aval) == [0]
-            kind = Kind("rows", dim=0, outer=1, **both)
-            outs.append(kind if plain else mixed(_MIXES, where(eqn)))
-        return outs
+        if not any(k.needs_whole for k in kinds):
+            return [Kind("row", learned=both["learned"])] * len(eqn.outvars)
+        adds = eqn.primitive.name in ("add", "add_any", "scatter-add", "scatter_add")
+        numbers = [k for k in kinds if k.needs_whole]
+        if adds and len(numbers) == 1 and (numbers[0].name == "sum"):
+            return [numbers[0].but(home=None, **both)]
+        return [mixed("loops over the rows and carries numbers along", where(eqn))] * len(
+            eqn.outvars
+        )
 
     def _while(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
         eqn = pair.whole

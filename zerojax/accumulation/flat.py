@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax import compat, marks
+from zerojax.accumulation.lines import line
 from zerojax.collectives.changes import is_change
 
 
@@ -53,6 +54,7 @@ def flatten(closed: Any, learned: Collection[int]) -> Flat:
 class _Opener:
     def __init__(self, closed: Any, learned: Collection[int]) -> None:
         jaxpr, consts = compat.open_jaxpr(closed)
+        self._known: dict[Any, bool] = {}
         self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
         self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None)
@@ -73,7 +75,11 @@ class _Opener:
         for eqn in jaxpr.eqns:
             info = eqn.source_info
             if outer is not None:
-                info = info.replace(name_stack=outer.name_stack + info.name_stack)
+                inside = self._users_own(info.traceback)
+                info = info.replace(
+                    name_stack=outer.name_stack + info.name_stack,
+                    traceback=info.traceback if inside else outer.traceback,
+                )
             values = [read(v) for v in eqn.invars]
             if _opens(eqn):
                 inner, inner_consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])
@@ -87,6 +93,12 @@ class _Opener:
                     self._learned.update(outs)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def _users_own(self, traceback: Any) -> bool:
+        """Whether a line of the user's is known: jax traces a library's function once."""
+        if traceback not in self._known:
+            self._known[traceback] = line(traceback) is not None
+        return self._known[traceback]
 
     def _is_learned(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._learned

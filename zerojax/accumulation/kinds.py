@@ -64,6 +64,7 @@ class Kind:
 
         - "fixed": not at all; the same number in every micro-batch and in the whole batch;
         - "rows": entry by entry of dimension ``dim``;
+        - "row": on one row, within a loop over the rows;
         - "sum", "max", "min", "and", "or": that reduction over rows, so that the whole batch's is
           the same reduction of the micro-batches';
         - "whole": made from such numbers of the whole batch;

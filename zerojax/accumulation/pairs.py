@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "zerojax", "importlib", "contextlib", "functools")
+from zerojax.accumulation.lines import where
 
 
 class Pair(NamedTuple):
@@ -48,10 +47,14 @@ def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[Pair]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    return (one.primitive, len(one.invars), len(one.outvars)) == (
-        other.primitive,
-        len(other.invars),
-        len(other.outvars),
+    """Whether the equations may differ in the number of rows alone."""
+    values = (*one.invars, *one.outvars), (*other.invars, *other.outvars)
+    if one.primitive != other.primitive or len(values[0]) != len(values[1]):
+        return False
+    shapes = [[getattr(v.aval, "shape", ()) for v in side] for side in values]
+    return all(
+        len(a) == len(b) and all((m and w % m == 0) or w == m for w, m in zip(a, b, strict=True))
+        for a, b in zip(*shapes, strict=True)
     )
 
 
@@ -59,14 +62,3 @@ def scaled(whole: Any, micro: Any) -> list[int]:
     """Dimensions in which an array grows with the number of rows."""
     shapes = zip(whole.shape, micro.shape, strict=True)
     return [i for i, (a, b) in enumerate(shapes) if a != b]
-
-
-def where(eqn: Any) -> str:
-    """The equation's primitive, and the user's line that makes it where that is known."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        parts = PurePath(frame.file_name).parts
-        packaged = "site-packages" in parts or "dist-packages" in parts
-        if not packaged and not any(p in _LIBRARIES for p in parts[-3:-1]):
-            return f"{eqn.primitive.name} at {PurePath(frame.file_name).name}:{frame.line_num}"
-    return eqn.primitive.name

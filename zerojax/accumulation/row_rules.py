@@ -124,6 +124,19 @@ def _concatenate(eqn: Any, kinds: list[Kind]) -> Kind | None:
     return found if found.outer is None else found.but(outer=len(kinds))
 
 
+def _stack(eqn: Any, kinds: list[Kind]) -> Kind | None:
+    found, along = agreed(kinds), eqn.params["axis"] % eqn.outvars[0].aval.ndim
+    if found is None:
+        return None
+    return found.but(dim=found.dim + (along <= found.dim))
+
+
+def _unstack(eqn: Any, kinds: list[Kind]) -> Kind | None:
+    (kind,) = kinds
+    along = eqn.params["axis"] % eqn.invars[0].aval.ndim
+    return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
+
+
 def _pad(eqn: Any, kinds: list[Kind]) -> Kind | None:
     kind, value = kinds
     if not kind.rows:
@@ -344,6 +357,8 @@ RULES: dict[str, Rule] = {
     "sort": _along("dimension"),
     "split": _split,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "top_k": _last,
     "transpose": _transpose,
 }  # fmt: skip

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.accumulation.flat import flatten
+from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.pairs import UnevenError
+from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analysed
 from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, tell
 from zerojax.accumulation.split import Crossing, split
@@ -24,6 +25,33 @@ def accumulator(param: Any, dtype: Any) -> Any:
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
+def traced(
+    body: Callable[..., Any], state: Any, batch: Any, learned: Collection[int]
+) -> tuple[Flat, Flat]:
+    """The step on the whole batch and on a micro-batch.
+
+    Args:
+      body: the step, a function of state and batch.
+      state: its first argument.
+      batch: leaves [k, rows, ...].
+      learned: positions of the arguments that training changes.
+
+    Raises:
+      UnevenError: the two programs differ in more than shapes.
+    """
+
+    def of(rows: Any) -> Flat:
+        return flatten(jax.make_jaxpr(body)(state, rows), learned)
+
+    whole = of(rows_together(batch))
+    rows = {x.shape[1] for x in jax.tree.leaves(batch) if x.shape}
+    if rows != {1}:
+        return whole, of(one_of(batch))
+    (k,) = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+    few = 2 if k != 2 else 3
+    return whole, Resize(k, few).flat(whole, of(one_of(batch, few)))
+
+
 def rows_together(batch: Any) -> Any:
     """Shapes of the whole batch; leaves [k, rows, ...] become [k * rows, ...]."""
     return jax.tree.map(
@@ -34,10 +62,13 @@ def rows_together(batch: Any) -> Any:
     )
 
 
-def one_of(batch: Any) -> Any:
-    """Shapes of one micro-batch."""
+def one_of(batch: Any, rows: int | None = None) -> Any:
+    """Shapes of one micro-batch, or of one with so many ``rows``."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if x.shape else x, batch
+        lambda x: (
+            jax.ShapeDtypeStruct((rows or x.shape[1], *x.shape[2:]), x.dtype) if x.shape else x
+        ),
+        batch,
     )
 
 
@@ -49,7 +80,8 @@ class MicroBatches:
     conditions, results) runs once.
 
     Args:
-      whole, micro: the jaxprs of the step on the whole batch and on a micro-batch.
+      body: the step, a function of state and batch.
+      state, batch: its arguments, arrays or their shapes; the batch's are [k, rows, ...].
       roles: what its arguments and results are.
       k: micro-batches in a step.
       inserter: makes parameters whole where they are used.
@@ -62,8 +94,9 @@ class MicroBatches:
 
     def __init__(
         self,
-        whole: Any,
-        micro: Any,
+        body: Callable[..., Any],
+        state: Any,
+        batch: Any,
         roles: Roles,
         k: int,
         inserter: Inserter,
@@ -72,9 +105,9 @@ class MicroBatches:
         dtype: Any,
     ) -> None:
         self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
-        flat, small = (flatten(each, roles.learned) for each in (whole, micro))
-        kinds = roles.kinds(flat)
         try:
+            flat, small = traced(body, state, batch, roles.learned)
+            kinds = roles.kinds(flat)
             analysis, choices = analysed(flat, small, kinds, roles.state, roles.rest)
         except UnevenError as e:
             raise ValueError(

@@ -11,14 +11,14 @@ from zerojax.accumulation.kinds import Kind, together
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
     "optimization_barrier", "reshape", "rev", "sharding_constraint", "slice", "split", "squeeze",
-    "transpose", "pvary", "reshard",
+    "transpose", "pvary", "reshard", "unstack",
 })  # fmt: skip
 """Move elements or leave them; right for any reduction."""
 
 LABELS = frozenset({"name", "sharding_constraint", "copy", "copy_p"})
 
 _LINEAR = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
-_SUMS = frozenset({"add", "add_any", "sub", "concatenate"})
+_SUMS = frozenset({"add", "add_any", "sub", "concatenate", "stack"})
 _SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
 _REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 

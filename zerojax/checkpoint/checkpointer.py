@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import pathlib
+import re
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -35,8 +36,7 @@ class Checkpointer:
     not at all, and disappears likewise, whenever the process is killed.
 
     Args:
-      directory: of the steps; made if need be. Object stores (``gs://``) are orbax's matter and
-        untested here.
+      directory: of the steps, local or mounted; made if need be. A bucket (``gs://``) is an error.
       zero: gives config and mesh; shardings too where an abstract state has none.
       keep: the newest steps that stay; None keeps all.
       keep_best: steps that stay for their ``metric``, besides the newest.
@@ -86,9 +86,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
             )
-        if not os.fspath(directory):
-            raise CheckpointError("directory: the empty path names no folder")
-        self.directory = epath.Path(directory).expanduser().absolute()
+        self.directory = _local(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
@@ -99,7 +97,7 @@ class Checkpointer:
     def _claim(self) -> Lock | None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if "://" in str(self.directory) or jax.process_index():
+            if jax.process_index():
                 return None
             lock = Lock(pathlib.Path(self.directory))
             lock.take()
@@ -285,6 +283,32 @@ class Checkpointer:
                 "restore the newest step to go on from it, delete(step) those that shall go, or "
                 "choose another folder"
             )
+
+
+def _local(directory: str | os.PathLike[str]) -> epath.Path:
+    """An absolute path; :class:`CheckpointError` for none, and for the URL of a bucket."""
+    path = os.fspath(directory)
+    if not path:
+        raise CheckpointError("directory: the empty path names no folder")
+    # pathlib makes "gs:/" of "gs://".
+    if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", path):
+        scheme = url[1].lower()
+        instead = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
+        if scheme == "file":
+            instead = f"the path alone: {path.partition(':')[2].replace('//', '', 1)}"
+        raise CheckpointError(
+            f"directory: {path} is a URL ({scheme}://), and checkpoints are written to local "
+            f"folders only. Give a local folder, or {instead}. (A folder of that name is "
+            f"./{path}.)"
+        )
+    return epath.Path(path).expanduser().absolute()
+
+
+_MOUNTS = {
+    "gs": "gcsfuse mounts a bucket of Google Cloud",
+    "s3": "mount-s3 mounts a bucket of S3",
+    "az": "blobfuse2 mounts a container of Azure",
+}
 
 
 def _whole(step: Any) -> int:

@@ -29,7 +29,7 @@ STYLES: dict[Became, str] = {
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(help="A DeepSpeed config in JSON.")],
+    config: Annotated[Path, typer.Argument(help="A DeepSpeed config in JSON or HJSON.")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of a table.")
     ] = False,

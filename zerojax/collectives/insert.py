@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, marks
-from zerojax.collectives import changes, layout, order, residuals, wanted
+from zerojax.collectives import changes, layout, loops, many, order, residuals, wanted
 from zerojax.collectives.elementwise import ELEMENTWISE
 from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
 from zerojax.collectives.layout import Spec
@@ -114,9 +114,29 @@ class Inserter:
         pinned = self.constrain(value, spec)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
+    def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
+        """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
+        is set, else the small ones; None for the others."""
+        found: list[jax.Array | None] = [None] * len(shards)
+        little: dict[int, Shard] = {}
+        for i, shard in enumerate(shards):
+            if not isinstance(shard, Shard) or shard.host:
+                continue
+            if many.small(shard.value.shape, shard.spec, self.axis):
+                little[i] = shard
+            elif self.keep:
+                found[i] = self.whole(shard.value, shard.spec)
+        devices = self.mesh.shape[self.axis]
+        wholes = many.gathered(list(little.values()), self.axis, devices, self.constrain)
+        for i, whole in zip(little, wholes, strict=True):
+            found[i] = whole
+        return found
+
     def _gather(self, shard: Shard, scope: _Scope, rest: Sequence[Any]) -> jax.Array:
         if shard.whole is not None:
             return shard.whole
+        if shard.narrow is not None:  # half the bytes
+            return self._gather(shard.narrow, scope, rest).astype(shard.value.dtype)
         if id(shard) in scope.gathered:
             return scope.gathered[id(shard)][1]
         if shard.host:
@@ -195,8 +215,7 @@ class Inserter:
         if eqn.primitive in marks.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            if self.keep:
-                values = self._all_whole(values, scope)
+            values = self._all_known(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
         if eqn.primitive.name in _LABELS and on_host(values[0]):
             return values
@@ -232,6 +251,11 @@ class Inserter:
         if name in ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
+            made = self._on_shards(eqn, values, shards[0].spec)
+            widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
+            return [replace(made[0], narrow=shards[0])] if widens else made
+        specs = [v.spec if isinstance(v, Shard) else None for v in values]
+        if name == "concatenate" and layout.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
         if name in _REDUCTIONS:
             return marks.bind(eqn, [_plain(v) for v in values])
@@ -255,9 +279,19 @@ class Inserter:
     def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
         return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
+    def _all_known(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
+        """Those whole that were gathered in advance; at stages 1 and 2 all."""
+        if self.keep:
+            return self._all_whole(values, scope)
+        return [v.whole if many.is_whole(v, self.axis) else v for v in values]
+
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         outs = marks.bind(eqn, [_plain(v) for v in values])
-        return [Shard(self.constrain(o, spec), spec) for o in outs]
+        wholes: Sequence[Any] = [None] * len(outs)
+        if all(many.is_whole(v, self.axis) or not jnp.ndim(v) for v in values):
+            # Made of the whole ones too, or a cast would have to be gathered by itself.
+            wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
+        return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
@@ -265,8 +299,7 @@ class Inserter:
         inner = eqn.params[marks.CALLS[eqn.primitive]]
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
-        if self.keep:
-            values = self._all_whole(values, scope)
+        values = self._all_known(values, scope)
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
@@ -306,8 +339,8 @@ class Inserter:
     def _while(self, p: dict[str, Any], values: list[Any], scope: _Scope) -> Sequence[Any]:
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         cond, body = (
-            self._closed(p["cond_jaxpr"], values[:a], scope),
-            self._closed(p["body_jaxpr"], values[a:b], scope),
+            self._closed(p["cond_jaxpr"], self._held(p["cond_jaxpr"], values[:a], scope), scope),
+            self._closed(p["body_jaxpr"], self._held(p["body_jaxpr"], values[a:b], scope), scope),
         )
         carry = self._all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
@@ -322,53 +355,94 @@ class Inserter:
     ) -> Sequence[Any]:
         p = eqn.params
         a, n = compat.scan_counts(eqn)
-        consts, carry, xs = values[:a], values[a : a + n], values[a + n :]
-        carry = self._all_whole(carry, scope)
+        sums = loops.Sums(eqn, want[:n])
+        kept = [i for i in range(n) if i not in sums.terms]
+        consts, start, xs = values[:a], values[a : a + n], values[a + n :]
+        specs = [spec for i in kept if (spec := want[i]) is not None]
+        if not any(_cut(spec, self.axis) for spec in specs):
+            # Else each iteration makes gradients of its own: a loop over micro-batches.
+            consts = self._held(p["jaxpr"], consts, scope, values)
+        carry = self._all_whole([start[i] for i in kept], scope)
         # A stack cut along its layers has to be whole before the loop can take one.
         xs = [
             self._gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
         ahead = Ahead(xs, p["length"], p["reverse"], self.constrain)
+        jaxpr, m = sums.body(), len(kept)
+        stacks = eqn.outvars[n:]
+        inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         specs_out: dict[int, Spec] = {}
         gone: dict[int, Spec | None] = {}
 
-        def body(state: tuple[Any, Any], at: tuple[Any, Any]) -> tuple[Any, Any]:
-            (carry, come), (index, rest) = state, at
+        def body(state: tuple[Any, Any, Any], at: tuple[Any, Any]) -> tuple[Any, Any]:
+            (carry, totals, come), (index, rest) = state, at
             coming = ahead.fetch(index)
             sliced = [
                 Shard(s, x.spec[1:]) if isinstance(x, Shard) and _cut(x.spec, self.axis) else s
                 for s, x in zip(ahead.merged(come, rest), xs, strict=True)
             ]
-            outs = self._run(p["jaxpr"], (*consts, *carry, *sliced), scope.inner(), want)
-            specs_out.update({i: o.spec for i, o in enumerate(outs) if isinstance(o, Shard)})
-            ys: list[Any] = [_plain(o) for o in outs[n:]]
+            now = dict(zip(kept, carry, strict=True))
+            carried = [now.get(i) for i in range(n)]
+            outs = self._run(jaxpr, (*consts, *carried, *sliced), scope.inner(), inside)
+            ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]
+            specs_out.update({i: y.spec for i, y in enumerate(ys) if isinstance(y, Shard)})
             for i, spec in enumerate(want[n:]):
+                y, ys[i] = ys[i], _plain(ys[i])
                 if self.host and spec is not None and self.host.takes(ys[i], p["length"]):
                     gone[i] = spec
                     ys[i] = self.host.send(ys[i])
-                elif eqn.outvars[n + i] in leaving and not isinstance(outs[n + i], Shard):
+                elif stacks[i] in leaving and not isinstance(y, Shard):
                     gone[i], self._unused = None, False
                     ys[i] = sent(ys[i])
-            return ([_plain(o) for o in outs[:n]], coming), ys
+            totals = [total + _plain(x) for total, x in zip(totals, added, strict=True)]
+            return ([_plain(o) for o in outs[:m]], totals, coming), ys
 
-        (carry, _), ys = lax.scan(
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
+        (carry, totals, _), ys = lax.scan(
             body,
-            (carry, ahead.first()),
+            (carry, zeros, ahead.first()),
             (ahead.order(), ahead.rest()),
             length=p["length"],
             reverse=p["reverse"],
             unroll=p["unroll"],
         )
+        ended = dict(zip(kept, carry, strict=True))
+        ended.update(self._summed(sums, totals, start, scope))
 
         def stacked(i: int, y: Any) -> Any:
             if i not in gone:
-                return Shard(y, (None, *specs_out[n + i])) if n + i in specs_out else y
+                return Shard(y, (None, *specs_out[i])) if i in specs_out else y
             spec = gone[i]
             if spec is None:
                 return Away(y)
             return Shard(y[0], (None, *spec), host=True, sums=y[1])
 
-        return [*carry, *(stacked(i, y) for i, y in enumerate(ys))]
+        return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
+
+    def _held(
+        self, jaxpr: Any, consts: list[Any], scope: _Scope, rest: Sequence[Any] = ()
+    ) -> list[Any]:
+        """A loop's constants, whole where all of its iterations need them so."""
+        whole = loops.to_hold(jaxpr, [isinstance(c, Shard) for c in consts])
+        return [self._gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
+
+    def _summed(
+        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: _Scope
+    ) -> dict[int, jax.Array]:
+        """The carried values that a loop has added up, each reduced over the devices once."""
+        specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
+        of = {
+            v: x if (spec := specs[v]) is None else self.scattered(x, spec)
+            for v, x in zip(sums.roots, totals, strict=True)
+        }
+        found = {}
+        for i, terms in sums.terms.items():
+            (total,) = self._all_whole([start[i]], scope)
+            for term in terms:
+                total = total + term.of(of[term.root])
+            uncut = any(specs[term.root] is None for term in terms)
+            found[i] = (self.scattered if uncut else self.constrain)(total, sums.want[i])
+        return found
 
 
 def _cut(spec: Spec, axis: str) -> bool:

@@ -90,6 +90,13 @@ def _unreshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, spec, mesh)
 
 
+def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
+    """Whether a concatenation puts arrays cut alike beside each other, each device its own parts:
+    along a dimension that is not cut."""
+    first, at = specs[0], eqn.params["dimension"]
+    return first is not None and first[at] is None and all(spec == first for spec in specs)
+
+
 _Map = Callable[[Any, Spec, Mesh], Spec | None]
 
 # From an operand's spec to the result's, None where the cut does not survive.

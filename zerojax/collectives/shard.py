@@ -16,6 +16,7 @@ class Shard:
 
     ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
     the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
+    ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see
@@ -27,6 +28,7 @@ class Shard:
     whole: jax.Array | None = None
     host: bool = False
     sums: jax.Array | None = None
+    narrow: Shard | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,9 +84,14 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
     if not fp16 and not bf16:
         found["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
     if fp16:
-        found["check_grad_overflow"] = "fp16 skips every update that is not finite anyhow"
+        found |= dict.fromkeys(
+            ("check_grad_overflow", "check_finite"),
+            "fp16 skips every update that is not finite anyhow",
+        )
     elif not bf16:
         found["check_grad_overflow"] = "bf16 is off"
+    elif values.get("check_finite"):
+        found["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
     if values.get("stage") != 3:
         found["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
     if not any(values.get(field) for field, *_ in OFFLOADS):

@@ -1,6 +1,5 @@
-"""The one exception of this package, and the did-you-mean it offers."""
+"""The one exception of this package, and how it shows a value."""
 
-import difflib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -34,18 +33,6 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.source)
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` most likely stands for, or None.
-
-    Example:
-      >>> closest("zero_optimisation", ["optimizer", "zero_optimization"])
-      'zero_optimization'
-    """
-    by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
-    return by_lower[found[0]] if found else None
 
 
 def shown(value: Any, limit: int = 60) -> str:

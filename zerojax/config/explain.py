@@ -12,6 +12,7 @@ from zerojax.config.load import read
 from zerojax.config.note import Status
 from zerojax.config.old_names import renamed
 from zerojax.config.reading import Reading
+from zerojax.config.unknown import spelled
 
 TRIANGLE = {
     "train_batch_size": "train",
@@ -25,6 +26,7 @@ NOT_GIVEN = object()
 
 Became = Status | Literal["refused", "wrong"]
 
+_PARAMS = ("optimizer.params.", "scheduler.params.")
 _REFUSED = " is not supported: "
 
 
@@ -66,7 +68,7 @@ def explain(
     Rows come in the config's order; after them the defaults that change numbers.
 
     Args:
-      config: the path of a JSON file, or a mapping of the same form.
+      config: the path of a JSON or HJSON file, or a mapping of the same form.
       auto: what stands in for "auto", as for `load`.
       devices: the data-parallel devices, for which the batch sizes are solved.
       every: a row for every key that zerojax knows.
@@ -80,7 +82,8 @@ def explain(
       [('bf16.enabled', True, 'honoured'), ('train_batch_size', 64, 'honoured'), \
 ('gradient_clipping', 1.0, 'default')]
       >>> [(row.key, row.resolved) for row in rows][3:]
-      [('train_micro_batch_size_per_gpu', 8), ('gradient_accumulation_steps', 1)]
+      [('bf16.check_grad_overflow', True), ('train_micro_batch_size_per_gpu', 8), \
+('gradient_accumulation_steps', 1)]
     """
     reading = read(config, auto)
     problems = list(reading.problems)
@@ -111,13 +114,18 @@ class _Table:
     ) -> None:
         self.reading, self.problems, self.sizes, self.devices = reading, problems, sizes, devices
         self.notes = {note.key: note for note in reading.notes}
+        self.wrong: dict[str, str] = {}
+        for problem in problems:
+            self.wrong.setdefault(_key_of(problem), problem)
 
     def given(self, path: str, value: Any) -> Row:
         """The row of a key that the config has."""
         key = renamed(path)
-        for problem in self.problems:
-            if why := _about(problem, path) or _about(problem, key):
-                return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+        if problem := self.wrong.get(path) or self.wrong.get(key):
+            why = _about(problem, path) or _about(problem, key)
+            return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+        if not _known(key):
+            return Row(path, value, None, "wrong", "unknown; take it out")
         if path == "zero_optimization" and isinstance(value, bool):
             return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
         if value == {} or (value is None and key in NULLABLE):
@@ -162,6 +170,15 @@ class _Table:
             yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
 
 
+def _key_of(problem: str) -> str:
+    """The key that a problem begins with."""
+    return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
+
+
+def _known(key: str) -> bool:
+    return key in KEYS or key in sections() or key.startswith(_PARAMS)
+
+
 def _about(problem: str, key: str) -> str:
     """What a problem says of a key, or "" where it is about another one."""
     if problem.startswith(f"{key}: "):
@@ -174,7 +191,7 @@ def _about(problem: str, key: str) -> str:
 def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
     """Each path and value, down to what the table has a row for."""
     for name, value in raw.items():
-        path = f"{section}{name}"
+        path = f"{section}{spelled(name)}"
         known = renamed(path)
         inner = known in sections() or known in ("optimizer.params", "scheduler.params")
         if isinstance(value, Mapping) and value and inner:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from zerojax.config.errors import closest, shown
+from zerojax.config.errors import shown
 from zerojax.config.family import REQUIRED as REQUIRED
 from zerojax.config.family import Family as Family
 from zerojax.config.family import Param as Param
 from zerojax.config.optimizers import OPTIMIZERS as OPTIMIZERS
 from zerojax.config.schedulers import SCHEDULERS as SCHEDULERS
+from zerojax.config.unknown import closest, foreign, hint, judged, spelled
 
 FAMILIES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 
@@ -24,8 +25,9 @@ def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     name = {known.lower(): known for known in families}.get(given.lower())
     if name is None:
         guess = closest(given, families)
-        hint = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
-        return None, [f"{section}.type: unknown {section} {shown(given)}; {hint}"]
+        likely = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
+        strange = f" ({foreign(given)})" if foreign(given) else ""
+        return None, [f"{section}.type: unknown {section} {shown(given)}; {likely}{strange}"]
     if families[name].refused:
         return None, [f"{section}.type = {shown(name)} is not supported: {families[name].refused}"]
     return name, []
@@ -57,12 +59,14 @@ def check_params(
       json: resolve "auto", and judge the defaults of those left out, which hold in a JSON.
     """
     table = FAMILIES[section][name].params
-    found = Checked({}, [], [])
+    unknown = [str(key) for key in given if key not in table]
+    problems = judged(unknown, lambda key: _unknown(section, key, name, table))
+    found = Checked({}, [], problems)
     for key, value in given.items():
         path = f"{section}.params.{key}"
         if key not in table:
-            found.problems.append(_unknown(section, key, name, table))
-        elif json and value == "auto":
+            continue
+        if json and value == "auto":
             if table[key].default is REQUIRED:
                 found.problems.append(f'{path}: "auto" cannot be resolved: {table[key].why}')
             else:
@@ -89,9 +93,8 @@ def check_params(
 
 
 def _unknown(section: str, key: str, name: str, table: Mapping[str, Param]) -> str:
-    path = f"{section}.params.{key}"
+    path = f"{section}.params.{spelled(key)}"
     if section == "optimizer" and key == "max_grad_norm":
         return f"{path}: not a parameter of the optimizer; use `gradient_clipping` at the top level"
-    guess = closest(key, table)
-    hint = f"did you mean `{guess}`?" if guess else "known: " + ", ".join(table)
-    return f"{path}: unknown parameter of {name}; {hint}"
+    likely = hint(key, closest(key, table), "known: " + ", ".join(table))
+    return f"{path}: unknown parameter of {name}; {likely}"

@@ -6,12 +6,13 @@ from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.effects import contradictions, idle
-from zerojax.config.errors import ConfigError, closest, shown
+from zerojax.config.errors import ConfigError, shown
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.note import Note
 from zerojax.config.offload import OFFLOAD, ZERO, OffloadOptimizer, OffloadParam, offload
+from zerojax.config.unknown import closest, hint, judged, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,9 @@ class ZeroConfig:
       consecutive_hysteresis: a good update refills the hysteresis.
       min_loss_scale: it halves no further.
       raise_error_at_min_scale: an overflow at the smallest scale raises; False skips on.
-      check_grad_overflow: with `bf16`, updates that are not finite are skipped, as fp16 does.
+      check_grad_overflow: with `bf16`, updates that are not finite are skipped, as fp16 does;
+        a JSON has it on by default.
+      check_finite: the same at any precision, fp32 too.
       gradient_clipping: the largest global L2 norm of the averaged gradient; 0 is off.
       gradient_accumulation_steps: micro-batches per update.
       train_batch_size: rows per update, over all devices.
@@ -73,6 +76,7 @@ class ZeroConfig:
     min_loss_scale: float = 1.0
     raise_error_at_min_scale: bool = True
     check_grad_overflow: bool = False
+    check_finite: bool = False
     gradient_clipping: float = 0.0
     gradient_accumulation_steps: int | None = None
     train_batch_size: int | None = None
@@ -136,7 +140,8 @@ class ZeroConfig:
           zerojax.config.errors.ConfigError: stag: unknown keyword; did you mean `stage`?
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
-        problems = [_unknown_keyword(name, known) for name in keywords if name not in known]
+        unknown = [name for name in keywords if name not in known]
+        problems = judged(unknown, lambda name: _unknown_keyword(name, known))
         for name in _CLASSES:
             if keywords.get(name) is None:
                 continue
@@ -160,7 +165,7 @@ class ZeroConfig:
     @property
     def skips_overflow(self) -> bool:
         """Updates with a gradient that is not finite are skipped."""
-        return self.fp16 or (self.bf16 and self.check_grad_overflow)
+        return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
     def batch(self, world: int) -> BatchSizes:
         """The batch sizes on `world` data-parallel devices; see `zerojax.config.batch.solve`."""
@@ -187,7 +192,7 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
     told = {note.key for note in notes}
     for name, reason in idle(values).items():
         key = BY_FIELD[name]
-        if values[name] != key.default and key.path not in told:
+        if values[name] != getattr(ZeroConfig, name) and key.path not in told:
             yield Note(name, values[name], "no effect", reason)
     for section in OFFLOAD:
         made = values.get(section)
@@ -201,8 +206,7 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
     sections = {path.split(".")[0] for path in KEYS}
     if f"{name}.enabled" in KEYS and (key := KEYS[f"{name}.enabled"]).treatment == "off only":
         return f"{name}: not supported: {key.why}"
-    if guess := closest(name, known):
-        return f"{name}: unknown keyword; did you mean `{guess}`?"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the whole config as a dict"
-    return f"{name}: unknown keyword; known: {', '.join(known)}"
+    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
+    return f"{spelled(name)}: unknown keyword; {likely}"

@@ -53,6 +53,11 @@ def _whole_float(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _spelled_bool(value: Any) -> Any:
+    words = {"true": True, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -79,7 +84,8 @@ _INT32_MAX = 2**31 - 1
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Beta = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
 
-FLAG = Kind("true or false", StrictBool)
+# Guides write "true" in quotes too, which DeepSpeed's pydantic takes.
+FLAG = Kind("true or false", Annotated[StrictBool, BeforeValidator(_spelled_bool)])
 TEXT = Kind("a string", StrictStr)
 OBJECT = Kind("an object", dict[str, Any])
 INTEGER = Kind("a whole number", Annotated[int, Field(strict=True)])

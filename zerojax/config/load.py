@@ -16,12 +16,13 @@ def load(
 ) -> ZeroConfig:
     """Reads a DeepSpeed config.
 
-    DeepSpeed's defaults hold for what is left out, `gradient_clipping` 1.0 among them; those that
-    change numbers are in `notes`, beside one note for each key given. Each "auto" is resolved or
+    DeepSpeed's defaults hold for what is left out, `gradient_clipping` 1.0 among them and, with
+    bf16, `check_grad_overflow`; those that change numbers are in `notes`, beside one note for each
+    key given. Each "auto" is resolved or
     refused. A `ZeroConfig` is returned as it is.
 
     Args:
-      config: the path of a JSON file, a mapping of the same form, or a `ZeroConfig`.
+      config: the path of a JSON or HJSON file, a mapping of the same form, or a `ZeroConfig`.
       auto: what stands in for an "auto" of the config, by dotted key, such as
         `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" there is an error.
 
@@ -51,7 +52,7 @@ def read(
     """The reading of a config, with all that is wrong in it, to be looked at.
 
     Args:
-      config: the path of a JSON file, or a mapping of the same form.
+      config: the path of a JSON or HJSON file, or a mapping of the same form.
       auto: as for `load`.
 
     Raises:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zerojax.config.errors import ConfigError, closest, shown
+from zerojax.config.errors import ConfigError, shown
 from zerojax.config.kinds import FLAG, TEXT, optional
+from zerojax.config.unknown import closest, hint, judged, spelled
 
 
 class _Texts:
@@ -85,7 +86,8 @@ def monitor(section: str, given: Any) -> MonitorConfig | WandbConfig | None:
         wanted = f"{cls.__name__}, a mapping of its fields, or None"
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
     known = [item.name for item in fields(cls)]
-    problems = [_unknown(section, name, known) for name in given if name not in (*known, "enabled")]
+    unknown = [str(name) for name in given if name not in (*known, "enabled")]
+    problems = judged(unknown, lambda name: _unknown(section, name, known))
     if not FLAG.accepts(enabled := given.get("enabled", True)):
         problems.append(f"{section}.enabled: expected {FLAG.says}, got {shown(enabled)}")
     made = None
@@ -95,10 +97,9 @@ def monitor(section: str, given: Any) -> MonitorConfig | WandbConfig | None:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return made if enabled else None
+    return made if FLAG.check(enabled) else None
 
 
-def _unknown(section: str, name: Any, known: list[str]) -> str:
-    guess = closest(str(name), known)
-    hint = f"did you mean `{guess}`?" if guess else f"known: {', '.join(known)}"
-    return f"{section}.{name}: unknown key; {hint}"
+def _unknown(section: str, name: str, known: list[str]) -> str:
+    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
+    return f"{section}.{spelled(name)}: unknown key; {likely}"

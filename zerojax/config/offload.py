@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from zerojax.config.errors import ConfigError, closest, shown
+from zerojax.config.errors import ConfigError, shown
 from zerojax.config.keys import KEYS
+from zerojax.config.unknown import closest, hint, judged, spelled
 
 ZERO = "zero_optimization"
 NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
@@ -146,7 +147,8 @@ def offload(section: str, given: Any) -> OffloadOptimizer | OffloadParam | None:
         wanted = f'{cls.__name__}, a mapping of its fields, "cpu", "none" or None'
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
     known = [item.name for item in fields(cls)]
-    problems = [_unknown(section, name, known) for name in given if name not in known]
+    unknown = [str(name) for name in given if name not in known]
+    problems = judged(unknown, lambda name: _unknown(section, name, known))
     off = given.get("device", "cpu") in ("none", None)
     made = None
     try:
@@ -159,7 +161,6 @@ def offload(section: str, given: Any) -> OffloadOptimizer | OffloadParam | None:
     return None if off else made
 
 
-def _unknown(section: str, name: Any, known: list[str]) -> str:
-    guess = closest(str(name), known)
-    hint = f"did you mean `{guess}`?" if guess else f"known: {', '.join(known)}"
-    return f"{section}.{name}: unknown key; {hint}"
+def _unknown(section: str, name: str, known: list[str]) -> str:
+    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
+    return f"{section}.{spelled(name)}: unknown key; {likely}"

@@ -2,9 +2,12 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import hjson
 
 from zerojax.config.errors import ConfigError, shown
 
@@ -18,8 +21,8 @@ class _Object(dict[str, Any]):
 def _object(pairs: list[tuple[str, Any]]) -> _Object:
     made = _Object(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        made.repeated = tuple(dict.fromkeys(n for n in names if names.count(n) > 1))
+        times = Counter(name for name, _ in pairs)
+        made.repeated = tuple(name for name, n in times.items() if n > 1)
     return made
 
 
@@ -28,10 +31,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file; `repeated` tells of the keys that stand there twice.
+    """The value in a JSON or HJSON file; `repeated` tells of the keys that stand there twice.
 
     Raises:
-      ConfigError: no such file, not text, or not JSON (with line and column).
+      ConfigError: no such file, not text, or neither JSON nor HJSON (with line and column).
     """
     source = os.fspath(path)
     try:
@@ -46,10 +49,29 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"not valid JSON at {at}: {error.msg}; mend it there", source) from None
+        return _read_hjson(text, error, source)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a usable JSON file: {error}", source) from None
+
+
+def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
+    """The value of a text that is no JSON: with comments, say, or trailing commas.
+
+    JSON is read by itself, since HJSON's reader turns 3.0 into 3 and tells less of an error.
+    """
+    at = f"line {as_json.lineno}, column {as_json.colno}"
+    broken = f"not valid JSON at {at}: {as_json.msg}"
+    if not text.strip():
+        raise ConfigError(f"{broken}; the file is empty", source)
+    try:
+        return hjson.loads(text, object_pairs_hook=_object)
+    except hjson.HjsonDecodeError as error:
+        also = f"line {error.lineno}, column {error.colno}"
+        if also != at:
+            broken += f" (and no HJSON at {also}: {error.msg})"
+        raise ConfigError(f"{broken}; mend it there", source) from None
+    except (ArithmeticError, LookupError, RecursionError) as error:  # 1e999; an open '''
+        raise ConfigError(f"not a usable HJSON file: {error}", source) from None
 
 
 def repeated(value: Any, path: str = "") -> list[str]:

@@ -7,6 +7,7 @@ from zerojax.config import schema
 from zerojax.config.effects import contradictions, idle
 from zerojax.config.errors import shown
 from zerojax.config.families import FAMILIES, check_params, known_types, resolve_type
+from zerojax.config.frozen import ZeroConfig
 from zerojax.config.keys import BY_FIELD, KEYS, Key
 from zerojax.config.monitors import MONITORS
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
@@ -72,6 +73,8 @@ class Reading:
         """Takes each "auto" out, to leave the default in its place, or says why it cannot be."""
         for name, value in list(raw.items()):
             path = f"{section}{name}"
+            if "." in name:  # unknown, whatever it looks like
+                continue
             if isinstance(value, dict) and path not in _PARAMS:
                 self._take_autos(value, f"{path}.")
             elif value == "auto" and path in _CHOSEN:
@@ -107,6 +110,9 @@ class Reading:
         self._offload = read_offload(sound, self.given, wrong)
         self.fields |= self._offload.fields
         self.problems += self._offload.problems
+        for name in idle(self.fields):  # a default without effect is as if it were not there
+            if BY_FIELD[name].path not in sound:
+                self.fields[name] = getattr(ZeroConfig, name)
         right = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
         self.problems += contradictions(right, self._path)
 
@@ -118,6 +124,7 @@ class Reading:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle
+        told = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")
             if section in MONITORS and name != "enabled" and section not in self.fields:
@@ -126,7 +133,7 @@ class Reading:
                 continue
             if path in sound and path not in _PARAMS:
                 self._judge(key, sound[path], reasons.get(path))
-            elif key.loud and path not in self.given and path not in resolved:
+            elif key.loud and path not in told:
                 self.notes.append(Note(path, key.default, "default", key.loud, key.default))
 
     def _judge(self, key: Key, value: Any, idle: str | None) -> None:
@@ -197,7 +204,7 @@ def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:
     """The (path, value) pairs of the keys in the table that a config gives."""
     for name, value in raw.items():
         path = f"{section}{name}"
-        if path in KEYS:
+        if path in KEYS and "." not in name:
             yield path, value
         elif isinstance(value, dict):
             yield from _leaves(value, f"{path}.")

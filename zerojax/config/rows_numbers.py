@@ -42,6 +42,15 @@ def batch() -> Iterator[Key]:
         why="the largest global norm of the averaged gradient; 0 is off",
     )
     yield from honoured(
+        "check_finite",
+        FLAG,
+        False,
+        field="check_finite",
+        auto="off: not asked for",
+        why="zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
+        "does and bf16 with check_grad_overflow; DeepSpeed makes such updates in fp32",
+    )
+    yield from honoured(
         "data_types.grad_accum_dtype",
         optional(DTYPE),
         None,
@@ -69,9 +78,11 @@ def bf16() -> Iterator[Key]:
     yield from honoured(
         "bf16.check_grad_overflow",
         FLAG,
-        False,
+        True,
         field="check_grad_overflow",
-        auto="DeepSpeed's default, false",
+        auto="DeepSpeed's default, true",
+        loud="DeepSpeed skips updates in bf16 that are not finite unless told otherwise; "
+        "false turns it off",
         why="true: updates that are not finite are skipped",
     )
     yield from off(

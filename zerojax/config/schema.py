@@ -5,9 +5,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from zerojax.config.errors import closest, shown
+from zerojax.config.errors import shown
 from zerojax.config.families import FAMILIES
 from zerojax.config.keys import KEYS, NULLABLE, sections
+from zerojax.config.unknown import closest, hint, judged, spelled
 
 
 def _model(section: str) -> type[BaseModel]:
@@ -35,21 +36,28 @@ def check(raw: dict[str, Any]) -> list[str]:
       >>> check({"zero_optimization": {"stage": 4}})
       ['zero_optimization.stage: expected 0, 1, 2 or 3, got 4']
     """
+    found: dict[str, str] = {}
+    unknown: dict[str, tuple[str, str]] = {}
     try:
         model().model_validate(raw)
     except ValidationError as error:
-        found: dict[str, str] = {}
         for item in error.errors(include_url=False, include_context=False):
-            path, problem = _told(item["type"], [str(part) for part in item["loc"]], raw)
-            found.setdefault(path, problem)
-        return list(found.values())
-    return []
+            loc = [str(part) for part in item["loc"]]
+            if item["type"] == "extra_forbidden":
+                section, name = ".".join(loc[:-1]), loc[-1]
+                unknown[dotted(section, name)] = section, name
+            else:
+                path, problem = _told(loc, raw)
+                found.setdefault(path, problem)
+    return [*found.values(), *judged(list(unknown), lambda path: unknown_key(*unknown[path]))]
 
 
-def _told(error: str, loc: list[str], raw: dict[str, Any]) -> tuple[str, str]:
-    if error == "extra_forbidden":
-        path = ".".join(loc)
-        return path, unknown_key(path)
+def dotted(section: str, name: str) -> str:
+    """The path of a key in a message; "" is the top."""
+    return f"{section}.{spelled(name)}" if section else spelled(name)
+
+
+def _told(loc: list[str], raw: dict[str, Any]) -> tuple[str, str]:
     # pydantic points below the key where the kind is a union or a tuple.
     while ".".join(loc) not in KEYS and ".".join(loc) not in sections():
         loc = loc[:-1]
@@ -61,11 +69,26 @@ def _told(error: str, loc: list[str], raw: dict[str, Any]) -> tuple[str, str]:
     return path, f"{path}: expected {says}, got {shown(value)}"
 
 
-def unknown_key(path: str) -> str:
-    """Says of a key that nobody knows what may be meant, or where it belongs."""
-    section, _, name = path.rpartition(".")
+def unknown_key(section: str, name: str) -> str:
+    """Says of a key that nobody knows what may be meant, or where it belongs.
+
+    Args:
+      section: the path of what it stands in; "" is the top.
+      name: of the key.
+
+    Example:
+      >>> unknown_key("", "")
+      '"": a key without a name; take it out, or give it its name'
+    """
+    path = dotted(section, name)
+    if not name.strip():
+        return f"{path}: a key without a name; take it out, or give it its name"
     if name == "max_grad_norm":
         return f"{path}: unknown key; use `gradient_clipping` at the top level"
+    full = f"{section}.{name}" if section else name
+    if full in KEYS or full in sections():
+        outer, _, inner = name.partition(".")
+        return f'{path}: sections are objects; write {{"{outer}": {{"{inner}": ...}}}}'
     siblings = sections()[section]
     elsewhere = [p for p in [*KEYS, *sections()] if p.rpartition(".")[2] == name]
     elsewhere += [
@@ -75,11 +98,13 @@ def unknown_key(path: str) -> str:
     ]
     if elsewhere and len(elsewhere) <= 3:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
-    if guess := closest(name, siblings):
-        full = f"{section}.{guess}" if section else guess
-        return f"{path}: unknown key; did you mean `{full}`?"
-    leaves = {p.rpartition(".")[2]: p for p in reversed(list(KEYS))}
-    if guess := closest(name, leaves):
-        return f"{path}: unknown key; did you mean `{leaves[guess]}`?"
     here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
-    return f"{path}: unknown key; take it out{here}"
+    return f"{path}: unknown key; {hint(name, _guess(section, name), f'take it out{here}')}"
+
+
+def _guess(section: str, name: str) -> str | None:
+    """The path that may be meant: in the same section, or else anywhere."""
+    if guess := closest(name, sections()[section]):
+        return f"{section}.{guess}" if section else guess
+    leaves = {path.rpartition(".")[2]: path for path in reversed(list(KEYS))}
+    return leaves.get(closest(name, leaves) or "")

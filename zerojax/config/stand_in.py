@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.config.errors import closest, shown
+from zerojax.config.errors import shown
 from zerojax.config.old_names import renamed
+from zerojax.config.unknown import closest, hint, judged
 
 
 def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> tuple[set[str], list[str]]:
@@ -27,18 +28,23 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> tuple[set[str], li
     if not isinstance(auto, Mapping):
         return set(), [f"auto: expected a mapping of dotted keys to values, got {shown(auto)}"]
     autos = dict(_autos(raw, ""))
-    replaced, problems = set(), []
+    replaced: set[str] = set()
+    others: dict[str, Any] = {}
     for key, value in auto.items():
         path = renamed(key) if isinstance(key, str) else ""
         if path in autos:
             autos[path][path.rpartition(".")[2]] = value
             replaced.add(path)
-            continue
-        guess = closest(path, autos)
-        there = f'"auto" stands at: {", ".join(autos)}' if autos else 'nothing in it is "auto"'
-        hint = f"did you mean `{guess}`?" if guess else there
-        problems.append(f'auto: {shown(key)} is not "auto" in the config; {hint}')
-    return replaced, problems
+        else:
+            others[shown(key)] = path
+    listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
+    there = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
+
+    def judge(key: str) -> str:
+        likely = hint(others[key], closest(others[key], autos), there)
+        return f'auto: {key} is not "auto" in the config; {likely}'
+
+    return replaced, judged([*others], judge)
 
 
 def _autos(raw: dict[str, Any], section: str) -> list[tuple[str, dict[str, Any]]]:
@@ -47,6 +53,6 @@ def _autos(raw: dict[str, Any], section: str) -> list[tuple[str, dict[str, Any]]
     for name, value in raw.items():
         if isinstance(value, dict):
             found += _autos(value, f"{section}{name}.")
-        elif isinstance(value, str) and value == "auto":
+        elif isinstance(value, str) and value == "auto" and "." not in name:
             found.append((f"{section}{name}", raw))
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 
-from zerojax.config import ZeroConfig
+from zerojax.config import MonitorConfig, ZeroConfig
 from zerojax.monitor.backlog import Writer
 
 
@@ -35,18 +36,18 @@ def open_writers(config: ZeroConfig) -> list[Writer]:
     """The writers that the config asks for, ready to take metrics.
 
     Raises:
-      OSError: a folder cannot be made.
+      OSError: a folder cannot be made, or written; the message has the key and the path.
     """
     opened: list[Writer] = []
     try:
         if (csv := config.csv_monitor) is not None:
             from zerojax.monitor.csv_files import CsvFiles
 
-            opened.append(CsvFiles(os.path.join(csv.output_path, csv.job_name)))
+            opened.append(CsvFiles(_folder("csv_monitor", csv)))
         if (board := config.tensorboard) is not None:
             from zerojax.monitor.tensorboard_file import TensorBoardFile
 
-            opened.append(TensorBoardFile(os.path.join(board.output_path, board.job_name)))
+            opened.append(TensorBoardFile(_folder("tensorboard", board)))
         if config.wandb is not None:
             from zerojax.monitor.wandb_run import WandbRun
 
@@ -56,3 +57,21 @@ def open_writers(config: ZeroConfig) -> list[Writer]:
             writer.close()
         raise
     return opened
+
+
+def _folder(section: str, config: MonitorConfig) -> str:
+    """The folder of a monitor's files, made if need be."""
+    folder = os.path.join(config.output_path, config.job_name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:  # ValueError: a null character in it
+        number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+        raise OSError(
+            number or errno.EINVAL,
+            f"{section}.output_path: its files cannot be written ({why}); choose another folder, "
+            f"or take `{section}` out of the config",
+            os.path.abspath(folder) if number else folder,
+        ) from None
+    return folder

@@ -1,0 +1,298 @@
+"""What a loop uses whole is gathered once, before it; its gradient is reduced once, after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxprs import Spec, equations, gathers, scatters, the
+
+import zerojax
+from zerojax.collectives import Inserter, Shard, loops
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+MESH = zerojax.mesh()
+N = 16
+ROWS, COLUMNS = ("data", None), (None, "data")
+STACK = (None, "data", None)
+TIMES = np.random.default_rng(0).normal(size=(3, 8, N))
+
+
+def weight(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=shape) / 4
+
+
+def cut(x: Any, spec: Spec) -> Any:
+    return lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+def over_time(w: Any, xs: Any, cell: Callable[[Any, Any], Any]) -> Any:
+    def step(h: Any, x: Any) -> Any:
+        h = cell(h, x)
+        return h, h
+
+    return jnp.sum(lax.scan(step, jnp.zeros((8, N), xs.dtype), xs)[1] ** 2)
+
+
+def plain(w: Any, xs: Any) -> Any:
+    return over_time(w, xs, lambda h, x: jnp.tanh(h @ w + x))
+
+
+def twice(w: Any, xs: Any) -> Any:
+    """Two products with the same weight in an iteration."""
+    return over_time(w, xs, lambda h, x: jnp.tanh(jnp.tanh(h @ w) @ w + x))
+
+
+def gates(w: Any, xs: Any) -> Any:
+    """Weights side by side in one product, as in an LSTM, whose gradient is split."""
+
+    def cell(h: Any, x: Any) -> Any:
+        one, other = jnp.split(h @ jnp.concatenate([w, w], axis=1), 2, axis=1)
+        return jax.nn.sigmoid(one) * jnp.tanh(other + x)
+
+    return over_time(w, xs, cell)
+
+
+def rematerialised(w: Any, xs: Any) -> Any:
+    return over_time(w, xs, jax.checkpoint(lambda h, x: jnp.tanh(h @ w + x)))
+
+
+def wide(w: Any, xs: Any) -> Any:
+    """The products are wider than the weight, so that its gradient is rounded."""
+    low = w.astype("float32")
+    return over_time(w, xs, lambda h, x: jnp.tanh(h @ low.astype(h.dtype) + x))
+
+
+def tied(w: Any, xs: Any) -> Any:
+    """Within the loop and outside it."""
+    return jnp.sum(jnp.tanh(xs[0] @ w)) + plain(w, xs)
+
+
+def stored(w: Any, xs: Any) -> Any:
+    """The sum of what is looked up, in a loop of known length."""
+    return lax.fori_loop(0, 3, lambda i, s: s + jnp.sum(jnp.tanh(xs[i] @ w)), 0.0)
+
+
+def layers(w: Any, xs: Any) -> Any:
+    """A loop over time within one over layers."""
+
+    def layer(xs: Any, w: Any) -> Any:
+        def step(h: Any, x: Any) -> Any:
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        return lax.scan(step, jnp.zeros((8, N), xs.dtype), xs)[1], None
+
+    return jnp.sum(lax.scan(layer, xs, w)[0] ** 2)
+
+
+def layers_over_time(w: Any, xs: Any) -> Any:
+    """A loop over layers within one over time."""
+    return over_time(
+        w, xs, lambda h, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h + x, w)[0]
+    )
+
+
+def chunks(w: Any, xs: Any) -> Any:
+    """Time in chunks, each of which runs again for the backward pass."""
+
+    def step(h: Any, x: Any) -> Any:
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    chunk = jax.checkpoint(lambda h, xs: lax.scan(step, h, xs))
+    return jnp.sum(lax.scan(chunk, jnp.zeros((8, N), xs.dtype), xs.reshape(3, 1, 8, N))[1] ** 2)
+
+
+ONE = (N, N)
+CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[Spec]]] = {
+    "plain": (plain, ONE, [ROWS, COLUMNS, (None, None)]),
+    "twice": (twice, ONE, [ROWS]),
+    "gates": (gates, ONE, [ROWS, COLUMNS]),
+    "remat": (rematerialised, ONE, [COLUMNS]),
+    "wide": (wide, ONE, [ROWS]),
+    "tied": (tied, ONE, [COLUMNS]),
+    "fori": (stored, ONE, [ROWS]),
+    "layers": (layers, (2, *ONE), [STACK]),
+    "layers over time": (layers_over_time, (2, *ONE), [STACK]),
+    "chunks": (chunks, ONE, [ROWS]),
+}
+
+
+def step_of(name: str, spec: Spec, *, keep: bool = False) -> tuple[Any, Any]:
+    """The loss and its gradient, cut as the step cuts it; plain, and with collectives in it."""
+    function, _, _ = CASES[name]
+    inserter = Inserter(MESH, "data", keep=keep)
+
+    def both(w: Any, xs: Any) -> Any:
+        loss, grad = jax.value_and_grad(function)(w, xs)
+        return loss, cut(grad, spec)
+
+    def inserted(w: Any, xs: Any) -> Any:
+        closed = jax.make_jaxpr(both)(w, xs)
+        shard = Shard(inserter.constrain(w, spec), spec) if any(spec) else w
+        return tuple(inserter(closed, [shard, xs]))
+
+    return jax.value_and_grad(function), inserted
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("name", "spec"), [(name, spec) for name, case in CASES.items() for spec in case[2]]
+)
+def test_same_numbers(name: str, spec: Spec, keep: bool) -> None:
+    with jax.enable_x64(True):
+        w = weight(*CASES[name][1])
+        plain, inserted = step_of(name, spec, keep=keep)
+        xs = jax.device_put(TIMES, NamedSharding(MESH, PartitionSpec(None, "data")))
+        got = jax.jit(inserted)(jax.device_put(w, NamedSharding(MESH, PartitionSpec(*spec))), xs)
+        # float32 for the sake of one case's cast.
+        tolerance = 1e-5 if name == "wide" else 1e-12
+        for a, b in zip(got, jax.jit(plain)(w, TIMES), strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def traced(name: str, *, keep: bool = False) -> Any:
+    _, shape, specs = CASES[name]
+    return jax.make_jaxpr(step_of(name, specs[0], keep=keep)[1])(weight(*shape), TIMES)
+
+
+@pytest.mark.parametrize("name", ["plain", "twice", "gates", "remat", "fori", "chunks"])
+def test_constants_are_gathered_once_before_each_loop(name: str) -> None:
+    """One for the loop forward, one for the loop backward."""
+    found = gathers(traced(name))
+    assert 1 <= len(found) <= 2
+    assert all(move.inside == () for move in found)
+    assert len(gathers(traced(name, keep=True))) == 1
+
+
+def test_weights_side_by_side_are_gathered_as_one() -> None:
+    """Before each loop anew, so that they are not held from forward to backward."""
+    assert [(move.inside, move.shape) for move in gathers(traced("gates"))] == [
+        ((), (N, 2 * N)),
+        ((), (N, 2 * N)),
+    ]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", ["plain", "gates", "remat", "wide", "fori", "chunks"])
+def test_gradients_are_scattered_once_after_the_loop(name: str, keep: bool) -> None:
+    """The zeros that the sum starts from are cut as well, and one weight has one product."""
+    jaxpr = traced(name, keep=keep)
+    assert {move.inside for move in scatters(jaxpr)} == {()}
+    last = max(i for i, (_, e) in enumerate(equations(jaxpr)) if e.primitive.name == "scan")
+    after = list(equations(jaxpr))[last + 1 :]
+    assert any(e.primitive.name == "sharding_constraint" for _, e in after)
+
+
+def test_the_two_gates_are_summed_as_the_one_product_they_are() -> None:
+    """[2N, N] as it is made, and split after the loop."""
+    scans = [e for _, e in equations(traced("gates")) if e.primitive.name == "scan"]
+    assert (2 * N, N) in [v.aval.shape for v in scans[-1].outvars]
+    assert (N, N) not in [v.aval.shape for v in scans[-1].outvars]
+
+
+@pytest.mark.parametrize("name", ["layers", "layers over time"])
+def test_a_stack_is_still_gathered_and_scattered_a_layer_at_a_time(name: str) -> None:
+    jaxpr = traced(name)
+    for found in (gathers(jaxpr), scatters(jaxpr)):
+        inside = [move for move in found if move.inside]
+        assert inside
+        assert all(move.shape == ONE for move in inside)
+    assert all(move.inside for move in gathers(jaxpr))
+
+
+def test_a_loop_over_micro_batches_is_left_alone() -> None:
+    """The user's own: each iteration makes gradients, and sends them as it makes them."""
+
+    def accumulated(w: Any, xs: Any) -> Any:
+        def micro(total: Any, x: Any) -> Any:
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w), None
+
+        return lax.scan(micro, jnp.zeros_like(w), xs)[0]
+
+    def run(w: Any, xs: Any) -> Any:
+        closed = jax.make_jaxpr(lambda w, xs: cut(accumulated(w, xs), ROWS))(w, xs)
+        inserter = Inserter(MESH, "data", keep=False)
+        return inserter(closed, [Shard(inserter.constrain(w, ROWS), ROWS), xs])[0]
+
+    jaxpr = jax.make_jaxpr(run)(weight(N, N), TIMES)
+    assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
+    assert ("scan",) in {move.inside for move in scatters(jaxpr)}
+    np.testing.assert_allclose(
+        jax.jit(run)(weight(N, N), TIMES), accumulated(weight(N, N), TIMES), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_more_than_may_be_held_is_gathered_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MOST", N * N - 1)
+    jaxpr = traced("plain")
+    assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
+    assert ("scan",) in {move.inside for move in scatters(jaxpr)}
+
+
+def test_a_while_loops_constants_are_gathered_once() -> None:
+    def run(w: Any, x: Any) -> Any:
+        def going(state: Any) -> Any:
+            return jnp.sum(jnp.abs(state[1] @ w)) > state[0]
+
+        def function(w: Any, x: Any) -> Any:
+            return lax.while_loop(going, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0.0, x))[1]
+
+        inserter = Inserter(MESH, "data", keep=False)
+        closed = jax.make_jaxpr(lambda w, x: function(w, x))(w, x)
+        return inserter(closed, [Shard(inserter.constrain(w, ROWS), ROWS), x])[0]
+
+    # As a constant of the condition too, it is another use.
+    found = gathers(jax.make_jaxpr(run)(weight(N, N), TIMES[0]))
+    assert all(move.inside == () for move in found)
+    assert 1 <= len(found) <= 2
+
+
+def backward(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
+    jaxpr = jax.make_jaxpr(jax.grad(function))(*(weight(*shape) for shape in shapes), TIMES)
+    return [e for _, e in equations(jaxpr) if e.primitive.name == "scan"][-1]
+
+
+def test_what_a_loop_adds_up() -> None:
+    eqn = backward(gates, ONE)
+    want: list[Any] = [ROWS if v.aval.shape == ONE else None for v in eqn.outvars]
+    sums = loops.Sums(eqn, want)
+    (root,) = sums.roots
+    assert root.aval.shape == (2 * N, N)
+    names = [e.primitive.name for terms in sums.terms.values() for e, _ in terms[0].links]
+    assert set(names) <= {"transpose", "split"}
+    assert sums.spec(root, MESH, "data") == COLUMNS
+    # The dimension that is split cannot be cut as each half is: another is.
+    across = loops.Sums(eqn, [COLUMNS if spec else None for spec in want])
+    assert across.spec(root, MESH, "data") == ROWS
+
+
+def test_what_is_not_wanted_is_left_to_the_loop() -> None:
+    eqn = backward(plain, ONE)
+    assert loops.Sums(eqn, [None] * len(eqn.outvars)).roots == []
+
+
+def test_used_whole() -> None:
+    def used(function: Callable[..., Any], *shapes: tuple[int, ...]) -> bool:
+        jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes))
+        return loops.used_whole(jaxpr, jaxpr.jaxpr.invars[0])
+
+    stack = (2, *ONE)
+    assert used(lambda w, x: x @ w, ONE, ONE)
+    assert used(jax.jit(lambda w, x: x @ w.T.astype("bfloat16")), ONE, ONE)
+    assert used(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), ONE, ONE)
+    assert not used(lambda w, x: layers(w, x), stack, (3, 8, N))
+    assert not used(lambda w, x: (w, x), ONE, ONE)
+    assert not used(jax.checkpoint(lambda w, x: layers(w.astype("bfloat16"), x)), stack, (3, 8, N))
+
+
+def test_the_scan_of_a_jaxpr_without_sums_runs_as_it_was() -> None:
+    eqn = the(jax.make_jaxpr(lambda w, xs: plain(w, xs))(weight(N, N), TIMES), "scan")
+    body = loops.Sums(eqn, [None]).body()
+    assert len(body.eqns) == len(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]).eqns)

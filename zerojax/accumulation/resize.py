@@ -1,0 +1,122 @@
+"""A step for micro-batches of a single row.
+
+jax writes another program where a dimension has size 1: it broadcasts and sums nothing. So the
+step is traced on a few rows, and made one for a single row from that, shape by shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from zerojax import compat, marks
+from zerojax.accumulation.flat import Flat, Variable
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.pairs import Pair, UnevenError, pairs
+
+
+class Resize:
+    """From the step on ``whole`` and on ``few`` rows to the step on one row."""
+
+    def __init__(self, whole: int, few: int) -> None:
+        self._whole, self._few = whole, few
+
+    def flat(self, whole: Flat, few: Flat) -> Flat:
+        """A flat program, equation by equation as it is for a few rows."""
+        env: dict[Any, Any] = {}
+
+        def made(w: Any, v: Any) -> Any:
+            shape = self._shape(w.aval, v.aval)
+            same = shape == getattr(v.aval, "shape", ())
+            env[v] = Variable(v.aval if same else v.aval.update(shape=shape))
+            return env[v]
+
+        def read(w: Any, v: Any) -> Any:
+            return self._literal(w, v) if isinstance(v, core.Literal) else env[v]
+
+        invars = [made(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
+        constvars = [made(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
+        eqns = []
+        for pair in pairs(whole.eqns, few.eqns):
+            w, f = pair
+            ins = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
+            outs = [made(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
+            eqns.append(f.replace(invars=ins, outvars=outs, params=self._params(pair)))
+        outvars = [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]
+        return Flat(invars, eqns, outvars, constvars, few.consts)
+
+    def _shape(self, whole: Any, few: Any) -> tuple[int, ...]:
+        shapes = zip(getattr(whole, "shape", ()), getattr(few, "shape", ()), strict=True)
+        return tuple(self._size(w, f) for w, f in shapes)
+
+    def _size(self, whole: Any, few: Any) -> Any:
+        if whole == few:
+            return few
+        if whole * self._few != few * self._whole:
+            raise UnevenError(f"a dimension has {whole} elements for {self._whole} rows")
+        return few // self._few if isinstance(few, int) else few / self._few
+
+    def _literal(self, whole: Any, few: Any) -> Any:
+        alike = not isinstance(whole, core.Literal) or few.aval.shape or whole.val == few.val
+        if alike or whole.val * self._few != few.val * self._whole:
+            return few
+        return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
+
+    def _params(self, pair: Pair) -> dict[str, Any]:
+        whole, few = pair
+        return {
+            name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
+        }
+
+    def _param(self, whole: Any, few: Any, pair: Pair) -> Any:
+        if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
+            return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
+        if isinstance(few, int) and not isinstance(few, bool) and isinstance(whole, int):
+            return self._size(whole, few)
+        if hasattr(few, "eqns") or hasattr(few, "jaxpr"):
+            return self._body(whole, few, where(pair.whole))
+        return few
+
+    def _body(self, whole: Any, few: Any, at: str) -> Any:
+        (w, _), (f, consts) = compat.open_jaxpr(whole), compat.open_jaxpr(few)
+        if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and not any(
+            self._grows(a, b) for a, b in zip(w.eqns, f.eqns, strict=False)
+        ):
+            return few
+        given = [
+            jax.ShapeDtypeStruct(
+                self._shape(a.aval, b.aval),
+                b.aval.dtype,
+                weak_type=getattr(b.aval, "weak_type", False),
+            )
+            for a, b in zip(w.invars, f.invars, strict=True)
+        ]
+        made = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
+        inner, left = compat.open_jaxpr(made)
+        if inner is made or few is not f:
+            return made
+        if left:
+            raise UnevenError(at)
+        return inner
+
+    def _grows(self, whole: Any, few: Any) -> bool:
+        values = zip((*whole.invars, *whole.outvars), (*few.invars, *few.outvars), strict=False)
+        return any(getattr(a.aval, "shape", ()) != getattr(b.aval, "shape", ()) for a, b in values)
+
+    def _run(self, whole: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Evaluates a program within an equation on arguments of one row."""
+        env = dict(zip((*few.constvars, *few.invars), (*consts, *args), strict=True))
+
+        def read(w: Any, v: Any) -> Any:
+            return self._literal(w, v).val if isinstance(v, core.Literal) else env[v]
+
+        for pair in pairs(whole.eqns, few.eqns):
+            w, f = pair
+            values = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
+            outs = marks.bind(f.replace(params=self._params(pair)), values)
+            env.update(zip(f.outvars, outs, strict=True))
+        return [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]

@@ -1,0 +1,108 @@
+"""A warning that a training's numbers are no longer finite, without a wait for the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.monitor.tags import scalars
+
+_LONGEST = 256  # steps that wait to be looked at
+_BITS = 31
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Finiteness:
+    """Which numbers of a step are not finite; made within the compiled step.
+
+    Attributes:
+      step: int32 [], the state's count of steps after this one.
+      wrong: uint32 [], bit i is set where number i is not finite.
+      names: of the numbers; those from the 31st on share a bit.
+    """
+
+    step: jax.Array
+    wrong: jax.Array
+    names: tuple[str, ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, step: jax.Array, grad_norm: jax.Array, out: Any) -> Finiteness:
+        """Looks at the gradient's norm and at every floating scalar among a step's results.
+
+        Args:
+          step: int32 [].
+          grad_norm: floating [].
+          out: what the step returned beside the state.
+
+        Example:
+          >>> Finiteness.of(jnp.int32(3), jnp.inf, {"loss": 0.5, "acc": jnp.nan}).told()
+          ['grad_norm', 'acc']
+        """
+        numbers = {"grad_norm": grad_norm}
+        numbers |= {k: x for k, x in scalars(out).items() if _is_floating(x)}
+        wrong = jnp.zeros((), jnp.uint32)
+        for i, x in enumerate(numbers.values()):
+            bit = jnp.uint32(1 << min(i, _BITS))
+            wrong |= jnp.where(jnp.isfinite(x), jnp.uint32(0), bit)
+        return cls(step, wrong, tuple(numbers))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device is done with it."""
+        wrong: Any = self.wrong  # jax.Array does not name the method
+        return wrong.is_ready()
+
+    def told(self) -> list[str]:
+        """The names of the numbers that are not finite; waits for them."""
+        wrong = int(np.asarray(self.wrong))  # several times quicker than int() of a jax array
+        return [name for i, name in enumerate(self.names) if wrong >> min(i, _BITS) & 1]
+
+
+class FiniteWatch:
+    """Warns once, of the first step with a number that is not finite.
+
+    Steps are looked at in order, each once the device is done with it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Finiteness] = deque()
+        self._warned = False
+
+    def push(self, step: Finiteness) -> None:
+        """Takes a step; looks at those before it that are done."""
+        if self._warned:
+            return
+        self._waiting.append(step)
+        self.look()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Looks at the steps that are done; with ``wait``, at all."""
+        waiting = self._waiting
+        while waiting and (wait or len(waiting) > _LONGEST or waiting[0].ready):
+            step = waiting.popleft()
+            if names := step.told():
+                self._warn(int(step.step), names)
+                waiting.clear()
+
+    def _warn(self, step: int, names: list[str]) -> None:
+        self._warned = True
+        if jax.process_index() == 0:
+            logging.getLogger("zerojax").warning(
+                "step %d: %s no longer finite (NaN or inf), and the update was made with it. Look "
+                "at the batch of that step, or lower the learning rate; "
+                "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
+                "This is said once.",
+                step,
+                f"{', '.join(names)} {'are' if names[1:] else 'is'}",
+            )
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)

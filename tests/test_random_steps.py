@@ -81,9 +81,7 @@ RESULTS = (
 BLOCKS = st.builds(
     Blocks,
     network=st.sampled_from(["unrolled", "scanned", "looped", "remat", "tied", "chunks", "vmap"]),
-    loss=st.sampled_from(
-        ["mean", "masked", "weighted", "sum", "by_rows", "clamped", "above"]
-    ),
+    loss=st.sampled_from(["mean", "masked", "weighted", "sum", "by_rows", "clamped", "above"]),
     regularized=st.booleans(),
     second=st.sampled_from(["none", "here", "none", "here", "there"]),
     average=st.sampled_from(["none", "after", "before", "copied"]),

@@ -2,7 +2,9 @@
 
 from programs import (
     generative,
+    guards,
     language,
+    losses,
     optimizers,
     reinforcement,
     shapes,
@@ -11,7 +13,17 @@ from programs import (
 )
 from programs.program import ROWS, Kind, Outcome, Program
 
-FAMILIES = (vision, language, generative, teachers, reinforcement, optimizers, shapes)
+FAMILIES = (
+    vision,
+    language,
+    generative,
+    teachers,
+    reinforcement,
+    optimizers,
+    losses,
+    guards,
+    shapes,
+)
 PROGRAMS = {program.name: program for family in FAMILIES for program in family.PROGRAMS}
 
 __all__ = ["PROGRAMS", "ROWS", "Kind", "Outcome", "Program"]

@@ -109,9 +109,7 @@ def create_adversarial(key: jax.Array) -> AdversarialState:
     one, two = jax.random.split(key)
     critic = creator(CRITIC)(two)
     params = GENERATOR.init(one, ROW)["params"]
-    return AdversarialState.create(
-        apply_fn=GENERATOR.apply, params=params, tx=ADAM, critic=critic
-    )
+    return AdversarialState.create(apply_fn=GENERATOR.apply, params=params, tx=ADAM, critic=critic)
 
 
 def critic_loss(params: Any, real: jax.Array, fake: jax.Array) -> jax.Array:
@@ -130,9 +128,7 @@ def simultaneous_step(state: AdversarialState, batch: Any) -> tuple[AdversarialS
     critic_value, critic_grads = jax.value_and_grad(critic_loss)(
         state.critic.params, batch["real"], fake
     )
-    value, grads = jax.value_and_grad(generator_loss)(
-        state.params, state.critic.params, batch["z"]
-    )
+    value, grads = jax.value_and_grad(generator_loss)(state.params, state.critic.params, batch["z"])
     critic = state.critic.apply_gradients(grads=critic_grads)
     state = state.apply_gradients(grads=grads, critic=critic)
     return state, {"generator": value, "critic": critic_value}
@@ -171,9 +167,7 @@ def weighted_step(state: AdversarialState, batch: Any) -> tuple[AdversarialState
 def two_states_step(generator: TrainState, critic: TrainState, batch: Any) -> Any:
     """The usual form: two arguments, two updates."""
     fake = GENERATOR.apply({"params": generator.params}, batch["z"])
-    critic_value, critic_grads = jax.value_and_grad(critic_loss)(
-        critic.params, batch["real"], fake
-    )
+    critic_value, critic_grads = jax.value_and_grad(critic_loss)(critic.params, batch["real"], fake)
     value, grads = jax.value_and_grad(generator_loss)(generator.params, critic.params, batch["z"])
     new = critic.apply_gradients(grads=critic_grads)
     return generator.apply_gradients(grads=grads), new, {"generator": value, "critic": critic_value}

@@ -210,7 +210,5 @@ PROGRAMS = (
         "mixture", creator(Mixture(), TOKENS), mixture_step((0, 1)), padded, accumulated=INTERACT
     ),
     Program("mixture_by_row", creator(Mixture(), TOKENS), mixture_step((1,)), padded),
-    Program(
-        "nnx_gru", nnx_create, nnx_masked_step, padded, nnx=True, dtypes=ONE_DTYPE
-    ),
+    Program("nnx_gru", nnx_create, nnx_masked_step, padded, nnx=True, dtypes=ONE_DTYPE),
 )

@@ -97,8 +97,11 @@ class MLP(nn.Module):
 ROW = np.ones((1, WIDTH), np.float32)
 
 
+NETWORK = MLP()
+
+
 def creator(
-    model: nn.Module = MLP(),
+    model: nn.Module = NETWORK,
     example: Any = ROW,
     tx: optax.GradientTransformation = ADAM,
     kind: type[TrainState] = TrainState,

@@ -46,9 +46,9 @@ def clipped_loss(state: TrainState, params: Any, batch: Any, advantage: Any) -> 
 
 
 def policy_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    loss, grads = jax.value_and_grad(
-        lambda p: clipped_loss(state, p, batch, batch["advantage"])
-    )(state.params)
+    loss, grads = jax.value_and_grad(lambda p: clipped_loss(state, p, batch, batch["advantage"]))(
+        state.params
+    )
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 

@@ -116,7 +116,7 @@ PROGRAMS = (
     Program("early_average", create, early_average_step, vectors),
     Program("target_copied", create, copied_step, vectors),
     Program("target_selected", create, selected_step, vectors),
-    Program("target_periodic", create, periodic_step, vectors, dtypes=("float64",)),  # one dtype alone
+    Program("target_periodic", create, periodic_step, vectors, dtypes=("float64",)),
     Program("contrastive", creator(), contrastive_step, vectors, accumulated=INTERACT),
     Program("decorrelated", creator(), decorrelated_step, vectors, accumulated=INTERACT),
 )

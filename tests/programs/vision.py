@@ -90,9 +90,7 @@ class NNXClassifier(nnx.Module):
 def nnx_create(batch_norm: bool) -> Any:
     def create(key: jax.Array) -> Any:
         model = NNXClassifier(batch_norm, nnx.Rngs(key))
-        metrics = nnx.MultiMetric(
-            accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")
-        )
+        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
         return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param), metrics
 
     return create

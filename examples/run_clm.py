@@ -24,11 +24,8 @@ import pathlib
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 import typer
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
@@ -66,19 +63,15 @@ def train(job: Job, console: Console) -> Outcome:
     unseen = data.Batches(text.held_out, rows, job.block_size)
     init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
 
-    @jax.jit
-    def eval_step(params: Any, batch: Any) -> jax.Array:
-        low = jnp.bfloat16 if config.bf16 else jnp.float16 if config.fp16 else None
-        params = params if low is None else optax.tree.cast(params, low)
+    @zero.evaluate
+    def eval_step(state: TrainState, batch: Any) -> jax.Array:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        losses: Any = model.apply({"params": params}, inputs, targets=targets)
+        losses: Any = model.apply({"params": state.params}, inputs, targets=targets)
         return losses.mean()
 
     def held_out_loss(state: TrainState) -> float:
-        by_row = NamedSharding(mesh, PartitionSpec("data"))
-        some = [jax.device_put(batch, by_row) for batch in unseen.spread(EVAL_BATCHES)]
-        params = zerojax.on_device(state.params)
-        return sum(float(eval_step(params, batch)) for batch in some) / len(some)
+        some = list(unseen.spread(EVAL_BATCHES))
+        return sum(float(eval_step(state, batch)) for batch in some) / len(some)
 
     identity = job.identity(config, rows, text)
     about = dataclasses.asdict(job.model_config) | {"dtype": None}

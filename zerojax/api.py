@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.arguments import Arguments
 from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.evaluate import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.mesh import automatic, shard_axis
 from zerojax.mesh import mesh as all_devices
@@ -70,6 +71,54 @@ class Zero:
         )
         guard = Guard(self.config, self.mesh, self.states.axis, self._other)
         return Step(arguments, self.states, self._donate, guard)
+
+    def evaluate(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+    ) -> Evaluation:
+        """A function that updates nothing, evaluated as a step computes: also ``@zero.evaluate``.
+
+        Parameters are gathered, cast and streamed as in a step at the same stage, so that what can
+        be trained can be evaluated. The state is neither changed nor used up.
+
+        A batch may have any number of rows. One of more rows than a micro-batch of the config has
+        on all devices is run in micro-batches, and rows that do not divide among the devices are
+        filled up with copies that do not count. The results are those of ``jax.jit`` on the whole
+        batch: what has a row for each of the batch comes back whole and in order; sums, products,
+        maxima and minima over rows are combined, and what follows from them (means, ratios,
+        metrics) is computed once. A function whose rows meet in another way (batch statistics,
+        noise in the batch's shape) runs on the whole batch at once, which a warning says.
+
+        Args:
+          function: ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or ``(model,
+            batch, ...) -> anything`` with NNX: the model alone, or an optimizer, metrics and other
+            NNX objects with it, in any order. All but parameters may change in place, as under
+            ``nnx.jit``.
+          static_argnums, static_argnames, batch_argnums: as a step has them.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, optax, zerojax
+          >>> from flax.training.train_state import TrainState
+          >>> zero = zerojax.zero(stage=3, bf16=True)
+          >>> state = zero.init(lambda: TrainState.create(
+          ...     apply_fn=None, params={"w": jnp.ones((8, 4))}, tx=optax.adam(1e-3)))
+          >>> @zero.evaluate
+          ... def predict(state, batch):
+          ...     return batch @ state.params["w"]
+          >>> predict(state, np.ones((13, 8))).shape
+          (13, 4)
+        """
+        arguments = Arguments(
+            function,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            batch_argnums=batch_argnums,
+        )
+        return Evaluation(arguments, self.states)
 
     def _other(
         self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any

@@ -15,6 +15,7 @@ from zerojax.body import Body, View, cast, collecting, constrainer
 from zerojax.collectives import Inserter, Shard, layout
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.compiler import streaming
+from zerojax.entering import entering
 from zerojax.extras import Static, join
 from zerojax.found import replacements
 from zerojax.late import check_late
@@ -133,7 +134,7 @@ class Collect:
             else next(there)
             for i, leaf in enumerate(self.plan.compute)
         ]
-        shards = self._shards(all_)  # here, not in each micro-batch
+        shards = entering(self.inserter, all_, self.plan.compute)  # not in each micro-batch
         params = jax.tree.unflatten(self.trees[0], all_)
         start = Parts(params, View(opt=opt), step, rest)
         empty = self._zeros(self.dtypes)
@@ -213,18 +214,6 @@ class Collect:
                 dtype=DTYPES[self.config.grad_accum_dtype],
             )(others, replace)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
-
-    def _shards(self, params: Sequence[Any]) -> list[Any]:
-        """What the inserter is given of the parameters."""
-        found: list[Any] = []
-        for x, leaf in zip(params, self.plan.compute, strict=True):
-            away = leaf.place != DEVICE
-            spec = layout.full(leaf.spec, x.ndim)
-            found.append(Shard(x, spec, host=away) if away or leaf.sharded else x)
-        return [
-            x if whole is None else Shard(x.value, x.spec, whole)
-            for x, whole in zip(found, self.inserter.in_advance(found), strict=True)
-        ]
 
     def _leaving(self, g: Any, opt: Any, noted: list[jax.Array]) -> Any:
         """Takes note of a gradient's square sums, and sends it where it is to lie."""

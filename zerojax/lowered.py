@@ -11,7 +11,8 @@ class LoweredProgram(NamedTuple):
     """One compiled unit of a step.
 
     Attributes:
-      name: "step" where a step is one program; under offload "gradients", then "update 1", ...
+      name: "step" where a step is one program; under offload "gradients", then "update 1", ...;
+        of zero.evaluate "evaluation"
       lowered: to be compiled for the devices of the step.
       times: how often it runs in a step.
     """

@@ -31,7 +31,7 @@ from zerojax.optim.wrap import (
     wrap,
 )
 from zerojax.parts import Opened, Parts
-from zerojax.plan import Plan
+from zerojax.plan import Leaf, Plan
 
 
 class States:
@@ -112,6 +112,11 @@ class States:
         if wrapped:
             return dataclasses.replace(opened, parts=parts)
         return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
+
+    def observed(self, opened: Opened) -> Opened:
+        """What only looks at a state is given of it: the user's own optimizer and its state."""
+        parts = jax.tree.map(_array, opened.parts)
+        return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
 
     def _check_scaled(self, opt_state: Any) -> None:
         scaled = getattr(opt_state, "loss_scale", None) is not None
@@ -195,15 +200,16 @@ class States:
           ValueError: it lies on another mesh.
         """
         parts, wanted = opened.parts, plan.shardings()
-        pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(wanted), strict=True)
-        if not opened.plain and all(
-            isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
-            and x.sharding.is_equivalent_to(s, x.ndim)
-            and x.sharding.memory_kind == s.memory_kind
-            and isinstance(x, DiskArray) == (leaf.place == DISK)
-            for (x, s), leaf in zip(pairs, plan.all_leaves(), strict=True)
-        ):
+        leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
+        where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
+        if not opened.plain and all(lies(*each) for each in where):
             return parts
+        self.check_mesh(parts)
+        made = [self.shelf.put(_copy(x), *at) for x, *at in where]
+        return jax.tree.unflatten(jax.tree.structure(parts), made)
+
+    def check_mesh(self, parts: Any) -> None:
+        """Raises ValueError where an array of a state lies on another mesh."""
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:
@@ -215,12 +221,16 @@ class States:
                     f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
                     "bring it to the host first (jax.device_get)."
                 )
-        leaves = zip(
-            jax.tree.leaves(parts), jax.tree.leaves(wanted), plan.all_leaves(), strict=True
-        )
-        return jax.tree.unflatten(
-            jax.tree.structure(parts), [self.shelf.put(_copy(x), *at) for x, *at in leaves]
-        )
+
+
+def lies(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
+    """Whether an array lies where the plan wants it."""
+    return (
+        isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
+        and x.sharding.is_equivalent_to(sharding, x.ndim)
+        and x.sharding.memory_kind == sharding.memory_kind
+        and isinstance(x, DiskArray) == (leaf.place == DISK)
+    )
 
 
 def take_apart(objects: tuple[Any, ...]) -> Opened:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,9 +26,10 @@ from zerojax.body import (
     updating,
 )
 from zerojax.call import Call, Form, Rearranged
-from zerojax.collectives import Inserter, Shard, layout
+from zerojax.collectives import Inserter
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
+from zerojax.entering import entering
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import replacements
@@ -99,8 +99,9 @@ class Program:
         start = parts._replace(params=compute, opt_state=view)
         args, kwargs = join(arrays, static)
         tx = updating(self.advance, self.to_shards)
+        shards = entering(self.inserter, jax.tree.leaves(compute), self.plan.compute)
         made, out = self._evaluate(
-            lambda p, b: self.body(p, tx, b, args, kwargs), start, batch, self._shards(compute)
+            lambda p, b: self.body(p, tx, b, args, kwargs), start, batch, shards
         )
         after: View = made.opt_state
         done = None
@@ -111,19 +112,6 @@ class Program:
         params = params_after(after, made.params, parts.params, done)
         made = made._replace(params=params, opt_state=after.opt, rest=rest)
         return made, out, self.signals(made.opt_state, out)
-
-    def _shards(self, params: Any) -> list[Any]:
-        """The compute parameters as the inserter takes them, with what is gathered once a step:
-        at stages 1 and 2 all, at stage 3 the small ones."""
-        leaves = zip(jax.tree.leaves(params), self.plan.leaves["params"], strict=True)
-        shards = [
-            Shard(x, layout.full(leaf.spec, x.ndim)) if leaf.sharded else x for x, leaf in leaves
-        ]
-        wholes = self.inserter.in_advance(shards)
-        return [
-            dataclasses.replace(x, whole=whole) if isinstance(x, Shard) else x
-            for x, whole in zip(shards, wholes, strict=True)
-        ]
 
     def _evaluate(
         self, body: Callable[..., Any], start: Parts, batch: Any, params: list[Any]

@@ -22,7 +22,7 @@ from zerojax.call import Rearranged
 from zerojax.collect import Collect
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
-from zerojax.offload.copies import Copies, lying
+from zerojax.offload.copies import lying
 from zerojax.offload.disk_array import DiskArray, DiskLeaf
 from zerojax.offload.groups import Lying
 from zerojax.offload.places import DEVICE, DISK
@@ -62,7 +62,7 @@ class Streamed:
         sizes = self.config.batch(states.mesh.shape[states.axis])
         self.accumulation = sizes.accumulation
         self.layout = BatchLayout(self.plan.lowering_mesh, states.axis, sizes)
-        self.copies = Copies(self.plan, states.shelf.copy_leaf)
+        self.copies = states.shelf.copies(self.plan)
         self.trees: Any = (
             jax.tree.structure(opened.parts.params),
             jax.tree.structure(opened.parts.opt_state),

@@ -74,6 +74,8 @@ class Inserter:
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers
         where used, drops, and gathers again (stage 3).
+      share: at stage 3 one gather of a parameter serves all its uses in the body, for a body with
+        no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
 
@@ -81,8 +83,16 @@ class Inserter:
       host: how gradients leave for host memory, if they do.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, away: int | None = None) -> None:
-        self.mesh, self.axis, self.keep = mesh, axis, keep
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: str,
+        *,
+        keep: bool,
+        share: bool = False,
+        away: int | None = None,
+    ) -> None:
+        self.mesh, self.axis, self.keep, self.share = mesh, axis, keep, share or keep
         self.smallest = None if away is None else away * mesh.shape[axis]
         self.host: Host | None = None
         self._unused = away is not None  # until something leaves, or that has been said
@@ -98,7 +108,7 @@ class Inserter:
 
         ``want`` has the specs of those results that are gradients, None for the others.
         """
-        scope = _Scope(share=self.keep, replace=replace or {})
+        scope = _Scope(share=self.share, replace=replace or {})
         outs = [_plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
             self._unused = False
@@ -257,6 +267,8 @@ class Inserter:
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         if name == "concatenate" and layout.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
+        if self.share and not self.keep and name in layout.MAPS and id(shards[0]) in scope.gathered:
+            return marks.bind(eqn, self._all_whole(values, scope))  # a tied embedding's head
         if name in _REDUCTIONS:
             return marks.bind(eqn, [_plain(v) for v in values])
         if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
@@ -288,7 +300,9 @@ class Inserter:
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         outs = marks.bind(eqn, [_plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
-        if all(many.is_whole(v, self.axis) or not jnp.ndim(v) for v in values):
+        if all(
+            many.is_whole(v, self.axis) or not (isinstance(v, Shard) or jnp.ndim(v)) for v in values
+        ):
             # Made of the whole ones too, or a cast would have to be gathered by itself.
             wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from zerojax import compat, marks
 from zerojax.collectives.elementwise import ELEMENTWISE
+from zerojax.inline import inlined
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Separated:
         self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
     ) -> None:
         traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
-        flat = jax.make_jaxpr(lambda *a: _inlined(traced, a))(*arguments)
+        flat = jax.make_jaxpr(lambda *a: inlined(traced, a))(*arguments)
         self._jaxpr, self._consts = compat.open_jaxpr(flat)
         self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
@@ -200,21 +201,3 @@ def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
     return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
-
-
-def _inlined(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with what it calls written out."""
-    jaxpr, consts = compat.open_jaxpr(closed)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(v) for v in eqn.invars]
-        if eqn.primitive in marks.CALLS:
-            outs = _inlined(eqn.params[marks.CALLS[eqn.primitive]], values)
-        else:
-            outs = [*marks.bind(eqn, values)]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]

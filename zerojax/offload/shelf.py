@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from zerojax.offload.copies import Copies
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.disk_array import DiskLeaf
 from zerojax.offload.groups import Lying, cuts
@@ -40,6 +42,7 @@ class Shelf:
         self._store: DiskStore | None = None
         self._copies: DiskStore | None = None
         self._number = itertools.count()
+        self._computing: weakref.WeakValueDictionary[Any, Copies] = weakref.WeakValueDictionary()
 
     @property
     def store(self) -> DiskStore:
@@ -85,6 +88,14 @@ class Shelf:
         else:
             here.reserve(state)
             there.reserve(copies)
+
+    def copies(self, plan: Plan) -> Copies:
+        """The copies to compute with of such a state: one for all who compute with it."""
+        key = plan.leaves["params"], plan.compute
+        found = self._computing.get(key)
+        if found is None:
+            found = self._computing[key] = Copies(plan, self.copy_leaf)
+        return found
 
     def copy_leaf(
         self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding

@@ -36,7 +36,13 @@ def analysed(
         statistics = set()
         for i in rest:
             if (node := found.kind(whole.outvars[i]).node) is not None:
-                statistics |= node.roots()
+                # What gradients change is no statistic of the batch.
+                statistics |= {r for r in node.roots() if not found.backward.get(r)}
+        # What goes into the rows of a forward pass is no backward pass's own.
+        forward = set()
+        for conflict in found.conflicts:
+            if not conflict.backward and conflict.kind.node is not None:
+                forward |= conflict.kind.node.roots()
         before = len(choices.first), len(choices.own)
         for conflict in found.conflicts:
             kind = conflict.kind
@@ -44,7 +50,8 @@ def analysed(
                 choices.first.add(kind.home)
                 continue
             roots = kind.node.roots() if kind.node is not None else set()
-            if roots <= statistics or all(found.backward.get(r) for r in roots):
+            own = all(found.backward.get(r) for r in roots) and not roots & forward
+            if roots <= statistics or own:
                 choices.own |= roots
         if before == (len(choices.first), len(choices.own)):
             break

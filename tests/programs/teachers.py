@@ -1,0 +1,122 @@
+"""Averaged, copied and contrasted networks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from programs.program import MLP, SGD, Program, copied, creator, refused, vectors
+
+
+class TaughtState(TrainState):
+    """Carries a second set of parameters."""
+
+    teacher: Any
+
+
+def average(old: Any, new: Any, rate: float = 0.3) -> Any:
+    return jax.tree.map(lambda a, p: (1 - rate) * a + rate * p, old, new)
+
+
+def taught_loss(state: TaughtState, params: Any, batch: Any) -> jax.Array:
+    """Regression, and agreement with the teacher on other inputs."""
+    apply = state.apply_fn
+    taught = apply({"params": state.teacher}, batch["y"])
+    consistency = jnp.mean((apply({"params": params}, batch["y"]) - taught) ** 2)
+    return jnp.mean((apply({"params": params}, batch["x"]) - batch["y"]) ** 2) + consistency
+
+
+def mean_teacher_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
+    loss, grads = jax.value_and_grad(lambda p: taught_loss(state, p, batch))(state.params)
+    state = state.apply_gradients(grads=grads)
+    return state.replace(teacher=average(state.teacher, state.params)), {"loss": loss}
+
+
+def early_average_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
+    """The teacher moves before the loss reads it: towards the parameters as they were."""
+    state = state.replace(teacher=average(state.teacher, state.params))
+    loss, grads = jax.value_and_grad(lambda p: taught_loss(state, p, batch))(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def bootstrap_loss(state: TaughtState, params: Any, batch: Any) -> jax.Array:
+    """Two views of a row, normalized; the target has no gradient."""
+
+    def view(params: Any, x: Any) -> jax.Array:
+        z = state.apply_fn({"params": params}, x)
+        return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+    target = jax.lax.stop_gradient(view(state.teacher, batch["y"]))
+    return jnp.mean(2 - 2 * jnp.sum(view(params, batch["x"]) * target, -1))
+
+
+def copied_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
+    """The target is copied every second step."""
+    loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
+    state = state.apply_gradients(grads=grads)
+    teacher = jax.lax.cond(
+        state.step % 2 == 0,
+        lambda new, old: jax.tree.map(lambda n, o: n.astype(o.dtype), new, old),
+        lambda new, old: old,
+        state.params,
+        state.teacher,
+    )
+    return state.replace(teacher=teacher), {"loss": loss, "step": state.step}
+
+
+def selected_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
+    """The same by selection, on the counter before the update."""
+    loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
+    new = state.apply_gradients(grads=grads)
+    copy = state.step % 2 == 0
+    teacher = jax.tree.map(lambda n, o: jnp.where(copy, n, o), new.params, state.teacher)
+    return new.replace(teacher=teacher), {"loss": loss}
+
+
+def periodic_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
+    """By optax."""
+    loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
+    new = state.apply_gradients(grads=grads)
+    teacher = optax.periodic_update(new.params, state.teacher, new.step, 2)
+    return new.replace(teacher=teacher), {"loss": loss}
+
+
+def contrastive_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    """Each row against every other."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        a, b = (state.apply_fn({"params": params}, batch[name]) for name in "xy")
+        logits = a @ b.T
+        labels = jnp.arange(len(logits))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def decorrelated_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    """Barlow twins: the correlation of features over rows."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        a, b = (nn.standardize(state.apply_fn({"params": params}, batch[n]), 0) for n in "xy")
+        return jnp.mean((a.T @ b / len(a) - jnp.eye(a.shape[1])) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+create = creator(MLP(), tx=SGD, kind=TaughtState, teacher=copied)
+INTERACT = refused("cannot be accumulated over 4 micro-batches")
+
+PROGRAMS = (
+    Program("mean_teacher", create, mean_teacher_step, vectors),
+    Program("early_average", create, early_average_step, vectors),
+    Program("target_copied", create, copied_step, vectors),
+    Program("target_selected", create, selected_step, vectors),
+    Program("target_periodic", create, periodic_step, vectors, dtypes=("float64",)),
+    Program("contrastive", creator(), contrastive_step, vectors, accumulated=INTERACT),
+    Program("decorrelated", creator(), decorrelated_step, vectors, accumulated=INTERACT),
+)

@@ -1,0 +1,351 @@
+"""Steps put together at random compute what plain jit computes, whole or by micro-batch."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, WIDTH, LAYERS, STEPS = 8, 4, 2, 3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a step is put together from.
+
+    Attributes:
+      network: how the layers are applied.
+      loss: what is made of the rows' losses.
+      regularized: whether the parameters' squares are added to it.
+      second: whether another gradient is added to the first, and where it is taken: here, or there
+        where the first leads.
+      average: what happens to the second set of parameters: nothing, the average of all, the
+        average before the gradients, a copy every second step.
+      read: whether the loss reads it.
+      shaping: what is made of the gradients.
+      guard: how a step that is not finite is left out; such a batch comes where there is a guard.
+      frozen: how the bias is held still.
+      optimizer: which of ``OPTIMIZERS``.
+      extra: whether counters and a running loss are carried.
+      results: which of ``RESULTS`` the step returns.
+    """
+
+    network: str
+    loss: str
+    regularized: bool
+    second: str
+    average: str
+    read: bool
+    shaping: str
+    guard: str
+    frozen: str
+    optimizer: str
+    extra: bool
+    results: tuple[str, ...]
+
+    @property
+    def interact(self) -> bool:
+        """Whether rows meet in another way than by sums and means. (A loop over chunks of rows does
+        no more than that, but zerojax does not see it.)"""
+        return self.network == "chunks" or self.loss == "above" or self.second == "there"
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "decayed": optax.adamw(1e-2, weight_decay=0.1),
+    "multi_transform": optax.multi_transform(
+        {"moves": optax.sgd(0.1), "still": optax.set_to_zero()},
+        lambda params: {name: "still" if name == "bias" else "moves" for name in params},
+    ),
+}
+RESULTS = (
+    "rows", "mean", "sum", "most", "least", "any", "all", "count", "step", "norm", "weights",
+    "masked", "distance",
+)  # fmt: skip
+
+BLOCKS = st.builds(
+    Blocks,
+    network=st.sampled_from(["unrolled", "scanned", "looped", "remat", "tied", "chunks", "vmap"]),
+    loss=st.sampled_from(["mean", "masked", "weighted", "sum", "by_rows", "clamped", "above"]),
+    regularized=st.booleans(),
+    second=st.sampled_from(["none", "here", "none", "here", "there"]),
+    average=st.sampled_from(["none", "after", "before", "copied"]),
+    read=st.booleans(),
+    shaping=st.sampled_from(["none", "clip", "normalize", "by_loss", "cond", "decay"]),
+    guard=st.sampled_from(["none", "where", "params", "cond"]),
+    frozen=st.sampled_from(["none", "stop_gradient", "zeros"]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    extra=st.booleans(),
+    results=st.sets(st.sampled_from(RESULTS), max_size=5).map(lambda x: tuple(sorted(x))),
+)
+WAYS = st.tuples(st.sampled_from([0, 1, 2, 3]), st.sampled_from([4, 2, 1]))
+
+
+class State(TrainState):
+    """Carries a second set of parameters, counters, and a running loss."""
+
+    average: Any
+    seen: Any
+    finite: Any
+    running: Any
+
+
+def create(blocks: Blocks) -> State:
+    rng = np.random.default_rng(3)
+    params = {
+        "layers": rng.normal(size=(LAYERS, WIDTH, WIDTH)),
+        "bias": rng.normal(size=WIDTH),
+        "head": rng.normal(size=(WIDTH, WIDTH)),
+    }
+    params = jax.tree.map(lambda x: jnp.asarray(0.5 * x), params)
+    zero = jnp.zeros((), jnp.int32)
+    return State.create(
+        apply_fn=None, params=params, tx=OPTIMIZERS[blocks.optimizer],
+        average=jax.tree.map(lambda x: 0.5 * x, params), seen=zero, finite=zero,
+        running=jnp.zeros(()),
+    ).replace(step=zero)  # fmt: skip
+
+
+def apply(network: str, params: Any, x: jax.Array) -> jax.Array:
+    """[rows, 4] -> [rows, 4]"""
+    layers, bias = params["layers"], params["bias"]
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w + bias)
+
+    if network == "unrolled":
+        x = layer(layer(x, layers[0]), layers[1])
+    elif network == "scanned":
+        x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, layers)
+    elif network == "looped":
+        x = lax.fori_loop(0, LAYERS, lambda i, x: layer(x, layers[i]), x)
+    elif network == "remat":
+        x, _ = lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, layers)
+    elif network == "tied":
+        x = layer(layer(x, layers[0]), layers[0].T) @ params["head"].T
+    elif network == "chunks":
+        chunks = x.reshape(-1, 1, WIDTH)
+        x = lax.map(lambda x: layer(layer(x, layers[0]), layers[1]), chunks).reshape(x.shape)
+    else:
+        x = jax.vmap(lambda x: layer(layer(x, layers[1]), layers[0]))(x)
+    return x @ params["head"]
+
+
+def reduced(loss: str, rows: jax.Array, mask: jax.Array) -> jax.Array:
+    """The loss of a batch from that of its rows."""
+    return {
+        "mean": lambda: rows.mean(),
+        "masked": lambda: jnp.sum(rows * mask) / jnp.sum(mask),
+        "weighted": lambda: zerojax.weighted_mean(rows, mask),
+        "sum": lambda: 0.1 * jnp.sum(rows),
+        "by_rows": lambda: jnp.sum(rows * mask) / len(rows),
+        "clamped": lambda: jnp.sum(rows * mask) / jnp.maximum(jnp.sum(mask), 1),
+        "above": lambda: jnp.mean(jnp.where(rows > lax.stop_gradient(rows.mean()), rows, 0)),
+    }[loss]()
+
+
+def shaped(shaping: str, grads: Any, loss: jax.Array, params: Any) -> Any:
+    """Gradients changed by what follows from them, or from the loss."""
+    norm = optax.tree.norm(grads)
+    return {
+        "none": lambda: grads,
+        "clip": lambda: optax.tree.scale(jnp.minimum(1, 0.3 / norm), grads),
+        "normalize": lambda: jax.tree.map(lambda g: g / norm, grads),
+        "by_loss": lambda: optax.tree.scale(loss, grads),
+        "cond": lambda: lax.cond(norm > 1, lambda g: optax.tree.scale(0.5, g), lambda g: g, grads),
+        "decay": lambda: jax.tree.map(lambda g, p: g + 0.1 * p, grads, params),
+    }[shaping]()
+
+
+def assembled(blocks: Blocks) -> Callable[..., Any]:
+    """The step."""
+
+    def held(params: Any) -> Any:
+        if blocks.frozen != "stop_gradient":
+            return params
+        return params | {"bias": lax.stop_gradient(params["bias"])}
+
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        if blocks.average == "before":
+            state = state.replace(average=mixed(state.average, state.params))
+
+        def loss_fn(params: Any) -> Any:
+            params = held(params)
+            made = apply(blocks.network, params, batch["x"])
+            loss = reduced(blocks.loss, jnp.mean((made - batch["y"]) ** 2, -1), batch["mask"])
+            if blocks.regularized:
+                loss = loss + 0.1 * optax.tree.norm(params, squared=True)
+            if blocks.read:
+                taught = apply(blocks.network, state.average, batch["x"])
+                loss = loss + jnp.mean((made - taught) ** 2)
+            return loss, made
+
+        (loss, made), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        if blocks.second != "none":
+            there = state.params
+            if blocks.second == "there":
+                there = jax.tree.map(lambda p, g: p - 0.1 * g, there, grads)
+            more = jax.grad(
+                lambda p: reduced(
+                    blocks.loss, jnp.abs(apply(blocks.network, p, batch["y2"])).sum(-1),
+                    batch["mask"],
+                )
+            )(there)  # fmt: skip
+            grads = jax.tree.map(lambda a, b: a + 0.1 * b, grads, more)
+        if blocks.frozen == "zeros":
+            grads = grads | {"bias": jnp.zeros_like(grads["bias"])}
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss)
+        grads = shaped(blocks.shaping, grads, loss, state.params)
+        new = guarded(blocks.guard, finite, state, grads)
+        if blocks.average == "after":
+            new = new.replace(average=mixed(new.average, new.params))
+        if blocks.average == "copied":
+            new = new.replace(
+                average=lax.cond(
+                    new.step % 2 == 0, lambda a, b: a, lambda a, b: b, new.params, new.average
+                )
+            )
+        if blocks.extra:
+            running = 0.9 * state.running + 0.1 * jnp.where(finite, loss, 0)
+            seen = state.seen + (batch["mask"] > 0).sum().astype(jnp.int32)
+            new = new.replace(running=running, seen=seen, finite=state.finite + finite)
+        every = results(made, batch, new, norm)
+        out = {name: every[name] for name in blocks.results}
+        return new, out | {"loss": jnp.where(finite, loss, 0)}
+
+    return step
+
+
+def mixed(old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, p: 0.7 * a + 0.3 * p, old, new)
+
+
+def guarded(guard: str, finite: jax.Array, state: State, grads: Any) -> State:
+    """The update, left out where it is not finite."""
+    if guard == "cond":
+        return lax.cond(
+            finite, lambda s, g: s.apply_gradients(grads=g), lambda s, g: s, state, grads
+        )
+    new = state.apply_gradients(grads=grads)
+
+    def keep(a: Any, b: Any) -> Any:
+        return jax.tree.map(lambda x, y: jnp.where(finite, x, y), a, b)
+
+    if guard == "where":
+        return keep(new, state)
+    if guard == "params":
+        return new.replace(
+            params=keep(new.params, state.params), opt_state=keep(new.opt_state, state.opt_state)
+        )
+    return new
+
+
+def results(made: jax.Array, batch: Any, new: State, norm: jax.Array) -> Any:
+    error = jnp.abs(made - batch["x"])
+    rows = error.mean(-1)
+    return {
+        "rows": rows,
+        "mean": error.mean(),
+        "sum": rows.sum(),
+        "most": error.max(),
+        "least": error.min(),
+        "any": (error > 2).any(),
+        "all": (error < 2).all(),
+        "count": (rows > 0.5).sum(),
+        "step": new.step,
+        "norm": jnp.where(jnp.isfinite(norm), norm, -1),
+        "weights": optax.tree.norm(new.params),
+        "masked": (rows * batch["mask"]).sum() / batch["mask"].sum(),
+        "distance": optax.tree.norm(jax.tree.map(jnp.subtract, new.params, new.average)),
+    }
+
+
+def batches(blocks: Blocks) -> list[Any]:
+    """The second micro-batch has no weight; the second batch is not finite where there is a
+    guard."""
+    rng, made = np.random.default_rng(0), []
+    for i in range(STEPS):
+        batch = {name: rng.normal(size=(ROWS, WIDTH)) for name in ("x", "y", "y2")}
+        mask = (rng.random(ROWS) < 0.6).astype(np.float64)
+        mask[[0, 1]], mask[[2, 3]] = 1, 0
+        if i == 1 and blocks.guard != "none":
+            batch["y"][5, 1], mask[5] = np.inf, 1
+        made.append(batch | {"mask": mask})
+    return made
+
+
+def follow(blocks: Blocks, step: Callable[..., Any]) -> Any:
+    """Each step's results, and what the state is then but for the optimizer's own."""
+    state, outs = create(blocks), []
+    for batch in batches(blocks):
+        state, out = step(state, batch)
+        outs.append(jax.tree.map(np.asarray, out))
+    rest = {
+        name: getattr(state, name)
+        for name in ("params", "step", "average", "seen", "finite", "running")
+    }
+    return outs, jax.tree.map(np.asarray, rest)
+
+
+@functools.cache
+def plain(blocks: Blocks) -> Any:
+    return follow(blocks, jax.jit(assembled(blocks)))
+
+
+def check(blocks: Blocks, stage: int, k: int) -> None:
+    with jax.enable_x64(True):
+        zero = zerojax.zero(
+            stage=stage, stage3_param_persistence_threshold=0, gradient_accumulation_steps=k,
+            mesh=zerojax.mesh(2),
+        )  # fmt: skip
+        step = zero(assembled(blocks))
+        if k > 1 and blocks.interact:
+            with pytest.raises(ValueError, match=f"cannot be accumulated over {k} micro-batches"):
+                follow(blocks, step)
+            return
+        got = follow(blocks, step)
+        want = plain(blocks)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        b = b.reshape(k, -1) if k > 1 and b.shape == (ROWS,) else b
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
+        off = np.max(np.abs(a.astype(np.float64) - b)) / max(np.max(np.abs(b)), 0.1)
+        assert off <= 1e-9, f"{where} is {off:.1e} off: {a} is to be {b}"
+
+
+def runs(examples: int) -> Callable[..., Any]:
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+@runs(15)
+@given(BLOCKS, WAYS)
+def test_some(blocks: Blocks, way: tuple[int, int]) -> None:
+    check(blocks, *way)
+
+
+@pytest.mark.sweep
+@runs(500)
+@given(BLOCKS, WAYS)
+def test_many(blocks: Blocks, way: tuple[int, int]) -> None:
+    check(blocks, *way)

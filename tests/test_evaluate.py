@@ -292,6 +292,47 @@ def test_functions_by_rows(function: Any, devices: int) -> None:
     close(zero.evaluate(function)(state, batch), plain(function, state, batch))
 
 
+class LSTM(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4)(nn.RNN(nn.LSTMCell(8))(nn.Embed(16, 8)(x)))
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(8, (2,))(nn.one_hot(x, 8))
+        x = nn.max_pool(nn.BatchNorm(use_running_average=True)(x), (2,), (2,))
+        return nn.Dense(4)(x.reshape(len(x), -1))
+
+
+class Greedy(nn.Module):
+    """Tokens one after the other, each looked up by the one before."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        embed = nn.Embed(16, 16)
+
+        def step(i: Any, tokens: jax.Array) -> jax.Array:
+            now = jax.lax.dynamic_slice_in_dim(tokens, i, 1, 1)
+            after = embed.attend(embed(now)).argmin(-1).astype(tokens.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, after, i + 1, 1)
+
+        return jax.lax.fori_loop(0, 4, step, x + 0 * embed(x).sum(-1).astype(x.dtype))
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("model", [LSTM(), Conv(), Greedy()], ids=["lstm", "conv", "greedy"])
+def test_models_by_rows(model: Any) -> None:
+    tokens = np.random.default_rng(0).integers(16, size=(5, 6)).astype(np.int32)
+    variables = model.init(KEY, tokens[:1])
+    rest = {name: value for name, value in variables.items() if name != "params"}
+    zero = zero_for(3, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(2))
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
+    evaluate = zero.evaluate(lambda s, b: s.apply_fn({"params": s.params, **rest}, b))
+    close(evaluate(state, tokens), jax.jit(model.apply)(variables, tokens))
+
+
 class NNXNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.a, self.b = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)

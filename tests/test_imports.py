@@ -25,6 +25,7 @@ TESTED_BY = {
     "zerojax/evaluate_program.py": "test_evaluate.py",
     "zerojax/evaluate_state.py": "test_evaluate.py",
     "zerojax/inline.py": "offload/test_separate.py",
+    "zerojax/row_kinds.py": "test_evaluate.py",
     "zerojax/row_rules.py": "test_evaluate.py",
     "zerojax/rows.py": "test_evaluate.py",
     "zerojax/linen.py": "test_equality.py",

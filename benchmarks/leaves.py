@@ -74,7 +74,7 @@ def compiled(zero: zerojax.Zero, leaves: int) -> str:
     """The text of the compiled step."""
     state = zero.abstract_state(creating(leaves), jax.random.key(0))
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
-    return zero(step).lower(state, batch).compile().as_text()
+    return zero(step).lower(state, batch).compile().as_text() or ""
 
 
 def counts(text: str) -> dict[str, int]:

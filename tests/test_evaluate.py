@@ -351,6 +351,15 @@ class TestNNX:
                 jitted(batch, want, other, optimizer=second),
             )
 
+    def test_objects_that_are_returned_are_the_callers(self) -> None:
+        zero = zero_for(3)
+        model, _ = zero.init(made)
+        out, same = zero.evaluate(lambda model, batch: (model(batch["x"]), model))(
+            model, batch_of(8)
+        )
+        assert same is model
+        assert out.shape == (8, CLASSES)
+
     def test_parameters_in_host_memory(self) -> None:
         zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu")
         model, _ = zero.init(made)

@@ -218,6 +218,19 @@ def test_checkpoints(tmp_path: Path, turned: bool) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_object_that_is_returned_is_the_callers_own(accumulation: int) -> None:
+    def step(model: Any, optimizer: Any, metrics: Any, batch: Any) -> Any:
+        loss = train(model, optimizer, batch, metrics)
+        return {"loss": loss, "metrics": metrics}
+
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=accumulation)
+    model, optimizer, metrics, _ = create()
+    out = zero(step)(model, optimizer, metrics, BATCH)
+    assert out["metrics"] is metrics
+    assert int(metrics.accuracy.count[...]) == 16
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     """``model.train()`` in the step, as under nnx.jit."""
 
@@ -235,6 +248,19 @@ def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     model.eval()
     decorated(model, optimizer, BATCH)
     assert model.dropout.deterministic is False
+
+
+def test_what_the_step_sets_follows_its_constants() -> None:
+    @zerojax.zero(stage=1)
+    def step(model: Any, optimizer: Any, batch: Any, training: bool) -> Any:
+        model.train() if training else model.eval()
+        return train(model, optimizer, batch)
+
+    for training in (True, False, True, False):
+        model, optimizer, *_ = create()
+        model.dropout.deterministic = None
+        step(model, optimizer, BATCH, training)
+        assert model.dropout.deterministic is not training
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.collectives.changes import change
+from zerojax.explicit import Types, automatic_update, typed_whole
 from zerojax.marks import GRADIENT, count
 from zerojax.optim.wrap import ZeroTransformation
 from zerojax.parts import Opened, Parts
@@ -127,10 +128,13 @@ class Body:
       function: the user's step.
       opened: how to put the state together again.
       once: why the step may update no more than once, with the remedy; empty where it may.
+      types: what the types of its arrays say, for a step under explicit mesh axes; else None.
     """
 
-    def __init__(self, function: Callable[..., Any], opened: Opened, once: str) -> None:
-        self.function, self.once = function, once
+    def __init__(
+        self, function: Callable[..., Any], opened: Opened, once: str, types: Types | None
+    ) -> None:
+        self.function, self.once, self.types = function, once, types
         self.split, self.close = opened.split, opened.close
 
     def __call__(
@@ -142,6 +146,8 @@ class Body:
           TypeError: the step returns something else, or changes the structure of the state.
           ValueError: it updates never, or twice where it may only once.
         """
+        if self.types is not None:
+            tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
         state = self.close(parts, tx)
         if isinstance(state, tuple):  # NNX: updated in place
             out = self.function(*state, batch, *args, **kwargs)
@@ -163,6 +169,12 @@ class Body:
                 "a training state keeps its fields and their trees from step to step."
             )
         return made, out
+
+    def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
+        """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes it returns."""
+        if self.types is not None:
+            return self.types.trace(run, parts, batch)
+        return jax.make_jaxpr(run, return_shape=True)(parts, batch)
 
     @property
     def name(self) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
+from zerojax.extras import Static, divide
 from zerojax.jitted import Slot
-from zerojax.nnx import Settings, settings
+from zerojax.nnx import Settings, is_nnx, settings
 
 
 class Constant:
@@ -63,9 +67,11 @@ class Call(NamedTuple):
 class Rearranged:
     """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
 
+    NNX objects of the call that it returns come out as :class:`Passed`.
+
     Attributes:
-      changed: attributes of NNX objects that it has set when it was traced, such as
-        ``deterministic`` by ``model.train()``.
+      changed: by the constants among the further arguments: attributes of NNX objects that the
+        function has set when it was traced with them, as ``model.train()`` does.
 
     Raises:
       NameError: it takes a mean over an axis that ``pmap`` would name.
@@ -73,7 +79,7 @@ class Rearranged:
 
     def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
-        self.changed: Settings = {}
+        self.changed: dict[Static, Settings] = {}
 
     def __call__(self, *given: Any, **kwargs: Any) -> Any:
         form, n = self.form, len(self.form.objects)
@@ -93,9 +99,38 @@ class Rearranged:
                 "layer): remove it. A decorated step sees the global batch, so that a mean over "
                 f"the batch is over all devices already. jax says: {error}"
             ) from error
+        if any(map(is_nnx, given[:n])):
+            out = jax.tree.map(lambda x: _passed(x, given[:n]), out, is_leaf=is_nnx)
         after = settings(given[:n])
-        self.changed = {at: x for at, x in after.items() if at not in before or before[at] != x}
+        self.changed[divide(given[n + 1 :], kwargs)[1]] = {
+            at: x for at, x in after.items() if at not in before or before[at] != x
+        }
         return out
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Passed:
+    """Stands in the results of a function for an NNX object that was passed to it.
+
+    Attributes:
+      position: among the objects of the call.
+    """
+
+    position: int
+
+
+def returned(out: Any, objects: tuple[Any, ...]) -> Any:
+    """The results of a call, with the caller's own objects where the function returned them."""
+    return jax.tree.map(
+        lambda x: objects[x.position] if isinstance(x, Passed) else x,
+        out,
+        is_leaf=lambda x: isinstance(x, Passed),
+    )
+
+
+def _passed(x: Any, objects: tuple[Any, ...]) -> Any:
+    return next((Passed(i) for i, it in enumerate(objects) if it is x), x)
 
 
 def _value(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -184,8 +185,8 @@ class Collect:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.params)
         abstract = parts._replace(params=shapes)
         k = self.accumulation
-        whole = batch if k == 1 else rows_together(batch)
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(abstract, whole)
+        trace = functools.partial(self.body.trace, body)
+        closed, shape = trace(abstract, batch if k == 1 else rows_together(batch))
         jaxpr = compat.open_jaxpr(closed)[0]
         self.body.check(jaxpr, len(self.plan.compute))
         check_late(jaxpr, abstract, shape, self.body.name)
@@ -204,7 +205,7 @@ class Collect:
             outs = self.inserter(closed, others, replace)
         else:
             outs = MicroBatches(
-                body,
+                trace,
                 abstract,
                 batch,
                 roles_of(self.body.name, abstract, batch, shape),

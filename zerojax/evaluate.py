@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.arguments import Arguments, Call, Form, is_train_state
+from zerojax.arguments import Arguments, is_train_state
+from zerojax.call import Call, Form, returned
 from zerojax.evaluate_objects import Subject, subject
 from zerojax.evaluate_program import EvaluationProgram
+from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
 from zerojax.nnx import apply_settings, is_nnx
 from zerojax.offload.places import check_memories
@@ -41,8 +43,10 @@ class Evaluation:
         out, changed = program(found.opened, call.batch, call.args, call.kwargs)
         if any(x is not None for x in changed):
             found.update(changed)
-        apply_settings(call.objects, program.function.changed)
-        return out
+        settings = program.function.changed
+        if any(settings.values()):
+            apply_settings(call.objects, settings[divide(call.args, call.kwargs)[1]])
+        return returned(out, call.objects)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """The function of an instance, where it is defined in a class. What it reads of ``self``

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat
-from zerojax.arguments import Rearranged
 from zerojax.body import cast, constrainer
+from zerojax.call import Rearranged
 from zerojax.collectives import Inserter
 from zerojax.compiler import options, streaming
 from zerojax.entering import entering

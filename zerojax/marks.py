@@ -54,9 +54,10 @@ def holds(eqn: Any, name: str) -> bool:
     return is_mark(eqn, name) or any(holds(e, name) for jaxpr in inner(eqn) for e in jaxpr.eqns)
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation on other operands; its results."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> Sequence[Any]:
+    """Runs an equation on other operands, and with other parameters if given; its results."""
+    given = eqn.params if params is None else params
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(given))
     return out if eqn.primitive.multiple_results else [out]
 
 

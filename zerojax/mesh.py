@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 AXIS = "data"
 
@@ -53,6 +55,58 @@ def automatic(given: Mesh) -> Mesh:
     return Mesh(
         given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names)
     )
+
+
+def explicit_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that are explicit."""
+    pairs = zip(given.axis_names, given.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def explicit_around(given: Mesh) -> tuple[str, ...]:
+    """The axes that are explicit under ``jax.set_mesh``, whose mesh is to be this one.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    there = jax.sharding.get_abstract_mesh()
+    explicit = explicit_axes(there)
+    if explicit and dict(there.shape) != dict(given.shape):
+        raise ValueError(
+            f"jax.set_mesh has set a mesh {dict(there.shape)} with explicit axes, but zero's is "
+            f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
+            "step outside of jax.set_mesh."
+        )
+    return explicit
+
+
+@contextlib.contextmanager
+def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
+    """:func:`explicit_around`; within, those axes are automatic."""
+    explicit = explicit_around(given)
+    with jax.set_mesh(given) if explicit else contextlib.nullcontext():
+        yield explicit
+
+
+def relabelled(tree: Any, given: Mesh) -> Any:
+    """Arrays that lie on the mesh's devices under explicit axes, or others, as lying on it."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        sharding = x.sharding
+        if (
+            not isinstance(sharding, NamedSharding)
+            or not isinstance(sharding.mesh, Mesh)
+            or sharding.mesh.axis_types == given.axis_types
+            or not same_devices(sharding.mesh, given)
+        ):
+            return x
+        return jax.device_put(
+            x, NamedSharding(given, sharding.spec, memory_kind=sharding.memory_kind)
+        )
+
+    return jax.tree.map(moved, tree)
 
 
 def shard_axis(given: Mesh) -> str:

@@ -42,6 +42,7 @@ def make(
     def at_rest(path: str, x: Any, spec: Any) -> Leaf:
         whole = layout.full(spec, len(x.shape))
         _check_spec(path, x.shape, whole, mesh)
+        whole = layout.cutting(whole, mesh)
         if config.stage == 0:
             cut, reason = whole, "stage 0 keeps the state whole"
         else:
@@ -111,9 +112,11 @@ def shard_spec(
 ) -> tuple[Spec, str]:
     """Cuts the largest free dimension that the axis divides.
 
+    Where no free dimension divides, one that the user's spec cuts is cut again within each piece.
+
     Args:
       shape: of the whole array.
-      own: the user's spec, one entry a dimension; entries that are not None are taken.
+      own: the user's spec, one entry a dimension, without axes of size 1, which cut nothing.
       smallest: arrays with fewer elements stay whole.
 
     Returns:
@@ -131,12 +134,16 @@ def shard_spec(
         return own, f"the {axis!r} axis has one device"
     if math.prod(shape) < smallest:
         return own, f"below stage3_param_persistence_threshold ({smallest:,} elements)"
-    free = [d for d, size in enumerate(shape) if own[d] is None and size and size % n == 0]
-    if not free:
-        what = "no dimension" if all(e is None for e in own) else "no free dimension"
-        return own, f"{what} of {tuple(shape)} is divisible by {n}"
-    cut = max(free, key=lambda d: shape[d])
-    return tuple(axis if d == cut else entry for d, entry in enumerate(own)), ""
+    pieces = layout.piece(shape, own, mesh)
+    divisible = [d for d, size in enumerate(pieces) if size and size % n == 0]
+    if not divisible:
+        what = str(tuple(shape))
+        if pieces != tuple(shape):
+            what = f"{pieces}, a piece of {what},"
+        return own, f"no dimension of {what} is divisible by {n}"
+    free = [d for d in divisible if own[d] is None]
+    d = max(free or divisible, key=lambda d: pieces[d])
+    return layout.within(own, d, axis), ""
 
 
 def _optimizer_leaves(
@@ -223,6 +230,12 @@ def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) ->
 def _check_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
     if len(spec) != len(shape):
         raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
+    named = [a for entry in spec for a in layout.axes(entry)]
+    if twice := [a for a in named if named.count(a) > 1]:
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
+            "dimension of an array. Take it out of one."
+        )
     for d, entry in enumerate(spec):
         unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
         if unknown:

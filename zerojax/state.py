@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import planning
 from zerojax.collectives import layout
 from zerojax.config import ZeroConfig
+from zerojax.explicit import evaluate
 from zerojax.linen import open_state
-from zerojax.mesh import same_devices
+from zerojax.mesh import automatic_context, relabelled, same_devices
 from zerojax.nnx import is_nnx, open_objects
 from zerojax.offload.disk_array import DiskArray
 from zerojax.offload.places import DISK, check_memories, offloads
@@ -98,7 +99,7 @@ class States:
             _check_not_within(opened.parts.opt_state)
 
         def prepare(parts: Parts) -> Parts:
-            parts = jax.tree.map(_array, parts)
+            parts = jax.tree.map(_array, relabelled(parts, self.mesh))
             if self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
             if wrapped:
@@ -163,7 +164,13 @@ class States:
 
     def init(self, create: Callable[..., Any], *args: Any) -> Any:
         """Runs ``create`` so that no device ever holds more than its shards."""
-        make, opened = self._maker(create)
+        with automatic_context(self.mesh) as explicit:
+            return self._born(create, relabelled(args, self.mesh), explicit)
+
+    def _born(
+        self, create: Callable[..., Any], args: Sequence[Any], explicit: tuple[str, ...]
+    ) -> Any:
+        make, opened = self._maker(create, explicit)
         shapes = jax.eval_shape(make, *args)
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
         if offloads(self.config):
@@ -175,22 +182,30 @@ class States:
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
-        make, opened = self._maker(create)
-        shapes = jax.eval_shape(make, *args)
+        with automatic_context(self.mesh) as explicit:
+            make, opened = self._maker(create, explicit)
+            shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
         return opened[0].close(abstract(shapes, plan), opened[0].tx)
 
-    def _maker(self, create: Callable[..., Any]) -> tuple[Callable[..., Parts], list[Opened]]:
+    def _maker(
+        self, create: Callable[..., Any], explicit: tuple[str, ...]
+    ) -> tuple[Callable[..., Parts], list[Opened]]:
         opened: list[Opened] = []  # what create returns besides arrays, once for each trace
 
         def make(*args: Any) -> Parts:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                made = create(*args)
+            made = create(*args)
             parts = self.open(made if isinstance(made, tuple) else (made,))
             opened.append(parts)
             return jax.tree.map(jnp.asarray, parts.parts)
 
-        return make, opened
+        def make_there(*args: Any) -> Parts:
+            if explicit:
+                return evaluate(make, args, self.mesh, self.axis, explicit)
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return make(*args)
+
+        return make_there, opened
 
     def placed(self, opened: Opened, plan: Plan) -> Parts:
         """The state where the plan wants it; a copy, unless it comes from zerojax and lies there

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zerojax import compat
 from zerojax.accumulation.roles import roles_of
@@ -25,15 +26,17 @@ from zerojax.body import (
     params_after,
     updating,
 )
-from zerojax.call import Call, Form, Rearranged
+from zerojax.call import Call, Form, Rearranged, returned
 from zerojax.collectives import Inserter
 from zerojax.compiler import options
 from zerojax.config import ZeroConfig
 from zerojax.entering import entering
+from zerojax.explicit import Explicit, Types
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import replacements
 from zerojax.lowered import LoweredProgram
+from zerojax.mesh import automatic_context, relabelled
 from zerojax.nnx import apply_settings, from_cached_partial, is_nnx
 from zerojax.offload.activations import smallest_away
 from zerojax.offload.places import check_memories, offloads, reaches_host
@@ -61,6 +64,7 @@ class Program:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState, Any], Signals],
+        explicit: Explicit | None,
     ) -> None:
         self.function, self.signals = function, signals
         config, axis = states.config, states.axis
@@ -72,7 +76,8 @@ class Program:
         self.plan = states.plan(opened)
         mesh = self.plan.lowering_mesh
         self.layout = BatchLayout(mesh, axis, sizes)
-        self.body = Body(function, opened, _once(config, sizes.accumulation))
+        types = Types(self.plan, explicit) if explicit else None
+        self.body = Body(function, opened, _once(config, sizes.accumulation), types)
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
         shardings = self.plan.shardings()
         self.to_shards = constrainer(shardings.params)
@@ -118,8 +123,8 @@ class Program:
     ) -> tuple[Parts, Any]:
         """Runs the body with each parameter made whole where the stage has it."""
         k = self.accumulation
-        whole = batch if k == 1 else rows_together(batch)
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(start, whole)
+        trace = functools.partial(self.body.trace, body)
+        closed, shape = trace(start, batch if k == 1 else rows_together(batch))
         self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
         replace = replacements(closed, start.opt_state.opt.loss_scale)
         others = jax.tree.leaves((start._replace(params=None), batch))
@@ -127,7 +132,7 @@ class Program:
             outs = self.inserter(closed, [*params, *others], replace)
         else:
             outs = MicroBatches(
-                body,
+                trace,
                 start,
                 batch,
                 roles_of(self.body.name, start, batch, shape),
@@ -175,14 +180,30 @@ class Step:
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Form, Program | Streamed] | None = None
+        self._last: tuple[Any, Form, Explicit | None, Program | Streamed] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._arguments.sort(args, kwargs)
         _check_concrete(self._arguments.name, call.batch)
-        last = self._last
-        if last is not None and last[0]() is call.objects[0] and last[1] == call.form:
-            program = last[2]  # it came from here: nothing else to check
+        mesh = self._states.mesh
+        types = jax.sharding.get_abstract_mesh().axis_types
+        with automatic_context(mesh) as names:
+            explicit = Explicit.of(names, call.batch)
+            if explicit:
+                batch, more = relabelled((call.batch, (call.args, call.kwargs)), mesh)
+                call = call._replace(batch=batch, args=more[0], kwargs=more[1])
+            state, out = self._run(call, explicit)
+        if explicit:
+            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+        if state is None:  # NNX: updated in place
+            return out
+        return state if isinstance(out, Alone) else (state, out)
+
+    def _run(self, call: Call, explicit: Explicit | None) -> tuple[Any, Any]:
+        """The state after the step, None for NNX objects, and what else it returns."""
+        last, known = self._last, (call.form, explicit)
+        if last is not None and last[0]() is call.objects[0] and last[1:3] == known:
+            program = last[3]  # it came from here: nothing else to check
             parts = program.split(*call.objects)
         else:
             _check_concrete(self._arguments.name, call.objects)
@@ -192,7 +213,7 @@ class Step:
                     "nnx.cached_partial holds a copy of the optimizer, which the first step would "
                     "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
                 )
-            program = self._program(opened, call.form)
+            program = self._program(opened, call.form, explicit)
             program.layout.check(call.batch)
             parts = self._states.placed(opened, program.plan)
         _check_concrete(self._arguments.name, parts.step)
@@ -206,16 +227,18 @@ class Step:
             program.checked = True
         parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
         _check_concrete(self._arguments.name, parts.step)
-        returned = out
+        state, result = None, out
         if program.write_back is not None:
             program.write_back(call.objects, parts, program.tx)
-            apply_settings(call.objects, program.function.changed)
+            changed = program.function.changed
+            if any(changed.values()):
+                apply_settings(call.objects, changed[divide(call.args, call.kwargs)[1]])
+            result = returned(out, call.objects)
         else:
             state = program.close(parts, program.tx)
-            self._last = weakref.ref(state), call.form, program
-            returned = state if isinstance(out, Alone) else (state, out)
+            self._last = weakref.ref(state), call.form, explicit, program
         watch.note(signals, out, program.layout.rows(call.batch))
-        return returned
+        return state, result
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._attribute = name
@@ -269,11 +292,13 @@ class Step:
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         call = self._arguments.sort(args, kwargs)
-        opened = self._states.open(call.objects)
-        program = self._program(opened, call.form)
-        program.layout.check(call.batch)
-        program.layout.check_more(call.args, call.kwargs, program.layout.rows(call.batch))
-        return program.lower(opened.parts, call.batch, call.args, call.kwargs)
+        with automatic_context(self._states.mesh) as names:
+            explicit = Explicit.of(names, call.batch)
+            opened = self._states.open(call.objects)
+            program = self._program(opened, call.form, explicit)
+            program.layout.check(call.batch)
+            program.layout.check_more(call.args, call.kwargs, program.layout.rows(call.batch))
+            return program.lower(opened.parts, call.batch, call.args, call.kwargs)
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """Every program of the step, lowered; :meth:`lower` gives the first.
@@ -282,20 +307,22 @@ class Step:
         the body, and each of the others takes sub-groups of the state through the device.
         """
         call = self._arguments.sort(args, kwargs)
-        opened = self._states.open(call.objects)
-        program = self._program(opened, call.form)
-        yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
+        with automatic_context(self._states.mesh) as names:
+            explicit = Explicit.of(names, call.batch)
+            opened = self._states.open(call.objects)
+            program = self._program(opened, call.form, explicit)
+            yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
 
-    def _program(self, opened: Opened, form: Form) -> Program | Streamed:
+    def _program(self, opened: Opened, form: Form, explicit: Explicit | None) -> Program | Streamed:
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form
+        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             made = Streamed if offloads(self._states.config) else Program
             function = self._arguments.rearranged(form)
             self._programs[key] = made(
-                function, self._states, opened, self._donate, self._watch.signals
+                function, self._states, opened, self._donate, self._watch.signals, explicit
             )
         return self._programs[key]
 

@@ -20,6 +20,7 @@ from zerojax.batch import BatchLayout
 from zerojax.body import Body
 from zerojax.call import Rearranged
 from zerojax.collect import Collect
+from zerojax.explicit import Explicit, Types
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
 from zerojax.offload.copies import lying
@@ -48,6 +49,7 @@ class Streamed:
         opened: Opened,
         donate: bool,
         signals: Callable[[ZeroOptState, Any], Signals],
+        explicit: Explicit | None,
     ) -> None:
         self.function = function
         self.donate, self.config = donate, states.config
@@ -69,7 +71,7 @@ class Streamed:
         )
         self.update = self._update()
         self.collect = Collect(
-            Body(function, opened, _ONCE),
+            Body(function, opened, _ONCE, Types(self.plan, explicit) if explicit else None),
             self.plan,
             self.accumulation,
             [self._grad_dtype(leaf) for leaf in self.plan.compute],

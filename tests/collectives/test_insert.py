@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Move, Spec, gathers, primitives, scatters
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
+from zerojax.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -388,7 +390,8 @@ def scattered_gradients(name: str) -> list[Move]:
 
     def grads(params: Any, x: Any) -> Any:
         found = jax.grad(function)(params, x)
-        return [cut(g, spec) for g, spec in zip(found, specs, strict=True)]
+        marked = [checkpoint_name(g, GRADIENT) for g in found]
+        return [cut(g, spec) for g, spec in zip(marked, specs, strict=True)]
 
     return scatters(Inserted(grads, specs, keep=False).jaxpr(params, X))
 

@@ -24,6 +24,7 @@ MESH = zerojax.mesh(axes={"data": 4, "model": 2})
         (PartitionSpec("data"), 3, ("data", None, None)),
         (PartitionSpec(None, ("data", "model")), 2, (None, ("data", "model"))),
         (("model", None), 2, ("model", None)),
+        (PartitionSpec(("data",), PartitionSpec.UNCONSTRAINED, ()), 3, ("data", None, None)),
     ],
 )
 def test_full(spec: Any, ndim: int, full: Spec) -> None:
@@ -37,6 +38,7 @@ def test_full(spec: Any, ndim: int, full: Spec) -> None:
         ("data", ("data",), 4),
         ("model", ("model",), 2),
         (("data", "model"), ("data", "model"), 8),
+        (PartitionSpec.UNCONSTRAINED, (), 1),
     ],
 )
 def test_one_entry(entry: Any, axes: tuple[str, ...], parts: int) -> None:
@@ -49,13 +51,38 @@ def test_one_entry(entry: Any, axes: tuple[str, ...], parts: int) -> None:
     [
         ((None, "data"), (None, None)),
         (("model", "data"), ("model", None)),
-        ((("data", "model"), None), (("model",), None)),
+        ((("data", "model"), None), ("model", None)),
+        ((("model", "data"), None), ("model", None)),
         ((("data",), "model"), (None, "model")),
         ((None,), (None,)),
     ],
 )
 def test_without(spec: Spec, whole: Spec) -> None:
     assert layout.without(spec, "data") == whole
+
+
+@pytest.mark.parametrize(
+    ("spec", "dimension", "cut"),
+    [
+        ((None, "model"), 0, ("data", "model")),
+        ((None, "model"), 1, (None, ("model", "data"))),
+        ((("a", "model"),), 0, (("a", "model", "data"),)),
+    ],
+)
+def test_within(spec: Spec, dimension: int, cut: Spec) -> None:
+    """The axis that was there cuts into the larger pieces."""
+    assert layout.within(spec, dimension, "data") == cut
+    assert layout.without(cut, "data") == spec
+
+
+def test_axes_of_one_device_cut_nothing() -> None:
+    mesh = zerojax.mesh(axes={"data": 4, "one": 1, "model": 2})
+    spec = (("one", "data"), "one", ("model", "one", "data"), None)
+    assert layout.cutting(spec, mesh) == ("data", None, ("model", "data"), None)
+
+
+def test_piece() -> None:
+    assert layout.piece((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
 
 
 Layout = tuple[Callable[[jax.Array], jax.Array], tuple[int, ...], Spec, Spec | None]
@@ -79,6 +106,16 @@ FOLLOWS: list[Layout] = [
     (lambda x: x.reshape(1, 8, 16), (8, 16), ("data", "model"), (None, "data", "model")),
     (lambda x: x.reshape(32, 8), (8, 4, 8), ("data", None, "model"), ("data", "model")),
     (lambda x: x.reshape(16, 16), (8, 32), ("data", None), ("data", None)),
+    # Cut twice: both cuts move, or neither.
+    (jnp.transpose, (8, 16), (("model", "data"), None), (None, ("model", "data"))),
+    (lambda x: x.reshape(128), (8, 16), (("model", "data"), None), (("model", "data"),)),
+    (
+        lambda x: x.reshape(8, 8, 4),
+        (8, 32),
+        (None, ("model", "data")),
+        (None, ("model", "data"), None),
+    ),
+    (lambda x: x.reshape(8, 2, 16), (8, 32), (None, ("model", "data")), None),
 ]
 
 

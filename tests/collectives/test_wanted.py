@@ -24,7 +24,7 @@ def reached(function: Callable[..., Any], *shapes: tuple[int, ...], spec: Any = 
     closed = jax.make_jaxpr(function)(*abstract(*shapes))
     jaxpr, _ = compat.open_jaxpr(closed)
     outs = [spec] + [None] * (len(jaxpr.outvars) - 1)
-    wants = wanted.trace_back(jaxpr, outs, MESH, "data")
+    wants = wanted.trace_back(jaxpr, outs, MESH)
     made = [(e.primitive.name, wants[v]) for e in jaxpr.eqns for v in e.outvars if v in wants]
     return made, wants, jaxpr
 
@@ -38,8 +38,11 @@ def test_from_a_wanted_result() -> None:
     assert made[-1] == ("dot_general", ("data", None))
 
 
-def test_from_a_constraint() -> None:
-    made, _, _ = reached(lambda x, y: cut(x.T @ y, None, "data") * 2, (4, 8), (4, 16))
+def test_from_the_constraint_of_a_named_gradient() -> None:
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return cut(checkpoint_name(x.T @ y, GRADIENT), None, "data") * 2
+
+    made, _, _ = reached(function, (4, 8), (4, 16))
     assert ("dot_general", (None, "data")) in made
     assert "mul" not in dict(made)
 
@@ -49,8 +52,9 @@ def test_from_a_named_gradient_that_stays_whole() -> None:
     assert ("dot_general", (None, None)) in made
 
 
-def test_not_from_another_constraint() -> None:
-    made, _, _ = reached(lambda x, y: cut(x @ y), (4, 8), (8, 16))
+def test_not_from_a_constraint_of_an_activation() -> None:
+    """It lies in pieces as it is made; wanted whole first, all of it would be gathered."""
+    made, _, _ = reached(lambda x, y: jnp.tanh(cut(x @ y, "data")), (4, 8), (8, 16))
     assert made == []
 
 
@@ -146,3 +150,9 @@ def test_the_spec_of_a_constraint() -> None:
     spec: Spec = ("data", None)
     jaxpr = jax.make_jaxpr(lambda x: cut(x, "data"))(*abstract((8, 4)))
     assert wanted.spec_of(the(jaxpr, "sharding_constraint")) == spec
+
+
+def test_the_spec_of_a_constraint_that_leaves_a_dimension_to_xla() -> None:
+    left = NamedSharding(MESH, PartitionSpec(PartitionSpec.UNCONSTRAINED, "data"))
+    jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, left))(*abstract((8, 8)))
+    assert wanted.spec_of(the(jaxpr, "sharding_constraint")) == (None, "data")

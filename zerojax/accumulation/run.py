@@ -26,12 +26,12 @@ def accumulator(param: Any, dtype: Any) -> Any:
 
 
 def traced(
-    body: Callable[..., Any], state: Any, batch: Any, learned: Collection[int]
+    trace: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any, learned: Collection[int]
 ) -> tuple[Flat, Flat]:
     """The step on the whole batch and on a micro-batch.
 
     Args:
-      body: the step, a function of state and batch.
+      trace: from state and batch to the jaxpr of the step, and the shapes of its results.
       state: its first argument.
       batch: leaves [k, rows, ...].
       learned: positions of the arguments that training changes.
@@ -41,7 +41,7 @@ def traced(
     """
 
     def of(rows: Any) -> Flat:
-        return flatten(jax.make_jaxpr(body)(state, rows), learned)
+        return flatten(trace(state, rows)[0], learned)
 
     whole = of(rows_together(batch))
     rows = {x.shape[1] for x in jax.tree.leaves(batch) if x.shape}
@@ -80,7 +80,7 @@ class MicroBatches:
     conditions, results) runs once.
 
     Args:
-      body: the step, a function of state and batch.
+      trace: from state and batch to the jaxpr of the step, and the shapes of its results.
       state, batch: its arguments, arrays or their shapes; the batch's are [k, rows, ...].
       roles: what its arguments and results are.
       k: micro-batches in a step.
@@ -94,7 +94,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        body: Callable[..., Any],
+        trace: Callable[[Any, Any], tuple[Any, Any]],
         state: Any,
         batch: Any,
         roles: Roles,
@@ -106,7 +106,7 @@ class MicroBatches:
     ) -> None:
         self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
         try:
-            flat, small = traced(body, state, batch, roles.learned)
+            flat, small = traced(trace, state, batch, roles.learned)
             kinds = roles.kinds(flat)
             analysis, choices = analysed(flat, small, kinds, roles.state, roles.rest)
         except UnevenError as e:
@@ -116,8 +116,8 @@ class MicroBatches:
             ) from e
         carry = carried(flat, analysis, roles.passing)
         stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
-        mesh, axis = inserter.mesh, inserter.axis
-        wants = wanted.trace_back(flat, [None] * len(flat.outvars), mesh, axis)
+        axis = inserter.axis
+        wants = wanted.trace_back(flat, [None] * len(flat.outvars), inserter.mesh)
         if not sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)

@@ -181,7 +181,7 @@ class Inserter:
     ) -> list[Any]:
         jaxpr, consts = compat.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
-        wants = wanted.trace_back(jaxpr, want, self.mesh, self.axis)
+        wants = wanted.trace_back(jaxpr, want, self.mesh)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.sums(jaxpr)
         env: dict[Any, Any] = dict(
@@ -300,9 +300,7 @@ class Inserter:
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         outs = marks.bind(eqn, [_plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
-        if all(
-            many.is_whole(v, self.axis) or not (isinstance(v, Shard) or jnp.ndim(v)) for v in values
-        ):
+        if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
             # Made of the whole ones too, or a cast would have to be gathered by itself.
             wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
@@ -373,8 +371,8 @@ class Inserter:
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         specs = [spec for i in kept if (spec := want[i]) is not None]
+        # One that adds up whole gradients of its own is over micro-batches, and gathers in each.
         if not any(_cut(spec, self.axis) for spec in specs):
-            # Else each iteration makes gradients of its own: a loop over micro-batches.
             consts = self._held(p["jaxpr"], consts, scope, values)
         carry = self._all_whole([start[i] for i in kept], scope)
         # A stack cut along its layers has to be whole before the loop can take one.
@@ -468,6 +466,10 @@ def _few_rows(eqn: Any) -> bool:
         return False
     table, _, rows = eqn.invars
     return rows.aval.size <= table.aval.size
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Shard | Away) and not jnp.ndim(value)
 
 
 def _plain(value: Any) -> Any:

@@ -24,29 +24,31 @@ _PASSES = frozenset({
 })  # fmt: skip
 
 
-def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, axis: str) -> dict[Any, Spec]:
+def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any, Spec]:
     """For each variable that is, or goes into, a gradient: the spec of its shard.
 
-    The spec of a gradient that stays whole has no entries but None.
+    The spec of a gradient that stays whole is the user's own of the parameter.
 
     Args:
       jaxpr: an open jaxpr.
       outs: the spec wanted of each of its results, None where there is none.
-      mesh, axis: the mesh, and the axis over which ZeRO shards.
+      mesh: of all specs.
     """
     wants = {
         v: spec
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
         if spec is not None and not isinstance(v, core.Literal)
     }
+    constrained: dict[Any, Spec] = {}
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
-        if eqn.primitive is prims.sharding_constraint_p:
-            spec = spec_of(eqn)
-            if spec and any(axis in layout.axes(entry) for entry in spec):
-                wants.setdefault(eqn.outvars[0], spec)
+        if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
+            constrained[eqn.invars[0]] = spec
         if marks.is_mark(eqn, marks.GRADIENT):
-            wants.setdefault(eqn.outvars[0], (None,) * eqn.outvars[0].aval.ndim)
+            # The step's own constraint stands right behind the mark. Those without one are the
+            # user's, of activations as a rule.
+            out = eqn.outvars[0]
+            wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:
@@ -82,8 +84,9 @@ def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
 
 
 def spec_of(eqn: Any) -> Spec | None:
-    """The spec that a sharding constraint asks for."""
+    """The spec that a sharding constraint asks for, without axes of size 1, as all specs here."""
     sharding = eqn.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
-    return layout.full(sharding.spec, eqn.outvars[0].aval.ndim)
+    spec = layout.full(sharding.spec, eqn.outvars[0].aval.ndim)
+    return layout.cutting(spec, sharding.mesh)

@@ -13,9 +13,9 @@ from zerojax.offload.places import DEVICE, PINNED
 def on_device(tree: Any) -> Any:
     """The arrays of a tree in device memory, sharded as they were.
 
-    For what a step does not do, such as evaluation: arrays in host memory are copied, those on
-    disk are read, those on the device are given as they are. Each device must have room for its
-    share.
+    For what neither a step nor ``zero.evaluate`` does, which need no such room: arrays in host
+    memory are copied, those on disk are read, those on the device are given as they are. Each
+    device must have room for its share.
 
     Args:
       tree: arrays of a state, such as ``state.params`` or ``nnx.state(model)``.

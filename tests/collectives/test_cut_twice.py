@@ -1,0 +1,97 @@
+"""What a device sends, for eight H100s: a weight that is cut twice moves over "data" alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from zerojax.foresight.traffic import Collective, collectives
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.usefixtures("require_gpu_compiler"),
+    pytest.mark.xdist_group("cut_twice"),  # one worker, so that each case is compiled once
+]
+
+P = PartitionSpec
+BOTH = ("tensor", "data")
+WIDTH, WIDER = 1022, 4096  # the first is not divisible by 4
+
+
+@functools.cache
+def moved(stage: int, constrained: bool = False) -> list[Collective]:
+    """The collectives of two blocks on 4 x 2 devices, of 100 kB or more.
+
+    Args:
+      constrained: the model says of its activations how they lie.
+    """
+    shape = (WIDTH, WIDER)
+    axes = {"data": 4, "tensor": 2}
+    mesh = zerojax.topology("h100", devices=8, axes=axes)
+    cut = [NamedSharding(mesh, P("data", None, *end)) for end in ((), ("tensor",))]
+
+    def pinned(x: jax.Array, wide: bool) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, cut[wide]) if constrained else x
+
+    @jax.checkpoint
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return pinned(x + pinned(jax.nn.gelu(x @ up), True) @ down, False)
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            out = block(block(x, *params[0]), *params[1])
+            return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def create() -> TrainState:
+        params = [(jnp.zeros(shape, "float32"), jnp.zeros(shape[::-1], "float32"))] * 2
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+
+    zero = zerojax.zero(
+        stage=stage, mesh=mesh, bf16=True,
+        specs=[(P(None, "tensor"), P("tensor"))] * 2,
+    )  # fmt: skip
+    state = zero.abstract_state(create)
+    assert zero.plan(state).params[0] == (P(None, BOTH), P(BOTH))
+    rows = jax.ShapeDtypeStruct((64, 256, WIDTH), jnp.bfloat16)
+    text = zero(step).lower(state, rows).compile().as_text()
+    return [each for each in collectives(text) if each.payload_bytes > 1e5]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_weight_that_is_cut_twice(stage: int) -> None:
+    found = moved(stage)
+    piece = WIDTH * WIDER // 2
+
+    def sizes(kind: str) -> list[int]:
+        shapes = [s for each in found if each.kind == kind for s in each.shapes * each.times]
+        return [int(np.prod(s.dims)) for s in shapes]
+
+    assert {each.kind for each in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    moves = [each for each in found if each.kind != "all-reduce"]
+    assert {each.group_size for each in moves} == {4}
+    times = 2 if stage == 3 else 1  # the last weight's gradient needs no second gather
+    assert set(sizes("all-gather")) == set(sizes("reduce-scatter")) == {piece}
+    assert 4 <= len(sizes("all-gather")) <= 4 * times
+    assert len(sizes("reduce-scatter")) == 4
+    # What is all-reduced are activations, over "tensor".
+    assert {each.group_size for each in found if each.kind == "all-reduce"} == {2}
+    assert piece not in sizes("all-reduce")
+
+
+def test_a_constraint_of_activations_moves_nothing() -> None:
+    """One that names "data" was taken for a gradient's, and all activations were gathered."""
+
+    def told(found: list[Collective]) -> list[Any]:
+        return sorted((each.kind, each.group_size, each.payload_bytes) for each in found)
+
+    assert told(moved(3, constrained=True)) == told(moved(3))

@@ -1,0 +1,271 @@
+"""A step that is written for explicit mesh axes computes what plain jit does."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+P = PartitionSpec
+TX = optax.adamw(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(32, 10)), "y": rng.normal(size=(32, 4))}
+
+
+def nnx_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(batch["x"]) - batch["y"]) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+# How a model is written for explicit axes: each result that could lie in several ways says how.
+
+
+def mlp(params: Any, x: jax.Array, how: str) -> jax.Array:
+    rows, columns = P("data", None), P("data", "tensor")
+    if how == "reshard":
+        x = jax.sharding.reshard(x @ params["up"], columns)
+        return jnp.einsum("bi,io->bo", jnp.tanh(x), params["down"], out_sharding=rows)
+    if how == "layers":
+
+        @jax.checkpoint
+        def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> Any:
+            h = jnp.einsum("bi,io->bo", x, w[0], out_sharding=columns)
+            return x + jnp.einsum("bi,io->bo", jax.nn.gelu(h), w[1], out_sharding=rows), None
+
+        x = jax.lax.scan(layer, x, (params["ups"], params["backs"]))[0]
+    x = jnp.einsum("bi,io->bo", x, params["up"], out_sharding=columns)
+    return jnp.matmul(jax.nn.relu(x), params["down"], out_sharding=rows)
+
+
+def explicit_step(how: str) -> Any:
+    def step(state: TrainState, batch: Any, key: jax.Array) -> Any:
+        def loss_fn(params: Any) -> Any:
+            noise = 0.1 * jax.random.normal(key, (10,))
+            out = mlp(params, batch["x"] + noise, how)
+            return jnp.mean((out - batch["y"]) ** 2), jnp.max(out)
+
+        (loss, most), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "most": most}
+
+    return step
+
+
+def create_explicit(key: jax.Array) -> TrainState:
+    keys = iter(jax.random.split(key, 4))
+    shapes = {"up": (10, 32), "down": (32, 4), "ups": (3, 10, 16), "backs": (3, 16, 10)}
+    params = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+    return TrainState.create(apply_fn=None, params=params, tx=TX)
+
+
+SPECS = {
+    "up": P(None, "tensor"), "down": P("tensor"), "ups": P(None, None, "tensor"),
+    "backs": P(None, "tensor"),
+}  # fmt: skip
+
+
+def explicit_mesh(*types: AxisType) -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=types or None)
+
+
+@functools.cache
+def plain_explicit(how: str) -> Any:
+    """The same under plain jit, whose arguments lie as their types say."""
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        state = create_explicit(jax.random.key(0))
+        named = {n: NamedSharding(mesh, spec) for n, spec in SPECS.items()}
+        params = {n: jax.device_put(x, named[n]) for n, x in state.params.items()}
+        state = TrainState.create(apply_fn=None, params=params, tx=TX)
+        rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
+        step, losses = jax.jit(explicit_step(how)), []
+        for i in range(2):
+            state, metrics = step(state, rows, jax.random.key(i))
+            losses.append((float(metrics["loss"]), float(metrics["most"])))
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
+    step = zero(explicit_step(how))
+    with jax.set_mesh(mesh):
+        state = zero.init(create_explicit, jax.random.key(0))
+        rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
+        losses = []
+        for i in range(2):
+            state, metrics = step(state, rows, jax.random.key(i))
+            losses.append((float(metrics["loss"] * 1), float(metrics["most"])))
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "accumulation"),
+    [
+        ("einsum", 0, 1), ("einsum", 1, 1), ("einsum", 2, 4), ("einsum", 3, 1),
+        ("reshard", 3, 1), ("layers", 1, 1), ("layers", 3, 1),
+    ],
+)  # fmt: skip
+def test_a_step_for_explicit_axes(how: str, stage: int, accumulation: int) -> None:
+    """Under ``jax.set_mesh`` it runs as it is, and what it returns can be computed with there."""
+    mesh = explicit_mesh()
+    zero = zerojax.zero(
+        stage=stage, mesh=mesh, specs=SPECS, stage3_param_persistence_threshold=0,
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    losses, params = under_explicit(zero, mesh, how)
+    want, after = plain_explicit(how)
+    np.testing.assert_allclose([x for x, _ in losses], [x for x, _ in want], rtol=1e-9)
+    for name, x in params.items():
+        np.testing.assert_allclose(x, after[name], rtol=1e-9, atol=1e-9)
+    if accumulation == 1:
+        np.testing.assert_allclose(losses, want, rtol=1e-9)
+
+
+def test_a_step_for_explicit_axes_with_its_state_in_host_memory() -> None:
+    mesh = explicit_mesh()
+    zero = zerojax.zero(
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 8,
+        },
+        mesh=mesh, specs=SPECS,
+    )  # fmt: skip
+    with jax.enable_x64(False):
+        losses, _ = under_explicit(zero, mesh, "einsum")
+        want, _ = plain_explicit.__wrapped__("einsum")
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_batch_has_the_type_that_it_is_passed_with(placed: bool) -> None:
+    """As under plain jit: rows of the host lie whole, and an ambiguous lookup is none."""
+    mesh, rows = explicit_mesh(), np.arange(32) % 10
+
+    def step(state: TrainState, rows: Any) -> Any:
+        seen.append(jax.typeof(rows).sharding.spec)
+        grads = jax.grad(lambda p: jnp.sum(p["up"].at[rows].get(out_sharding=P("data"))))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), None
+
+    seen: list[PartitionSpec] = []
+    zero = zerojax.zero(stage=1, mesh=mesh)
+    with jax.set_mesh(mesh):
+        state = zero.init(create_explicit, jax.random.key(0))
+        where = NamedSharding(mesh, P("data"))
+        zero(step)(state, jax.device_put(rows, where) if placed else rows)
+    assert seen == [P("data") if placed else P(None)]
+
+
+def test_an_nnx_step_for_explicit_axes() -> None:
+    """As flax's own examples are written: eager sharding, ``out_sharding`` where it is called."""
+
+    class MLP(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            def linear(n_in: int, n_out: int, *names: str | None) -> nnx.Linear:
+                init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+                return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, rngs=rngs)
+
+            self.up, self.down = linear(10, 32, None, "tensor"), linear(32, 4, "tensor", None)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = jnp.tanh(self.up(x, out_sharding=P("data", "tensor")))
+            return self.down(x, out_sharding=P("data", None))
+
+    def create() -> Any:
+        model = MLP(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    mesh = explicit_mesh()
+    zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
+    with jax.set_mesh(mesh):
+        model, optimizer = create()
+        run, rows = nnx.jit(nnx_step), jax.device_put(batch(), NamedSharding(mesh, P("data")))
+        want = [float(run(model, optimizer, rows)) for _ in range(2)]
+        for model, optimizer in (zero.init(create), create()):
+            run = zero(nnx_step)
+            assert [float(run(model, optimizer, batch())) for _ in range(2)] == pytest.approx(
+                want, rel=1e-6
+            )
+            assert model.up.kernel[...].sharding.spec == P(None, ("tensor", "data"))
+
+
+def test_one_axis_explicit_and_the_other_automatic() -> None:
+    mesh = explicit_mesh(AxisType.Auto, AxisType.Explicit)
+
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            x = jnp.einsum("bi,io->bo", batch["x"], params["up"], out_sharding=P(None, "tensor"))
+            x = jnp.matmul(jnp.tanh(x), params["down"], out_sharding=P(None, None))
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    zero = zerojax.zero(stage=3, mesh=mesh, specs=SPECS, stage3_param_persistence_threshold=0)
+    params = create_explicit(jax.random.key(0)).params
+    want = jnp.mean((jnp.tanh(batch()["x"] @ params["up"]) @ params["down"] - batch()["y"]) ** 2)
+    with jax.set_mesh(mesh):
+        _, loss = zero(step)(zero.init(create_explicit, jax.random.key(0)), batch())
+    np.testing.assert_allclose(loss, want, rtol=1e-9)
+
+
+def test_another_mesh_that_is_set_is_an_error() -> None:
+    zero = zerojax.zero(stage=3)
+    with (
+        jax.set_mesh(explicit_mesh()),
+        pytest.raises(ValueError, match=r"'data': 4, 'tensor': 2.*'data': 8.*mesh=mesh"),
+    ):
+        zero.init(create_explicit, jax.random.key(0))
+
+
+def test_types_that_do_not_fit_are_jaxs_error_with_a_remedy() -> None:
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(batch["x"] @ params["up"]) @ params["down"])
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params)), None
+
+    mesh = explicit_mesh()
+    zero = zerojax.zero(stage=1, mesh=mesh, specs=SPECS)
+    with jax.set_mesh(mesh):
+        state = zero.init(create_explicit, jax.random.key(0))
+        with pytest.raises(Exception, match="out_sharding") as raised:
+            zero(step)(state, batch())
+    assert "AxisType.Auto" in raised.value.__notes__[0]
+
+
+def test_a_shard_map_under_explicit_axes_is_refused() -> None:
+    mesh = explicit_mesh()
+
+    def step(state: TrainState, batch: Any) -> Any:
+        mean = jax.shard_map(
+            lambda x: jax.lax.pmean(jnp.mean(x), "data"), in_specs=P("data"), out_specs=P()
+        )
+        grads = jax.tree.map(jnp.zeros_like, state.params)
+        return state.apply_gradients(grads=grads), mean(batch["x"])
+
+    zero = zerojax.zero(stage=1, mesh=mesh, specs=SPECS)
+    with jax.set_mesh(mesh):
+        state = zero.init(create_explicit, jax.random.key(0))
+        with pytest.raises(NotImplementedError, match=r"shard_map.*AxisType\.Auto"):
+            zero(step)(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))

@@ -259,3 +259,31 @@ def test_program(
             assert all(np.isfinite(x).all() for x in floats)
             return
         assert_same(program, got, dtype, k)
+
+
+def test_batch_statistics_of_micro_batches() -> None:
+    """The gradient is the mean of those that micro-batches have with their own statistics, which
+    pass from one to the next."""
+    program = PROGRAMS["batch_norm"]
+    (batch,) = program.batch(np.random.default_rng(0))
+    with jax.enable_x64(True):
+        want = start("batch_norm", "float64")
+        stats, gradients = want.batch_stats, []
+        for rows in np.split(np.arange(ROWS), 4):
+
+            def loss_fn(params: Any, rows: Any = rows, stats: Any = stats) -> Any:
+                variables = {"params": params, "batch_stats": stats}
+                logits, new = want.apply_fn(variables, batch["x"][rows], mutable=["batch_stats"])
+                label = batch["label"][rows]
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+                return losses.mean(), new["batch_stats"]
+
+            grads, stats = jax.grad(loss_fn, has_aux=True)(want.params)
+            gradients.append(grads)
+        mean = jax.tree.map(lambda *x: sum(x) / 4, *gradients)
+        want = want.apply_gradients(grads=mean, batch_stats=stats)
+        zero = zerojax.zero(
+            stage=3, stage3_param_persistence_threshold=0, gradient_accumulation_steps=4
+        )
+        got, _ = zero(program.step)(start("batch_norm", "float64"), batch)
+        assert_near(*(host((x.params, x.batch_stats)) for x in (got, want)), TOLERANCE["float64"])

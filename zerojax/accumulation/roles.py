@@ -89,7 +89,8 @@ def carried(flat: Flat, analysis: Analysis, passing: Mapping[int, int]) -> dict[
         if isinstance(out, core.Literal) or out is given:
             continue
         kind = analysis.kind(out).added
-        key = _feeds_noise(flat, given)
+        # A key that draws nothing in the batch's shape is the same for all micro-batches.
+        key = bool(analysis.drawn) and _feeds_noise(flat, given)
         if kind.name == "own" or (kind.name == "fixed" and key):
             found[i] = out
         elif kind.guarded:

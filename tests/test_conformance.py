@@ -1,7 +1,6 @@
 """Programs as users write them: the numbers of plain jit on the whole batch, or words."""
 
 import functools
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -29,14 +28,19 @@ BFLOAT16 = 2.0**-6
 
 
 def cells() -> Iterator[Any]:
-    """Program, stage, micro-batches and dtype: every program at stage 3 and at another, and in
-    bfloat16 at stage 0 or 3. Core is one of them for each program, under accumulation."""
+    """Program, stage, micro-batches and dtype: every program at stage 3, half of them whole and
+    half by micro-batch at another stage, and the other half in bfloat16 at stage 0 or 3. Core is
+    one of them for each program, under accumulation."""
     for i, (name, program) in enumerate(PROGRAMS.items()):
-        for k, dtype in itertools.product((1, 4), program.dtypes):
-            low = dtype == "bfloat16"
-            stages = [(i + k // 4) % 2 * 3] if low else [(i + k // 4) % 3, 3]
-            for stage in stages:
-                core = k == 4 and not low and stage == stages[i % 2]
+        for k in (1, 4):
+            more = i % 2 == k // 4
+            runs = [(3, program.dtypes[0])]
+            if more:
+                runs.append((i // 2 % 3, program.dtypes[0]))
+            elif "bfloat16" in program.dtypes:
+                runs.append((i // 2 % 2 * 3, "bfloat16"))
+            for at, (stage, dtype) in enumerate(runs):
+                core = k == 4 and at == (i // 2 % 2 if more else 0)
                 marks = () if core else pytest.mark.sweep
                 where = f"{name}-stage{stage}-by{k}-{dtype}"
                 yield pytest.param(name, stage, k, dtype, marks=marks, id=where)

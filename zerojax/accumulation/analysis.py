@@ -142,6 +142,8 @@ class Analysis:
         eqn = pair.whole
         if not eqn.outvars:
             return []
+        if not backward:
+            kinds = [k.added for k in kinds]
         if bad := [k for k in kinds if k.name == "mixed"]:
             return [bad[0].but(home=None)] * len(eqn.outvars)
         if any(k.name == "row" for k in kinds):
@@ -155,7 +157,7 @@ class Analysis:
         if any(k.needs_whole for k in kinds):
             return self._of_numbers(eqn, kinds, nested)
         if any(k.name == "own" for k in kinds):
-            return [Kind("own", **together(kinds))] * len(eqn.outvars)
+            return [Kind("own", adds=_adds(eqn, kinds), **together(kinds))] * len(eqn.outvars)
         return self._of_fixed(pair, kinds)
 
     def _of_fixed(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -220,7 +222,9 @@ class Analysis:
             if path in self.choices.own:
                 if not backward:
                     self.owners.append(where(eqn))
-                return [Kind("own", learned=out.learned, node=Node(path))] * len(eqn.outvars)
+                adds = backward and out.name == "sum"
+                own = Kind("own", adds=adds, learned=out.learned, node=Node(path))
+                return [own] * len(eqn.outvars)
             before = tuple(k.node for k in kinds if k.reduced and k.node is not None)
             return [out.but(node=Node(path, before))] * len(eqn.outvars)
         return self._checked(pair, out.but(home=None, guarded=(), node=None))
@@ -251,6 +255,9 @@ class Analysis:
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_whole:
                 return [whole.but(guarded=tuple(eqn.invars[1:]))]
+            # A micro-batch's part of a sum times its own number is its part of another sum.
+            if all(k.name in ("own", "fixed", "sum") for k in kinds) and _adds(eqn, kinds):
+                return [Kind("sum", **together(kinds))] * len(eqn.outvars)
             return [
                 mixed("combines a micro-batch's own number with the whole batch's", where(eqn))
             ] * len(eqn.outvars)
@@ -378,6 +385,15 @@ class Analysis:
         return [mixed(_MIXES, where(eqn)) if k.name == "whole" else k.but(home=None) for k in outs]
 
 
+def _adds(eqn: Any, kinds: list[Kind]) -> bool:
+    """Whether the result is a sum over micro-batches, of what each makes with its own numbers."""
+    given = [FIXED if k.name == "own" and not k.adds else k.added for k in kinds]
+    if not any(k.name == "sum" for k in given):
+        return False
+    found = reduced(eqn, given)
+    return found is not None and found.name == "sum"
+
+
 def _literal(atom: Any) -> Kind:
     return ZERO if np.ndim(atom.val) == 0 and not _is_key(atom.val) and atom.val == 0 else FIXED
 
@@ -405,4 +421,4 @@ def _grows(pair: Pair) -> bool:
 
 
 def _shape_of(kind: Kind) -> tuple[Any, ...]:
-    return kind.name, kind.dim, kind.outer, kind.zero, kind.index, kind.learned
+    return kind.name, kind.adds, kind.dim, kind.outer, kind.zero, kind.index, kind.learned

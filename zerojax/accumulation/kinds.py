@@ -72,6 +72,7 @@ class Kind:
         - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
       dim, outer: of "rows", the dimension that holds them, and how many stretches of all rows it
         holds one behind the other; None where every row is alike.
+      adds: of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
       zero: all elements are known to be 0.
       index: holds the numbers of rows within the batch.
       learned: depends on the state of the training.
@@ -84,6 +85,7 @@ class Kind:
     name: str
     dim: int = -1
     outer: int | None = None
+    adds: bool = False
     zero: bool = False
     index: bool = False
     learned: bool = False
@@ -104,6 +106,11 @@ class Kind:
     def needs_whole(self) -> bool:
         """Whether its number is known once all micro-batches are done."""
         return self.reduced or self.name == "whole"
+
+    @property
+    def added(self) -> Kind:
+        """What it is once the micro-batches are done."""
+        return self.but(name="sum", adds=False) if self.adds else self
 
     def but(self, **changes: Any) -> Kind:
         return dataclasses.replace(self, **changes)
@@ -152,9 +159,11 @@ def join(one: Kind, other: Kind, where: str) -> Kind:
         if found is not None:
             return found.but(zero=one.zero and other.zero)
     elif len(names) == 1:
-        return one.but(zero=one.zero and other.zero, home=None, **both)
+        adds = one.adds and other.adds
+        return one.but(zero=one.zero and other.zero, adds=adds, home=None, **both)
     elif "own" in names and names <= {"own", "fixed"}:
-        return Kind("own", **both)
+        adds = all(k.adds or k.zero for k in (one, other))
+        return Kind("own", adds=adds, **both)
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
         return Kind("sum", **both)
     elif names <= {"fixed", "whole", "sum", "max", "min", "and", "or"}:

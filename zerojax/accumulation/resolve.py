@@ -50,8 +50,8 @@ def analysed(
                 choices.first.add(kind.home)
                 continue
             roots = kind.node.roots() if kind.node is not None else set()
-            own = all(found.backward.get(r) for r in roots) and not roots & forward
-            if roots <= statistics or own:
+            own = {r for r in roots if found.backward.get(r)} - forward
+            if roots <= statistics | own:
                 choices.own |= roots
         if before == (len(choices.first), len(choices.own)):
             break

@@ -88,8 +88,9 @@ def carried(flat: Flat, analysis: Analysis, passing: Mapping[int, int]) -> dict[
         given, out = flat.invars[i], flat.outvars[j]
         if isinstance(out, core.Literal) or out is given:
             continue
-        kind = analysis.kind(out)
-        key = _feeds_noise(flat, given)
+        kind = analysis.kind(out).added
+        # A key that draws nothing in the batch's shape is the same for all micro-batches.
+        key = bool(analysis.drawn) and _feeds_noise(flat, given)
         if kind.name == "own" or (kind.name == "fixed" and key):
             found[i] = out
         elif kind.guarded:
@@ -113,7 +114,7 @@ def per_micro_batch(
     stacked: list[int] = []
     averaged: list[int] = []
     for i, v in enumerate(flat.outvars):
-        kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v)
+        kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
             raise ValueError(

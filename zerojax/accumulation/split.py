@@ -90,7 +90,7 @@ def split(
     chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
     here = _micro_variables(whole, micro, analysis)
     crossing = [
-        Crossing(v, analysis.kind(v).name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
+        Crossing(v, analysis.kind(v).added.name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
         for v in chosen.crossing
     ]
     last = list(chosen.last)
@@ -151,7 +151,7 @@ class _Once:
             kind = self._analysis.kind(v)
             if v in self._passed:
                 self.last[v] = None
-            elif kind.reduced:
+            elif kind.added.reduced:
                 left += self._cross(v)
             elif kind.name == "own":
                 self.last[v] = None
@@ -187,6 +187,8 @@ class _Once:
             for x in eqn.invars
             if not isinstance(x, core.Literal) and self._analysis.kind(x).reduced
         ]
+        if any(self._analysis.kind(x).name == "own" for x in eqn.invars):
+            return None
         if eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1 or numbers[0] in self._there:
             return None
         if numbers[0].aval.size != v.aval.size or not _same_sort(numbers[0], v):

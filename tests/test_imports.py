@@ -17,7 +17,6 @@ TESTED_BY = {
     "zerojax/api.py": "test_equality.py",
     "zerojax/step.py": "test_equality.py",
     "zerojax/body.py": "test_bad_input.py",
-    "zerojax/accumulate.py": "test_equality.py",
     "zerojax/collect.py": "test_streamed.py",
     "zerojax/entering.py": "test_evaluate.py",
     "zerojax/evaluate_batch.py": "test_evaluate.py",
@@ -67,6 +66,7 @@ TESTED_BY = {
 }
 # Folders whose tests are not a file a module.
 TESTED_TOGETHER = {
+    "zerojax/accumulation": "accumulation",
     "zerojax/checkpoint": "checkpoint",
     "zerojax/config": "config",
     "zerojax/foresight": "foresight",

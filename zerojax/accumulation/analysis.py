@@ -324,14 +324,15 @@ class Analysis:
         inner = [eqn.params["jaxpr"], micro.params["jaxpr"]]
         outs = self._body(inner, [*kinds[:a], *carry, *one], path, backward)
         why = "loops over the rows and carries numbers along"
+        body = compat.open_jaxpr(eqn.params["jaxpr"])[0]
+        kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
         found: list[Kind] = []
-        for old, new in zip(carry, outs[:n], strict=True):
-            if new.name == old.name and new.name in ("sum", "fixed"):
-                key = (*path, 0, len(found))
-                self.backward[key] = backward
-                found.append(new.but(home=None, node=Node(key) if new.reduced else None))
-            else:
-                found.append(new if new.name == "mixed" else mixed(why, where(eqn)))
+        for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
+            if not kept[at] and (old.name, new.name) != ("sum", "sum"):
+                return [mixed(why, where(eqn))] * len(eqn.outvars)
+            key = (*path, 0, at)
+            self.backward[key] = backward
+            found.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
             plain = scaled(w.aval, m.aval) == [0] and kind.name in ("row", "fixed")
             rows = Kind("rows", dim=0, outer=1, learned=kind.learned)

@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax import compat, marks
+from zerojax.accumulation.kinds import REDUCTIONS
 from zerojax.accumulation.lines import line
 from zerojax.collectives.changes import is_change
 
@@ -107,21 +108,18 @@ class _Opener:
         """A checkpoint that is given the numbers which it makes of the batch alone."""
         inner = eqn.params["jaxpr"]
         learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
-        counted: set[Any] = set()  # numbers made of arrays
+        counted: set[Any] = set()  # numbers that reductions make
         for each in inner.eqns:
             operands = [v for v in each.invars if not isinstance(v, core.Literal)]
             if any(v in learned for v in operands):
                 learned.update(each.outvars)
-            elif len(each.outvars) == 1 and any(v.aval.shape or v in counted for v in operands):
-                counted.update(v for v in each.outvars if not v.aval.shape)
+            elif len(each.outvars) == 1 and (_reduces(each) or _small(each, counted)):
+                counted.update(each.outvars)
         numbers: dict[Any, None] = {}
         for each in inner.eqns:
-            if not learned.isdisjoint(each.outvars) or any(v.aval.shape for v in each.outvars):
-                numbers.update(
-                    dict.fromkeys(
-                        v for v in each.invars if not isinstance(v, core.Literal) and v in counted
-                    )
-                )
+            if counted.isdisjoint(each.outvars):
+                operands = [v for v in each.invars if not isinstance(v, core.Literal)]
+                numbers.update(dict.fromkeys(v for v in operands if v in counted))
         if not numbers:
             return eqn, values
         outside = inner.replace(
@@ -133,6 +131,20 @@ class _Opener:
             eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *made]
+
+
+def _reduces(eqn: Any) -> bool:
+    """Whether it makes fewer numbers of an array, by a reduction."""
+    most = max((v.aval.size for v in eqn.invars), default=0)
+    shrinks = all(v.aval.size < most for v in eqn.outvars)
+    inside = [e for body in marks.bodies(eqn) for e in body.eqns]
+    return shrinks and (eqn.primitive.name in REDUCTIONS or any(map(_reduces, inside)))
+
+
+def _small(eqn: Any, counted: Collection[Any]) -> bool:
+    """Whether it makes one number of each of those ``counted`` that it is given."""
+    given = [v.aval.size for v in eqn.invars if not isinstance(v, core.Literal) and v in counted]
+    return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 
 def _opens(eqn: Any) -> bool:

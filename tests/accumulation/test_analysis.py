@@ -1,0 +1,181 @@
+"""What a value has to do with the rows of the batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import zerojax
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.flat import flatten
+from zerojax.accumulation.kinds import FIXED, Kind
+from zerojax.accumulation.resolve import analysed
+
+B, K = 24, 3
+W = np.ones((4, 5), np.float32)
+
+
+def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        "x": jax.ShapeDtypeStruct((rows, 4), jnp.float32),
+        "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        "t": jax.ShapeDtypeStruct((rows, 6, 4), jnp.float32),
+    }
+
+
+def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[Analysis, Any]:
+    """Of ``function(w, batch)``, whose results are all part of the state."""
+    whole, micro = (flatten(jax.make_jaxpr(function)(W, batch(rows)), [0]) for rows in (B, B // K))
+    given = [FIXED.but(learned=True), *[Kind("rows", dim=0, outer=1)] * 3]
+    found, _ = analysed(whole, micro, given, range(len(whole.outvars)), rest)
+    return found, [found.kind(v) for v in whole.outvars]
+
+
+def layout(kind: Kind) -> tuple[int, int | None]:
+    return kind.dim, kind.outer
+
+
+@pytest.mark.parametrize(
+    ("function", "dim", "outer"),
+    [
+        (lambda w, b: b["x"] @ w, 0, 1),
+        (lambda w, b: (b["x"] @ w).T, 1, 1),
+        (lambda w, b: b["t"].reshape(-1, 4), 0, 1),
+        (lambda w, b: b["t"].reshape(-1, 24).reshape(-1, 2, 12), 0, 1),
+        (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4), 0, 6),
+        (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4).reshape(6, -1, 4), 1, 1),
+        (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]]), 0, 2),
+        (lambda w, b: jnp.split(jnp.concatenate([b["x"], 2 * b["x"]]), 2)[1], 0, 1),
+        (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]])[: b["x"].shape[0]], 0, 1),
+        (lambda w, b: jnp.stack([b["x"], b["x"]]), 1, 1),
+        (lambda w, b: jnp.take(w, b["y"], axis=0), 0, 1),
+        (lambda w, b: jnp.take_along_axis(b["x"], b["y"][:, None], axis=1), 0, 1),
+        (lambda w, b: b["x"][jnp.arange(b["x"].shape[0]), b["y"]], 0, 1),
+        (lambda w, b: b["x"].at[jnp.arange(b["x"].shape[0]), b["y"]].add(1.0), 0, 1),
+        (lambda w, b: jax.nn.softmax(b["x"] @ w), 0, 1),
+        (lambda w, b: jnp.sort(b["x"], axis=1), 0, 1),
+        (lambda w, b: jnp.cumsum(b["t"], axis=1), 0, 1),
+        (lambda w, b: lax.scan(lambda c, x: (c + x, c), b["x"], b["t"].swapaxes(0, 1))[1], 1, 1),
+        (lambda w, b: lax.fori_loop(0, 3, lambda i, x: x * 2, b["x"]), 0, 1),
+        (lambda w, b: lax.map(lambda x: x @ w, b["x"]), 0, 1),
+        (lambda w, b: lax.cond(w[0, 0] > 0, lambda: b["x"], lambda: 2 * b["x"]), 0, 1),
+        (lambda w, b: jax.checkpoint(lambda w: b["x"] @ w)(w), 0, 1),
+        (lambda w, b: jnp.zeros_like(b["x"]), 0, None),
+        (lambda w, b: jax.vmap(jax.grad(lambda w, x: (x @ w).sum()), (None, 0))(w, b["x"]), 0, 1),
+        (lambda w, b: lax.conv(b["t"], jnp.ones((2, 6, 2)), (1,), "SAME"), 0, 1),
+    ],
+)  # fmt: skip
+def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | None) -> None:
+    _, (kind,) = analysis(function)
+    assert (kind.name, *layout(kind)) == ("rows", dim, outer), kind
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda w, b: (b["x"] @ w).sum(), "sum"),
+        (lambda w, b: (b["x"] @ w).mean(), "sum"),
+        (lambda w, b: 2 * (b["x"] @ w).mean(0).reshape(5, 1).T, "sum"),
+        (lambda w, b: b["x"].T @ (b["x"] @ w), "sum"),
+        (lambda w, b: jax.grad(lambda w: ((b["x"] @ w) ** 2).mean())(w), "sum"),
+        (lambda w, b: jax.grad(lambda w: jnp.take(w, b["y"], axis=0).sum())(w), "sum"),
+        (lambda w, b: jnp.zeros(4, jnp.int32).at[b["y"]].add(1), "sum"),
+        (lambda w, b: (b["y"] == 1).sum(), "sum"),
+        (lambda w, b: lax.map(lambda x: (x @ w).sum(), b["x"]).sum(), "sum"),
+        (lambda w, b: jax.grad(lambda w: lax.map(lambda x: (x @ w).sum(), b["x"]).sum())(w), "sum"),
+        (lambda w, b: b["x"].max(), "max"),
+        (lambda w, b: b["x"].min(0), "min"),
+        (lambda w, b: (b["x"] > 0).any(), "or"),
+        (lambda w, b: (b["x"] > 0).all(), "and"),
+        (lambda w, b: jnp.exp((b["x"] @ w).mean()), "whole"),
+        (lambda w, b: jnp.isfinite((b["x"] @ w).mean()), "whole"),
+        (lambda w, b: (b["x"] @ w).mean() ** 2, "whole"),
+        (lambda w, b: (b["x"] @ w).mean() + 1, "whole"),
+        (lambda w, b: optax.tree.norm(jax.grad(lambda w: (b["x"] @ w).sum())(w)), "whole"),
+        (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "whole"),
+        (lambda w, b: 3 * w, "fixed"),
+        (lambda w, b: b["x"].shape[0] * w, "fixed"),
+    ],
+)  # fmt: skip
+def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
+    _, (kind,) = analysis(function)
+    assert kind.name == name, kind
+
+
+@pytest.mark.parametrize(
+    ("loss", "why", "primitive"),
+    [
+        (lambda w, b: (b["x"] @ w @ w.T @ b["x"].T).var(), "combines", "broadcast"),
+        (lambda w, b: (b["x"] @ w)[::-1].sum(), "combines", "rev"),
+        (lambda w, b: (b["x"] @ w)[0].sum(), "makes numbers of the batch's size", "pad"),
+        (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
+        (lambda w, b: jnp.cumsum(b["x"] @ w, axis=0).sum(), "combines", "cumsum"),
+        (lambda w, b: ((b["x"] @ w).sum(1) * jnp.arange(len(b["x"]))).sum(), "combines", "dot"),
+        (lambda w, b: jnp.sqrt((b["x"] @ w).mean()), "uses a number made of all rows", "broadcast"),
+        (lambda w, b: (b["x"] @ w).mean() * (b["x"] @ w**2).mean(), "uses a number", "broadcast"),
+        (lambda w, b: (b["x"] @ w - (b["x"] @ w).mean(0)).var(), "uses a number", "sub"),
+        (lambda w, b: (b["x"] @ w).reshape(4, -1).max(1).sum(), "combines", "reshape"),
+        (
+            lambda w, b: lax.scan(lambda c, x: (c * (x @ w).sum(), None), 1.0, b["x"])[0],
+            "loops over the rows", "scan",
+        ),
+    ],
+)  # fmt: skip
+def test_losses_in_which_rows_meet(loss: Any, why: str, primitive: str) -> None:
+    _, (kind,) = analysis(lambda w, b: jax.grad(loss)(w, b))
+    assert kind.name == "mixed"
+    assert kind.problem is not None
+    assert why in kind.problem.why
+    assert kind.problem.where.startswith(primitive), kind.problem
+    assert "test_analysis.py:" in kind.problem.where
+
+
+def test_sums_of_the_batch_alone_come_first() -> None:
+    def loss(w: jax.Array, b: Any) -> jax.Array:
+        mask = b["y"] > 0
+        x = (b["x"] - b["x"].mean(0)) / b["x"].std(0)
+        return ((x @ w).sum(1) * mask).sum() / mask.sum() + zerojax.weighted_mean(x @ w[:, 0], mask)
+
+    for each in (loss, jax.checkpoint(loss, static_argnums=())):
+        _, (kind,) = analysis(lambda w, b, each=each: jax.grad(each)(w, b))
+        assert kind.name == "sum", kind
+
+
+def test_statistics_that_are_kept_are_a_micro_batchs_own() -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        def loss(w: jax.Array) -> Any:
+            x = b["x"] @ w
+            mean = x.mean(0)
+            square = (x * x).mean(0)
+            return ((x - mean) / (square - mean**2)).mean(), (mean, square)
+
+        (value, (mean, square)), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grads, 0.9 * w[0] + 0.1 * mean + square, value
+
+    found, (params, running, loss) = analysis(step, rest=(1,))
+    assert (params.name, running.name, loss.name) == ("whole", "own", "sum")
+    assert any("test_analysis.py" in place for place in found.owners)
+    _, (params, *_) = analysis(step)  # nothing is kept
+    assert params.name == "mixed"
+
+
+def test_noise_in_the_batchs_shape() -> None:
+    key = jax.random.key(0)
+    found, (kind,) = analysis(lambda w, b: b["x"] + jax.random.normal(key, b["x"].shape))
+    assert kind.rows
+    assert found.drawn
+    found, (kind,) = analysis(lambda w, b: w + jax.random.normal(key, w.shape))
+    assert kind.name == "fixed"
+    assert not found.drawn
+
+
+def test_programs_that_depend_on_the_number_of_rows() -> None:
+    from zerojax.accumulation.pairs import UnevenError
+
+    with pytest.raises(UnevenError, match=r"test_analysis\.py"):
+        analysis(lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]))

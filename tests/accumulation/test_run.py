@@ -1,0 +1,218 @@
+"""A step in micro-batches beside the plain step on the whole batch."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ROWS = 16
+
+
+class State(TrainState):
+    average: Any = None
+    key: Any = None
+    seen: Any = None
+
+
+def params() -> Any:
+    rng = np.random.default_rng(0)
+    return {"a": jnp.array(rng.normal(size=(8, 8))), "b": jnp.array(rng.normal(size=(8, 4)))}
+
+
+def start(**fields: Any) -> State:
+    return State.create(apply_fn=None, params=params(), tx=optax.adam(1e-2), **fields)
+
+
+def apply(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def batch() -> Any:
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.normal(size=(ROWS, 8)),
+        "y": rng.normal(size=(ROWS, 4)),
+        "label": rng.integers(4, size=ROWS, dtype=np.int32),
+    }
+
+
+def losses(kind: str) -> Callable[[Any, Any], jax.Array]:
+    def loss(p: Any, b: Any) -> jax.Array:
+        out = apply(p, b["x"])
+        if kind == "sum":
+            return jnp.sum((out - b["y"]) ** 2)
+        if kind == "labels by row number":
+            return -jax.nn.log_softmax(out)[jnp.arange(len(out)), b["label"]].mean()
+        if kind == "in chunks":
+            pairs = [x.reshape(len(x), 2, -1).swapaxes(0, 1) for x in (out, b["y"])]
+            part = jax.checkpoint(lambda c, xy: (c + jnp.sum((xy[0] - xy[1]) ** 2), None))
+            return jax.lax.scan(part, 0.0, tuple(pairs))[0] / len(out)
+        if kind == "row by row":
+            row = lambda b: jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)  # noqa: E731
+            return jax.lax.map(row, b).mean()
+        weights = (b["y"][:, 0] - b["y"][:, 0].mean()) / b["y"][:, 0].std()
+        return jnp.mean(weights * out[:, 0])
+
+    return loss
+
+
+KINDS = ["sum", "labels by row number", "in chunks", "row by row", "normalised by the batch"]
+
+
+def plain_and_accumulated(
+    step: Callable[..., Any], fields: Callable[[], dict[str, Any]], devices: int, k: int
+) -> tuple[Any, Any]:
+    with jax.enable_x64(True):
+        zero = zerojax.zero(
+            stage=3, gradient_accumulation_steps=k, stage3_param_persistence_threshold=0,
+            mesh=zerojax.mesh(devices),
+        )  # fmt: skip
+        runs = []
+        for run in (jax.jit(step), zero(step)):
+            state = start(**fields())
+            for _ in range(2):
+                state, out = run(state, batch())
+            runs.append((state, out))
+        return runs[0], runs[1]
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("devices", "k"), [(1, ROWS), (1, 2), (2, 4)])
+def test_losses(kind: str, devices: int, k: int) -> None:
+    """With micro-batches of one row, too, for which jax writes other programs."""
+    loss = losses(kind)
+
+    def step(state: State, b: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state.params, b)
+        return state.apply_gradients(grads=grads), value
+
+    plain, mine = plain_and_accumulated(step, dict, devices, k)
+    assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
+
+
+def test_what_follows_runs_once() -> None:
+    def step(state: State, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            out = apply(p, b["x"])
+            target = jax.lax.stop_gradient(apply(state.average, b["x"]))
+            return jnp.mean((out - b["y"]) ** 2) + jnp.mean((out - target) ** 2), out
+
+        (value, out), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        norm = optax.tree.norm(grads)
+        new = state.apply_gradients(grads=jax.tree.map(lambda g: g * jnp.sqrt(value) / norm, grads))
+        ok = jnp.isfinite(value) & (norm < 100)
+        keep = lambda a, b: jax.tree.map(lambda x, y: jnp.where(ok, x, y), a, b)  # noqa: E731
+        average = jax.lax.cond(new.step % 2 == 0, lambda: new.params, lambda: state.average)
+        new = new.replace(
+            params=keep(new.params, state.params),
+            average=average,
+            seen=state.seen + jnp.array([1, len(out)]),
+        )
+        hits = out.argmax(-1) == b["label"]
+        return new, {
+            "loss": value, "norm": norm, "max": out.max(), "min": out.min(), "any": hits.any(),
+            "all": hits.all(), "hits": hits.sum(), "accuracy": hits.mean(), "step": state.step,
+            "perplexity": jnp.exp(value), "rows": len(out), "total": out.sum(),
+            "confusion": jnp.zeros((4, 4), int).at[b["label"], out.argmax(-1)].add(1),
+        }  # fmt: skip
+
+    fields = lambda: {"average": params(), "seen": jnp.zeros(2, int)}  # noqa: E731
+    plain, mine = plain_and_accumulated(step, fields, 2, 4)
+    for name in ("params", "average", "seen", "step"):
+        assert_same(getattr(mine[0], name), getattr(plain[0], name))
+    assert_same(mine[1], plain[1])
+
+
+def test_arrays_of_rows_come_by_micro_batch() -> None:
+    def step(state: State, b: Any) -> Any:
+        grads = jax.grad(losses("sum"))(state.params, b)
+        return state.apply_gradients(grads=grads), apply(state.params, b["x"])
+
+    plain, mine = plain_and_accumulated(step, dict, 2, 4)
+    assert mine[1].shape == (4, 4, 4)
+    assert_same(mine[1].reshape(ROWS, 4), plain[1])
+
+
+def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixture) -> None:
+    def step(state: State, b: Any) -> Any:
+        key, mine = jax.random.split(state.key)
+        noise = jax.random.normal(mine, b["y"].shape)
+        grads = jax.grad(lambda p: jnp.mean((apply(p, b["x"]) - noise) ** 2))(state.params)
+        new = state.apply_gradients(grads=grads)
+        ok = jnp.isfinite(optax.tree.norm(grads))
+        return new.replace(key=jnp.where(ok, key, state.key)), noise
+
+    with caplog.at_level(logging.WARNING, logger="zerojax"):
+        _, mine = plain_and_accumulated(step, lambda: {"key": jax.random.key(0)}, 2, 4)
+    assert sum("noise in the batch's shape" in r.message for r in caplog.records) == 1
+    noise = np.asarray(mine[1])
+    assert len({x.tobytes() for x in noise}) == 4
+    key = jax.random.key(0)
+    for _ in range(8):
+        key, _ = jax.random.split(key)
+    np.testing.assert_array_equal(jax.random.key_data(mine[0].key), jax.random.key_data(key))
+
+
+def test_a_metric_over_rows_that_meet_is_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    def step(state: State, b: Any) -> Any:
+        grads = jax.grad(losses("sum"))(state.params, b)
+        return state.apply_gradients(grads=grads), apply(state.params, b["x"]).std()
+
+    with caplog.at_level(logging.WARNING, logger="zerojax"):
+        plain, mine = plain_and_accumulated(step, dict, 2, 4)
+    assert_same(mine[0].params, plain[0].params)
+    assert abs(float(mine[1]) / float(plain[1]) - 1) < 0.2
+    assert any("statistics of its own rows" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (
+            lambda s, b: (
+                s.apply_gradients(
+                    grads=jax.grad(lambda p: jnp.sqrt(losses("sum")(p, b)))(s.params)
+                ),
+                0,
+            ),
+            ["state.params['a']", "uses a number made of all rows", "test_run.py:", "to 1"],
+        ),
+        (
+            lambda s, b: (
+                s.apply_gradients(grads=jax.grad(losses("sum"))(s.params, b)).replace(
+                    average=b["x"]
+                ),
+                0,
+            ),
+            ["state.rest['average']", "rows of the batch themselves"],
+        ),
+        (
+            lambda s, b: (
+                s.apply_gradients(grads=jax.grad(losses("sum"))(s.params, b)),
+                {"median": jnp.median(b["x"])},
+            ),
+            ["its result['median']", "rows of the batch"],
+        ),
+    ],
+)  # fmt: skip
+def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=2)
+    state = start(average=jnp.zeros((ROWS, 8)))
+    with pytest.raises(ValueError, match="cannot be accumulated over 2 micro-batches") as caught:
+        zero(step)(state, batch())
+    for words in says:
+        assert words in str(caught.value), str(caught.value)

@@ -32,7 +32,7 @@ def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[
     """Of ``function(w, batch)``, whose results are all part of the state."""
     whole, micro = (flatten(jax.make_jaxpr(function)(W, batch(rows)), [0]) for rows in (B, B // K))
     given = [FIXED.but(learned=True), *[Kind("rows", dim=0, outer=1)] * 3]
-    found, _ = analysed(whole, micro, given, range(len(whole.outvars)), rest)
+    found, _ = analysed(whole, micro, given, rest)
     return found, [found.kind(v) for v in whole.outvars]
 
 

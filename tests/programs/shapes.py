@@ -20,7 +20,6 @@ from programs.program import (
     creator,
     refused,
     regression_step,
-    told,
     vectors,
 )
 
@@ -246,7 +245,6 @@ def call_in_order(step: Any, objects: Any, arguments: Any) -> Any:
     return objects, step(metrics, rngs, *arguments, optimizer, model)
 
 
-OWN_STATISTICS = told("statistics of its own rows")
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
@@ -278,7 +276,10 @@ PROGRAMS = (
     Program("numbers", creator(), rate_step, lambda rng: (*vectors(rng), 0.5), call=call_rate),
     Program("results", creator(tx=SGD), results_step, vectors, dtypes=("float64",)),
     Program("results_hard", creator(), hard_results_step, vectors, accumulated=INTERACT),
-    Program("results_deviation", creator(), deviation_step, vectors, accumulated=OWN_STATISTICS),
+    Program(
+        "results_deviation", creator(), deviation_step, vectors,
+        accumulated=refused("its result['deviation']"),
+    ),
     Program("results_vectors", creator(), vector_results_step, vectors, dtypes=("float64",)),
     Program("graphs", create_graphs, graph_step, graphs, accumulated=refused("leading dimension")),
     Program("nnx_order", order_create, order_step, vectors, nnx=True, call=call_in_order),

@@ -10,7 +10,7 @@ from zerojax.accumulation.kinds import Kind
 
 
 def analysed(
-    whole: Flat, micro: Flat, given: Sequence[Kind], state: Sequence[int], rest: Sequence[int]
+    whole: Flat, micro: Flat, given: Sequence[Kind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """The analysis of a step with its conflicts resolved, as far as they can be.
 
@@ -18,14 +18,12 @@ def analysed(
 
     - and follows from the batch alone (the sum of a mask) is made before the micro-batches;
     - and goes into the carried state too (batch statistics) is each micro-batch's own, and so is
-      what the backward pass makes for it;
-    - and matters to results alone, not to the state, is each micro-batch's own, too.
+      what the backward pass makes for it.
 
     Args:
       whole, micro: the step traced on the whole batch and on a micro-batch.
       given: the kinds of its arguments.
-      state, rest: positions among the results of the state after the step, and of what it carries
-        beside parameters and optimizer.
+      rest: positions among the results of the state beside parameters and optimizer.
 
     Raises:
       UnevenError: the two programs differ in more than shapes.
@@ -55,11 +53,4 @@ def analysed(
                 choices.own |= roots
         if before == (len(choices.first), len(choices.own)):
             break
-    strict = Analysis(whole, micro, given, choices, hopeful=False)
-    bad = [i for i, v in enumerate(whole.outvars) if strict.kind(v).name == "mixed"]
-    if bad and not set(bad) & set(state):
-        for conflict in found.conflicts:
-            if conflict.kind.node is not None:
-                choices.own |= conflict.kind.node.roots()
-        strict = Analysis(whole, micro, given, choices, hopeful=False)
-    return strict, choices
+    return Analysis(whole, micro, given, choices, hopeful=False), choices

@@ -21,6 +21,12 @@ from zerojax.parts import Parts
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
 
+_RESULTS_REMEDY = (
+    "Return the sums or means that it follows from, or a number for each row, and finish it "
+    "outside the step; or set gradient_accumulation_steps to 1."
+)
+
+
 @dataclass(frozen=True)
 class Roles:
     """Positions among the flat arguments and results of a step.
@@ -120,7 +126,8 @@ def per_micro_batch(
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} "
                 f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
-                f"would give other numbers than the whole batch. {REMEDY}"
+                "would give other numbers than the whole batch. "
+                + (REMEDY if i in state else _RESULTS_REMEDY)
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):

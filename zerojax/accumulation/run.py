@@ -108,7 +108,7 @@ class MicroBatches:
         try:
             flat, small = traced(trace, state, batch, roles.learned)
             kinds = roles.kinds(flat)
-            analysis, choices = analysed(flat, small, kinds, roles.state, roles.rest)
+            analysis, choices = analysed(flat, small, kinds, roles.rest)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "

@@ -65,7 +65,8 @@ def gathered(
         start = 0
         for i, row, cut in zip(chosen, rows, cuts, strict=True):
             piece = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
-            whole[i] = _taken_back(piece, whole[i].shape, cut)
+            # Held apart, else XLA computes with it in another layout than with one gathered alone.
+            whole[i] = lax.optimization_barrier(_taken_back(piece, whole[i].shape, cut))
             start += row.shape[1]
     return whole
 

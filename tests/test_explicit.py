@@ -269,3 +269,24 @@ def test_a_shard_map_under_explicit_axes_is_refused() -> None:
         state = zero.init(create_explicit, jax.random.key(0))
         with pytest.raises(NotImplementedError, match=r"shard_map.*AxisType\.Auto"):
             zero(step)(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
+
+
+def test_an_evaluation_asks_for_cuts_too() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
+    rows = np.arange(256, dtype=np.float32).reshape(16, 16) / 256
+
+    @zero.evaluate
+    def evaluate(state: TrainState, batch: jax.Array) -> jax.Array:
+        out = jnp.einsum("bi,io->bo", batch, state.params["w"], out_sharding=P("data", None))
+        return jnp.tanh(out).mean()
+
+    with jax.set_mesh(mesh):
+        state = zero.init(
+            lambda: TrainState.create(
+                apply_fn=None, params={"w": jnp.ones((16, 8))}, tx=optax.sgd(0.1)
+            )
+        )
+        batch = jax.device_put(rows, jax.NamedSharding(mesh, P("data", None)))
+        got = evaluate(state, batch)
+    np.testing.assert_allclose(got, np.tanh(rows @ np.ones((16, 8))).mean(), rtol=1e-6)

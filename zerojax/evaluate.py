@@ -9,13 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zerojax.arguments import Arguments, is_train_state
 from zerojax.call import Call, Form, returned
 from zerojax.evaluate_objects import Subject, subject
 from zerojax.evaluate_program import EvaluationProgram
+from zerojax.explicit import Explicit
 from zerojax.extras import divide
 from zerojax.lowered import LoweredProgram
+from zerojax.mesh import automatic_context, relabelled
 from zerojax.nnx import apply_settings, is_nnx
 from zerojax.offload.places import check_memories
 from zerojax.state import States
@@ -37,9 +40,22 @@ class Evaluation:
         self._programs: dict[Any, EvaluationProgram] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mesh = self._states.mesh
+        types = jax.sharding.get_abstract_mesh().axis_types
+        with automatic_context(mesh) as names:
+            out = self._run(args, kwargs, names)
+        if names:
+            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+        return out
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
         found, call = self._opened(args, kwargs)
         self._check(found, call)
-        program = self._program(found, call.form)
+        explicit = Explicit.of(names, call.batch)
+        if explicit:
+            given = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
+            call = call._replace(**relabelled(given, self._states.mesh))
+        program = self._program(found, call.form, explicit)
         out, changed = program(found.opened, call.batch, call.args, call.kwargs)
         if any(x is not None for x in changed):
             found.update(changed)
@@ -70,9 +86,10 @@ class Evaluation:
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program, called "evaluation", lowered; as ``programs`` of a step."""
-        found, call = self._opened(args, kwargs)
-        program = self._program(found, call.form)
-        yield from program.lowered(found.opened, call.batch, call.args, call.kwargs)
+        with automatic_context(self._states.mesh) as names:
+            found, call = self._opened(args, kwargs)
+            program = self._program(found, call.form, Explicit.of(names, call.batch))
+            yield from program.lowered(found.opened, call.batch, call.args, call.kwargs)
 
     def _opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Subject, Call]:
         call = self._arguments.sort(args, kwargs)
@@ -94,13 +111,13 @@ class Evaluation:
                 "the state that the step returned."
             )
 
-    def _program(self, found: Subject, form: Form) -> EvaluationProgram:
+    def _program(self, found: Subject, form: Form, explicit: Explicit | None) -> EvaluationProgram:
         opened = found.opened
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), x.dtype) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form
+        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             function = self._arguments.rearranged(form)
-            self._programs[key] = EvaluationProgram(function, self._states, found)
+            self._programs[key] = EvaluationProgram(function, self._states, found, explicit)
         return self._programs[key]

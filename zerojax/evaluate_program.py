@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax import compat
 from zerojax.body import cast, constrainer
@@ -19,6 +20,7 @@ from zerojax.entering import entering
 from zerojax.evaluate_batch import Cut, Laying, cut, rows_of
 from zerojax.evaluate_objects import Subject
 from zerojax.evaluate_state import Reading
+from zerojax.explicit import Explicit, make_jaxpr
 from zerojax.extras import Static, divide, join
 from zerojax.lowered import LoweredProgram
 from zerojax.offload.disk_params import Reader, Source
@@ -62,9 +64,17 @@ class EvaluationProgram:
       function: the user's, in the order of :class:`zerojax.arguments.Call`.
       states: what the config makes of a state.
       subject: a state of that kind.
+      explicit: how the batch lies, for a function under explicit mesh axes; else None.
     """
 
-    def __init__(self, function: Rearranged, states: States, subject: Subject) -> None:
+    def __init__(
+        self,
+        function: Rearranged,
+        states: States,
+        subject: Subject,
+        explicit: Explicit | None = None,
+    ) -> None:
+        self._explicit = explicit
         self.function, self._call = function, subject.call
         self._config, parts = states.config, subject.opened.parts
         self._plan = plan = states.plan(subject.opened)
@@ -184,7 +194,15 @@ class EvaluationProgram:
             return self._call(self.function, parts, batch, args, kwargs)
 
         # The function itself knows nothing of memories: it is traced as if all were on the device.
-        closed, out = jax.make_jaxpr(body, return_shape=True)(self._shapes, batch, list(arrays))
+        given = self._shapes, batch, list(arrays)
+        if self._explicit is None:
+            closed, out = jax.make_jaxpr(body, return_shape=True)(*given)
+        else:
+            names, lies = self._explicit
+            whole = [leaf.whole for leaf in self._leaves]
+            specs = whole, jax.tree.unflatten(jax.tree.structure(batch), lies), PartitionSpec()
+            mesh, axis = self._plan.lowering_mesh, self._plan.axis
+            closed, out = make_jaxpr(body, given, specs, mesh, axis, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         by_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
         return _Traced(closed, by_rows, jax.tree.structure(out))

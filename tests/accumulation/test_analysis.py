@@ -112,6 +112,14 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
     [
         (lambda w, b: (b["x"] @ w @ w.T @ b["x"].T).var(), "combines", "broadcast"),
         (lambda w, b: (b["x"] @ w)[::-1].sum(), "combines", "rev"),
+        (
+            lambda w, b: ((b["x"] @ w)[(jnp.arange(len(b["x"])) + 1) % len(b["x"])] ** 2).sum(),
+            "combines", "gather",
+        ),
+        (
+            lambda w, b: (b["x"] @ w)[b["y"], jnp.arange(len(b["x"])) % 5].sum(),
+            "combines", "scatter",
+        ),
         (lambda w, b: (b["x"] @ w)[0].sum(), "makes numbers of the batch's size", "pad"),
         (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
         (lambda w, b: jnp.cumsum(b["x"] @ w, axis=0).sum(), "combines", "cumsum"),

@@ -103,6 +103,8 @@ class Analysis:
         self.backward: dict[Path, bool] = {}
         self.kinds: dict[Any, Kind] = {}
         self.pairs: list[Pair] = []
+        rows = (v for v, k in zip(whole.invars, given, strict=True) if k.rows)
+        self._rows = next(rows).aval.shape[0]
         self._run(whole, micro, given, (), False, self.kinds, self.pairs)
 
     def kind(self, atom: Any) -> Kind:
@@ -178,7 +180,9 @@ class Analysis:
                 outs.append(Kind("rows", dim=dims[0], **both))
             elif name == "iota":
                 along = eqn.params["dimension"] == dims[0]
-                outs.append(Kind("rows", dim=dims[0], index=along, **both))
+                own = along and w.aval.shape[dims[0]] == self._rows
+                index = "own" if own else "number" if along else ""
+                outs.append(Kind("rows", dim=dims[0], index=index, **both))
             elif name == "broadcast_in_dim":
                 outs.append(Kind("rows", dim=dims[0], zero=kinds[0].zero, learned=both["learned"]))
             else:
@@ -216,7 +220,7 @@ class Analysis:
             return [mixed(why, where(eqn))] * len(eqn.outvars)
         if name.startswith(("random_", "threefry")) and out.index:
             self.drawn.append(where(eqn))
-            out = out.but(index=False)
+            out = out.but(index="")
         if out.reduced:
             self.backward[path] = backward
             if path in self.choices.own:
@@ -422,4 +426,13 @@ def _grows(pair: Pair) -> bool:
 
 
 def _shape_of(kind: Kind) -> tuple[Any, ...]:
-    return kind.name, kind.adds, kind.dim, kind.outer, kind.zero, kind.index, kind.learned
+    return (
+        kind.name,
+        kind.adds,
+        kind.dim,
+        kind.outer,
+        kind.zero,
+        kind.index,
+        kind.column,
+        kind.learned,
+    )

@@ -74,7 +74,9 @@ class Kind:
         holds one behind the other; None where every row is alike.
       adds: of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
       zero: all elements are known to be 0.
-      index: holds the numbers of rows within the batch.
+      index: "own" where each row holds its number within the batch, in ``column`` if it holds
+        others beside it; "negative" where it holds whether that is below 0; "number" where it
+        holds something else made from it.
       learned: depends on the state of the training.
       node: the reductions over rows that it is made from.
       home: the variable of the step itself that holds the value.
@@ -87,7 +89,8 @@ class Kind:
     outer: int | None = None
     adds: bool = False
     zero: bool = False
-    index: bool = False
+    index: str = ""
+    column: int = 0
     learned: bool = False
     node: Node | None = None
     home: Any = None
@@ -141,7 +144,7 @@ def agreed(kinds: list[Kind]) -> Kind | None:
         "rows",
         dim=dims.pop(),
         outer=next(iter(outers), None),
-        index=any(k.index for k in kinds),
+        index="number" if any(k.index for k in kinds) else "",
         **together(kinds),
     )
 

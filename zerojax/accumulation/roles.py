@@ -135,6 +135,12 @@ def per_micro_batch(
                     f"{roles.name} cannot be accumulated over {k} micro-batches: "
                     f"{roles.paths[i]} is made of the rows of the batch themselves. {REMEDY}"
                 )
+        elif kind.index:
+            raise ValueError(
+                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} is "
+                "made of the numbers of rows within the batch, which a micro-batch does not know. "
+                "Make them part of the batch."
+            )
         elif kind.rows or kind.name == "own":
             stacked.append(i)
             if kind.name == "own" and not v.aval.ndim:

@@ -39,7 +39,21 @@ def _elementwise(eqn: Any, kinds: list[Kind]) -> Kind | None:
     if found is None:
         return None
     ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
-    return found if len(ranks) == 1 else None
+    if len(ranks) != 1:
+        return None
+    return found.but(index=_index_of(eqn, kinds)) if found.index else found
+
+
+def _index_of(eqn: Any, kinds: list[Kind]) -> str:
+    """Whether the numbers of rows are still those; numpy's indexing looks for negative ones."""
+    name = eqn.primitive.name
+    if name in ("convert_element_type", "copy", "copy_p", "name", "sharding_constraint"):
+        return kinds[0].index
+    if name == "lt" and kinds[0].index == "own" and kinds[1].zero:
+        return "negative"
+    if name == "select_n" and (kinds[0].index, kinds[1].index) == ("negative", "own"):
+        return "own"
+    return "number"
 
 
 def _reduce(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -117,18 +131,30 @@ def _concatenate(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found = agreed(kinds)
     along = eqn.params["dimension"]
     if found is None or along != found.dim:
-        return found
+        return found if found is None else _beside(eqn, kinds, found, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
     if not all(k.rows for k in kinds) or found.outer not in (1, None) or len(sizes) != 1:
         return None
     return found if found.outer is None else found.but(outer=len(kinds))
 
 
+def _beside(eqn: Any, kinds: list[Kind], found: Kind, along: int) -> Kind:
+    """The numbers of rows as one column of indices."""
+    at = [i for i, k in enumerate(kinds) if k.index]
+    last = along == eqn.outvars[0].aval.ndim - 1
+    if last and len(at) == 1 and kinds[at[0]].index == "own":
+        before = eqn.invars[: at[0]]
+        column = sum(v.aval.shape[along] if v.aval.ndim > along else 1 for v in before)
+        return found.but(index="own", column=column)
+    return found
+
+
 def _stack(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found, along = agreed(kinds), eqn.params["axis"] % eqn.outvars[0].aval.ndim
     if found is None:
         return None
-    return found.but(dim=found.dim + (along <= found.dim))
+    found = found.but(dim=found.dim + (along <= found.dim))
+    return _beside(eqn, kinds, found, along)
 
 
 def _unstack(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -176,7 +202,7 @@ def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
     axes = eqn.params["axes"]
     if kind.dim in axes:
         return None
-    return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False, index=False)
+    return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
 
 
 def _window(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -284,7 +310,7 @@ def _gather(eqn: Any, kinds: list[Kind]) -> Kind | None:
         at = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
         if not indices.rows or indices.dim != at:
             return None
-        return operand.but(dim=batch[at], index=False, zero=False, **both)
+        return operand.but(dim=batch[at], zero=False, **both)
     if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
         window = [
             i
@@ -294,10 +320,14 @@ def _gather(eqn: Any, kinds: list[Kind]) -> Kind | None:
         if indices.rows:
             return None
         return operand.but(dim=dn.offset_dims[window.index(d)], zero=False, **both)
-    if d in dn.start_index_map and indices.rows and indices.index:
-        # Each row at its own number.
-        return operand.but(dim=batch[indices.dim], index=False, zero=False, **both)
+    if d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d)):
+        return operand.but(dim=batch[indices.dim], zero=False, **both)
     return None
+
+
+def _at_its_own(indices: Kind, column: int) -> bool:
+    """Whether these are the numbers of the rows themselves."""
+    return indices.rows and indices.index == "own" and indices.column == column
 
 
 def _scatter(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -317,7 +347,10 @@ def _scatter(eqn: Any, kinds: list[Kind]) -> Kind | None:
         at = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
         return found if indices.rows and indices.dim == at else None
     if d in dn.inserted_window_dims:
-        return found if indices.rows and indices.index else None
+        own = d in dn.scatter_dims_to_operand_dims and _at_its_own(
+            indices, dn.scatter_dims_to_operand_dims.index(d)
+        )
+        return found if own else None
     window = [
         i
         for i in range(eqn.invars[0].aval.ndim)

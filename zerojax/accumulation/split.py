@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
@@ -96,6 +98,12 @@ def split(
     last = list(chosen.last)
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
+    # Constants, too, may have been made from the number of rows.
+    consts = [
+        w if np.shape(w) == np.shape(m) else m
+        for w, m in zip(whole.consts, micro.consts, strict=True)
+    ]
+    micro = dataclasses.replace(micro, consts=consts)
     return Split(
         first=_pruned(whole, [p.whole for p in analysis.pairs], [], ahead),
         micro=_pruned(

@@ -425,14 +425,6 @@ def _grows(pair: Pair) -> bool:
     return any(w.aval.shape != m.aval.shape for w, m in outs)
 
 
-def _shape_of(kind: Kind) -> tuple[Any, ...]:
-    return (
-        kind.name,
-        kind.adds,
-        kind.dim,
-        kind.outer,
-        kind.zero,
-        kind.index,
-        kind.column,
-        kind.learned,
-    )
+def _shape_of(kind: Kind) -> Kind:
+    """What a loop must leave as it is from iteration to iteration."""
+    return kind.but(node=None, home=None, guarded=(), problem=None)

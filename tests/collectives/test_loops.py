@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Spec, equations, gathers, scatters, the
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, loops
+from zerojax.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -28,6 +30,8 @@ def weight(*shape: int) -> np.ndarray:
 
 
 def cut(x: Any, spec: Spec) -> Any:
+    """A gradient as the step constrains it."""
+    x = checkpoint_name(x, GRADIENT)
     return lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec(*spec)))
 
 

@@ -50,7 +50,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
 
 
 def linear() -> Any:
-    model = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+    model = nnx.Linear(DIM, 4 * DIM, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 

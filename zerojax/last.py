@@ -54,7 +54,8 @@ class LastObjects:
     """
 
     def __init__(self, graph: Any, places: list[int], parts: Parts) -> None:
-        self._graph, self._places = graph, places
+        # With its hash: an attribute that was changed in place still equals itself.
+        self._graph, self._places = (hash(graph), graph), places
         self._tree: Any = jax.tree.structure(parts)
         self._arrays = [weakref.ref(x) for x in jax.tree.leaves(parts)]
 
@@ -72,7 +73,7 @@ class LastObjects:
     def found(self, objects: tuple[Any, ...]) -> Found | None:
         """None where the objects are others, or something of them has changed."""
         graph, flat = nnx.graph.flatten(objects)
-        if graph != self._graph:
+        if (hash(graph), graph) != self._graph:
             return None
         variables = [flat.leaves[i] for i in self._places]
         arrays = [variable.get_raw_value() for variable in variables]

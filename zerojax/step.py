@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +34,7 @@ from zerojax.explicit import Explicit, Types
 from zerojax.extras import Static, divide, join
 from zerojax.foresight.guard import Guard
 from zerojax.found import replacements
+from zerojax.last import LastObjects, LastState
 from zerojax.lowered import LoweredProgram
 from zerojax.mesh import automatic_context, relabelled
 from zerojax.nnx import apply_settings, from_cached_partial, is_nnx
@@ -162,6 +162,15 @@ class Program:
         yield LoweredProgram("step", self.lower(parts, batch, args, kwargs))
 
 
+class Last(NamedTuple):
+    """The last step: what it left, how it was called, and the program that ran."""
+
+    left: LastState | LastObjects
+    form: Form
+    explicit: Explicit | None
+    program: Program | Streamed
+
+
 class Step:
     """A decorated step, made by ``@zero``; call it as the function it decorates.
 
@@ -180,7 +189,7 @@ class Step:
         self._states, self._donate, self._guard = states, donate, guard
         self._watch = Watch(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
-        self._last: tuple[Any, Form, Explicit | None, Program | Streamed] | None = None
+        self._last: Last | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._arguments.sort(args, kwargs)
@@ -201,14 +210,17 @@ class Step:
 
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[Any, Any]:
         """The state after the step, None for NNX objects, and what else it returns."""
-        last, known = self._last, (call.form, explicit)
-        if last is not None and last[0]() is call.objects[0] and last[1:3] == known:
-            program = last[3]  # it came from here: nothing else to check
-            parts = program.split(*call.objects)
+        cached = from_cached_partial()
+        last, found = self._last, None
+        if last is not None and last[1:3] == (call.form, explicit):
+            found = last.left.found(call.objects)
+        if last is not None and found is not None:
+            program = last.program  # it came from here: nothing else to check
+            parts = found.parts
         else:
             _check_concrete(self._arguments.name, call.objects)
             opened = self._states.open(call.objects)
-            if opened.write_back is not None and from_cached_partial() and opened.plain:
+            if opened.write_back is not None and cached and opened.plain:
                 raise ValueError(
                     "nnx.cached_partial holds a copy of the optimizer, which the first step would "
                     "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
@@ -228,15 +240,22 @@ class Step:
         parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
         _check_concrete(self._arguments.name, parts.step)
         state, result = None, out
+        left: LastState | LastObjects | None
         if program.write_back is not None:
-            program.write_back(call.objects, parts, program.tx)
+            if found is not None and found.write_back is not None:
+                found.write_back(parts)
+            else:
+                program.write_back(call.objects, parts, program.tx)
             changed = program.function.changed
             if any(changed.values()):
                 apply_settings(call.objects, changed[divide(call.args, call.kwargs)[1]])
             result = returned(out, call.objects)
+            left = LastObjects.of(call.objects, parts) if found is None else None
         else:
             state = program.close(parts, program.tx)
-            self._last = weakref.ref(state), call.form, explicit, program
+            left = LastState(state, program.split)
+        if left is not None:
+            self._last = Last(left, call.form, explicit, program)
         watch.note(signals, out, program.layout.rows(call.batch))
         return state, result
 

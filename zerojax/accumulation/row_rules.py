@@ -19,12 +19,15 @@ Rule = Callable[[Any, list[Kind]], "Kind | None"]
 # Beside those that the collectives know to work on shards.
 _ELEMENTWISE = ELEMENTWISE | {
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "bitcast_convert_type", "clz", "complex", "conj", "device_put", "digamma", "erf_inv", "erfc",
-    "igamma", "igammac", "imag", "lgamma", "nextafter", "polygamma", "population_count", "pvary",
-    "random_bits", "random_fold_in", "random_unwrap", "random_wrap", "real",
-    "regularized_incomplete_beta", "reshard",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sinh", "tan",
-    "threefry2x32", "zeta", "to_edtype", "from_edtype",
+    "bitcast_convert_type", "clz", "complex", "conj", "device_put", "digamma", "eq_to", "erf_inv",
+    "erfc", "from_edtype", "igamma", "igamma_grad_a", "igammac", "imag", "layout_constraint",
+    "le_to", "lgamma", "log2", "lt_to", "mulhi", "nextafter", "one_minus_square", "philox2x32",
+    "philox4x32", "polygamma", "population_count", "pvary", "random_bits", "random_clone",
+    "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
+    "random_wrap", "real", "regularized_incomplete_beta", "reshard", "sharding_constraint",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sinh", "stage", "tan",
+    "threefry2x32", "threefry4x32", "tie", "to_edtype", "with_memory_space_constraint",
+    "xla_metadata_value", "zeta",
 }  # fmt: skip
 
 _LEADING = frozenset({
@@ -203,6 +206,11 @@ def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
     if kind.dim in axes:
         return None
     return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
+
+
+def _tile(eqn: Any, kinds: list[Kind]) -> Kind | None:
+    (kind,) = kinds
+    return kind if eqn.params["reps"][kind.dim] == 1 else None
 
 
 def _window(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -391,6 +399,8 @@ RULES: dict[str, Rule] = {
     "split": _split,
     "squeeze": _squeeze,
     "stack": _stack,
+    "tile": _tile,
+    "approx_top_k": _along("reduction_dimension"),
     "unstack": _unstack,
     "top_k": _last,
     "transpose": _transpose,

@@ -4,6 +4,7 @@ ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
     "copy_p", "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
     "integer_pow", "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul",
-    "name", "ne", "neg", "not", "one_minus_square", "or", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "name", "ne", "neg", "not", "one_minus_square", "or", "pow", "reduce_precision", "rem",
+    "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "xor",
 })  # fmt: skip

@@ -1,6 +1,8 @@
 """NNX steps with more than a model and its optimizer: all of them are updated in place, as under
 ``nnx.jit``, or refused in words."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -409,3 +411,15 @@ def test_under_nnx_jit() -> None:
     model, optimizer, *_ = create()
     plain = create()
     same(step(model, optimizer, BATCH, times=2), 2 * nnx.jit(train)(plain[0], plain[1], BATCH))
+
+
+def test_objects_that_are_dropped_are_freed() -> None:
+    """The step lives on, and keeps neither them nor their arrays."""
+    zero = zerojax.zero(stage=1)
+    decorated, objects = zero(full_step), zero.init(create)
+    for _ in range(3):
+        decorated(*objects, BATCH)
+    held = [weakref.ref(x) for x in (*objects, *jax.tree.leaves(nnx.state(objects[0], nnx.Param)))]
+    del objects
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)

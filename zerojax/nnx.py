@@ -60,7 +60,7 @@ def open_objects(objects: tuple[Any, ...]) -> Opened:
     order = ordered(objects)
     at = order[1]
     nodes = [order[0], *order[2:]]  # one graph, as they may share variables
-    optimizer = objects[at]
+    optimizer, count = objects[at], len(objects)  # what is kept below must not keep them
     of_optimizer = nnx.filterlib.to_predicate(optimizer.wrt)
 
     def trained(path: Any, x: Any) -> bool:
@@ -97,7 +97,7 @@ def open_objects(objects: tuple[Any, ...]) -> Opened:
         closed = nnx.merge(optimizer_graph, shapes)
         adopt(closed, parts, tx)
         made = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
-        return tuple(closed if i == at else made[i] for i in range(len(objects)))
+        return tuple(closed if i == at else made[i] for i in range(count))
 
     def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))

@@ -185,8 +185,8 @@ class Collect:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.params)
         abstract = parts._replace(params=shapes)
         k = self.accumulation
-        trace = functools.partial(self.body.trace, body)
-        closed, shape = trace(abstract, batch if k == 1 else rows_together(batch))
+        trace = functools.partial(self.body.trace, body, abstract)
+        closed, shape = trace(batch if k == 1 else rows_together(batch))
         jaxpr = compat.open_jaxpr(closed)[0]
         self.body.check(jaxpr, len(self.plan.compute))
         check_late(jaxpr, abstract, shape, self.body.name)
@@ -206,7 +206,7 @@ class Collect:
         else:
             outs = MicroBatches(
                 trace,
-                abstract,
+                closed,
                 batch,
                 roles_of(self.body.name, abstract, batch, shape),
                 k,

@@ -123,8 +123,8 @@ class Program:
     ) -> tuple[Parts, Any]:
         """Runs the body with each parameter made whole where the stage has it."""
         k = self.accumulation
-        trace = functools.partial(self.body.trace, body)
-        closed, shape = trace(start, batch if k == 1 else rows_together(batch))
+        trace = functools.partial(self.body.trace, body, start)
+        closed, shape = trace(batch if k == 1 else rows_together(batch))
         self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
         replace = replacements(closed, start.opt_state.opt.loss_scale)
         others = jax.tree.leaves((start._replace(params=None), batch))
@@ -133,7 +133,7 @@ class Program:
         else:
             outs = MicroBatches(
                 trace,
-                start,
+                closed,
                 batch,
                 roles_of(self.body.name, start, batch, shape),
                 k,

@@ -36,8 +36,8 @@ class Roles:
       learned: arguments that training changes: parameters, optimizer state, other state.
       batch: arguments that are leaves of the batch.
       state, rest: results that are the state after the step, and those of them that are neither
-        parameters nor optimizer state nor the counter.
-      passing: from an argument of the other state to its result.
+        parameters nor optimizer state nor the counter; the state's arguments have the same
+        positions.
       paths: what to call each result.
     """
 
@@ -46,7 +46,6 @@ class Roles:
     batch: Sequence[int]
     state: Sequence[int]
     rest: Sequence[int]
-    passing: Mapping[int, int]
     paths: Sequence[str]
 
     def kinds(self, flat: Flat) -> list[Kind]:
@@ -81,17 +80,18 @@ def roles_of(name: str, given: Parts, batch: Any, made: tuple[Parts, Any]) -> Ro
         batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
         state=range(ends[3]),
         rest=rest,
-        passing={i: i for i in rest},
         paths=paths,
     )
 
 
-def carried(flat: Flat, analysis: Analysis, passing: Mapping[int, int]) -> dict[int, Any]:
+def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Any]:
     """State that each micro-batch hands to the next: what the batch alone changes (batch
-    statistics), and keys. By position among the arguments, the variable that holds it."""
+    statistics), and keys. By position among the arguments, the variable that holds it.
+
+    ``rest`` has the positions that :class:`Roles` says."""
     found: dict[int, Any] = {}
-    for i, j in passing.items():
-        given, out = flat.invars[i], flat.outvars[j]
+    for i in rest:
+        given, out = flat.invars[i], flat.outvars[i]
         if isinstance(out, core.Literal) or out is given:
             continue
         kind = analysis.kind(out).added

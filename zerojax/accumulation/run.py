@@ -21,35 +21,30 @@ _COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
 
 def accumulator(param: Any, dtype: Any) -> Any:
-    """The dtype in which gradients of a parameter of dtype ``param`` are summed."""
+    """The dtype in which gradients of dtype ``param`` are summed; ``dtype``, if given."""
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def traced(
-    trace: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any, learned: Collection[int]
-) -> tuple[Flat, Flat]:
-    """The step on the whole batch and on a micro-batch.
+def flat_micro(
+    trace: Callable[[Any], tuple[Any, Any]], whole: Flat, batch: Any, learned: Collection[int]
+) -> Flat:
+    """The step on a micro-batch.
 
     Args:
-      trace: from state and batch to the jaxpr of the step, and the shapes of its results.
-      state: its first argument.
+      trace: from the batch to the jaxpr of the step, and the shapes of its results.
+      whole: the step on the whole batch.
       batch: leaves [k, rows, ...].
       learned: positions of the arguments that training changes.
 
     Raises:
       UnevenError: the two programs differ in more than shapes.
     """
-
-    def of(rows: Any) -> Flat:
-        return flatten(trace(state, rows)[0], learned)
-
-    whole = of(rows_together(batch))
-    rows = {x.shape[1] for x in jax.tree.leaves(batch) if x.shape}
-    if rows != {1}:
-        return whole, of(one_of(batch))
-    (k,) = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+    (sizes,) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
+    k, rows = sizes
+    if rows > 1:
+        return flatten(trace(one_of(batch))[0], learned)
     few = 2 if k != 2 else 3
-    return whole, Resize(k, few).flat(whole, of(one_of(batch, few)))
+    return Resize(k, few).flat(whole, flatten(trace(one_of(batch, few))[0], learned))
 
 
 def rows_together(batch: Any) -> Any:
@@ -80,9 +75,10 @@ class MicroBatches:
     conditions, results) runs once.
 
     Args:
-      trace: from state and batch to the jaxpr of the step, and the shapes of its results.
-      state, batch: its arguments, arrays or their shapes; the batch's are [k, rows, ...].
-      roles: what its arguments and results are.
+      trace: from the batch to the jaxpr of the step, and the shapes of its results.
+      whole: the jaxpr on the whole batch.
+      batch: arrays or their shapes, [k, rows, ...].
+      roles: what the step's arguments and results are.
       k: micro-batches in a step.
       inserter: makes parameters whole where they are used.
       sharded: gradients are cut as soon as they are made.
@@ -94,8 +90,8 @@ class MicroBatches:
 
     def __init__(
         self,
-        trace: Callable[[Any, Any], tuple[Any, Any]],
-        state: Any,
+        trace: Callable[[Any], tuple[Any, Any]],
+        whole: Any,
         batch: Any,
         roles: Roles,
         k: int,
@@ -106,7 +102,8 @@ class MicroBatches:
     ) -> None:
         self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
         try:
-            flat, small = traced(trace, state, batch, roles.learned)
+            flat = flatten(whole, roles.learned)
+            small = flat_micro(trace, flat, batch, roles.learned)
             kinds = roles.kinds(flat)
             analysis, choices = analysed(flat, small, kinds, roles.rest)
         except UnevenError as e:
@@ -114,7 +111,7 @@ class MicroBatches:
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
                 f"depends on the number of rows that it is given ({e}). {REMEDY}"
             ) from e
-        carry = carried(flat, analysis, roles.passing)
+        carry = carried(flat, analysis, roles.rest)
         stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
         axis = inserter.axis
         wants = wanted.trace_back(flat, [None] * len(flat.outvars), inserter.mesh)
@@ -183,8 +180,7 @@ class MicroBatches:
     def _zero(self, x: Crossing, aval: Any) -> jax.Array:
         dtype = aval.dtype
         if jnp.issubdtype(dtype, jnp.inexact):
-            gradient = x.spec is not None and self._dtype is not None
-            dtype = self._dtype if gradient else jnp.promote_types(dtype, jnp.float32)
+            dtype = accumulator(dtype, None if x.spec is None else self._dtype)
         return self._kept(x, jnp.zeros(aval.shape, dtype))
 
     def _kept(self, x: Crossing, value: jax.Array) -> jax.Array:

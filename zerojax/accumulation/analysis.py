@@ -108,6 +108,7 @@ class Analysis:
         self._run(whole, micro, given, (), False, self.kinds, self.pairs)
 
     def kind(self, atom: Any) -> Kind:
+        """The kind of a variable of ``whole``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
 
     def _run(
@@ -125,10 +126,14 @@ class Analysis:
         for w, m in zip(whole.constvars, micro.constvars, strict=True):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(whole.invars, given, strict=True))
+
+        def read(atom: Any) -> Kind:
+            return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
+
         for i, pair in enumerate(pairs(whole.eqns, micro.eqns)):
             matched.append(pair)
             eqn = pair.whole
-            kinds = [_literal(v) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            kinds = [read(v) for v in eqn.invars]
             here = (*path, i)
             later = backward or "transpose(" in str(eqn.source_info.name_stack)
             outs = self._equation(pair, kinds, here, later)
@@ -138,7 +143,7 @@ class Analysis:
                 env[v] = kind
             if any(k.name == "own" or k.index for k in outs):
                 self.literals.add(here)
-        return [_literal(v) if isinstance(v, core.Literal) else env[v] for v in whole.outvars]
+        return [read(v) for v in whole.outvars]
 
     def _equation(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
         eqn = pair.whole

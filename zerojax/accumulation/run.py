@@ -143,10 +143,10 @@ class MicroBatches:
         specs = [x.spec for x in split.crossing]
         want = [*specs, *[None] * (len(split.micro.outvars) - n)]
 
-        def micro(state: tuple[Any, Any], cut: list[Any]) -> tuple[Any, Any]:
+        def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
             passed, sums = state
             given = list(args)
-            for i, x in zip((*rows, *split.carry), (*cut, *passed), strict=True):
+            for i, x in zip((*rows, *split.carry), (*slices, *passed), strict=True):
                 given[i] = x
             outs = run(split.micro, [*given, *first], replace, want)
             crossing, others = outs[:n], outs[n:]

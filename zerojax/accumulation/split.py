@@ -84,13 +84,13 @@ def split(
       carry: by position among the arguments, the variable that holds it for the next micro-batch.
       wants: how gradients are to be cut, by variable.
     """
-    made = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
-    ahead = [v for v in made if v in first]
-    chosen = _Once(whole, analysis, made, {*ahead}, {*carry.values()}, wants)
+    producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
+    early = [v for v in producers if v in first]
+    chosen = _Once(whole, analysis, producers, {*early}, {*carry.values()}, wants)
     done = [i for i in range(len(whole.outvars)) if i not in {*stacked}]
     chosen.need(whole.outvars[i] for i in done)
     chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
-    here = _micro_variables(whole, micro, analysis)
+    micro_of = _micro_variables(whole, micro, analysis)
     crossing = [
         Crossing(v, analysis.kind(v).added.name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
         for v in chosen.crossing
@@ -105,20 +105,20 @@ def split(
     ]
     micro = dataclasses.replace(micro, consts=consts)
     return Split(
-        first=_pruned(whole, [p.whole for p in analysis.pairs], [], ahead),
+        first=_pruned(whole, [p.whole for p in analysis.pairs], [], early),
         micro=_pruned(
-            micro, eqns, [here[v] for v in ahead], [_read(here, v) for v in outs],
+            micro, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
             keep=_effects(analysis, chosen),
         ),
         once=Flat(
-            [*whole.invars, *ahead, *chosen.crossing, *last],
+            [*whole.invars, *early, *chosen.crossing, *last],
             [pair.whole for i, pair in enumerate(analysis.pairs) if i in chosen.eqns],
             [whole.outvars[i] for i in done],
             whole.constvars,
             whole.consts,
         ),
         crossing=crossing,
-        n_first=len(ahead),
+        n_first=len(early),
         n_last=len(last),
         stacked=list(stacked),
         carry=list(carry),
@@ -133,13 +133,13 @@ class _Once:
         self,
         whole: Flat,
         analysis: Analysis,
-        made: Mapping[Any, int],
-        ahead: set[Any],
+        producers: Mapping[Any, int],
+        early: set[Any],
         passed: set[Any],
         wants: Mapping[Any, Spec],
     ) -> None:
-        self._analysis, self._made, self._wants = analysis, made, wants
-        self._there = {*whole.invars, *whole.constvars, *ahead}
+        self._analysis, self._producers, self._wants = analysis, producers, wants
+        self._available = {*whole.invars, *whole.constvars, *early}
         self._passed, self._outvars = passed, whole.outvars
         self._users: dict[Any, list[Any]] = {}
         for pair in analysis.pairs:
@@ -154,7 +154,7 @@ class _Once:
         left = list(atoms)
         while left:
             v = left.pop()
-            if isinstance(v, core.Literal) or v in self._there:
+            if isinstance(v, core.Literal) or v in self._available:
                 continue
             kind = self._analysis.kind(v)
             if v in self._passed:
@@ -169,7 +169,7 @@ class _Once:
 
     def _take(self, v: Any) -> list[Any]:
         """Makes the equation of a variable one of these; its operands."""
-        i = self._made[v]
+        i = self._producers[v]
         if i in self.eqns:
             return []
         self.eqns.add(i)
@@ -187,9 +187,9 @@ class _Once:
 
     def _one_to_one(self, v: Any) -> Any:
         """The number that an equation makes this one of, element by element."""
-        if v not in self._made:
+        if v not in self._producers:
             return None
-        eqn = self._analysis.pairs[self._made[v]].whole
+        eqn = self._analysis.pairs[self._producers[v]].whole
         numbers = [
             x
             for x in eqn.invars
@@ -197,7 +197,11 @@ class _Once:
         ]
         if any(self._analysis.kind(x).name == "own" for x in eqn.invars):
             return None
-        if eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1 or numbers[0] in self._there:
+        if (
+            eqn.primitive.name not in _ONE_TO_ONE
+            or len(numbers) != 1
+            or numbers[0] in self._available
+        ):
             return None
         if numbers[0].aval.size != v.aval.size or not _same_sort(numbers[0], v):
             return None
@@ -246,19 +250,19 @@ def _effects(analysis: Analysis, chosen: _Once) -> set[int]:
 
 def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
     """From variables of the whole batch's trace to those of the micro-batch's."""
-    here = dict(
+    micro_of = dict(
         zip((*whole.invars, *whole.constvars), (*micro.invars, *micro.constvars), strict=True)
     )
     for pair in analysis.pairs:
         if pair.micro is None:
-            here[pair.whole.outvars[0]] = _read(here, pair.whole.invars[0])
+            micro_of[pair.whole.outvars[0]] = _read(micro_of, pair.whole.invars[0])
         else:
-            here.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
-    return here
+            micro_of.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
+    return micro_of
 
 
-def _read(here: Mapping[Any, Any], atom: Any) -> Any:
-    return atom if isinstance(atom, core.Literal) else here[atom]
+def _read(micro_of: Mapping[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, core.Literal) else micro_of[atom]
 
 
 def _pruned(
@@ -270,12 +274,12 @@ def _pruned(
 ) -> Flat:
     """The part of a program that makes these results, of its arguments and ``more``."""
     needed = {v for v in outs if not isinstance(v, core.Literal)}
-    there = {*more}
+    given = {*more}
     kept: list[Any] = []
     for i, eqn in reversed(list(enumerate(eqns))):
         if eqn is None:
             continue
-        wanted = any(v in needed and v not in there for v in eqn.outvars)
+        wanted = any(v in needed and v not in given for v in eqn.outvars)
         if wanted or i in keep:
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))

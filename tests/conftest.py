@@ -84,6 +84,12 @@ def quick_compile(compiled: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def in_float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def in_two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
     """Runs a module's function in both, with the number of the process and what else it is given,
     and returns what each returned."""

@@ -1,7 +1,6 @@
 """A step that is written for explicit mesh axes computes what plain jit does."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,16 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
 P = PartitionSpec
 TX = optax.adamw(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
 
 
 def batch() -> dict[str, np.ndarray]:

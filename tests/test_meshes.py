@@ -1,7 +1,6 @@
 """Meshes of several axes: dimensions that the user cuts, and axes of one device."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
 P = PartitionSpec
 RULES = (("batch", "data"), ("embed", "fsdp"), ("mlp", "tensor"))
@@ -33,12 +32,6 @@ CUTS = (
     (P(None, "data"), P("data"), P("data"), P()),
     (P("fsdp", BOTH), P(BOTH, "fsdp"), P(BOTH), P("fsdp", "data")),
 )
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
 
 
 def batch() -> dict[str, np.ndarray]:

@@ -14,8 +14,8 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from examples.gpt import GPT, GPTConfig
-from examples.llama import Llama, LlamaConfig
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.llama import Llama, LlamaConfig
 
 BF16 = jnp.bfloat16
 Batch = dict[str, jax.ShapeDtypeStruct]

@@ -27,7 +27,7 @@ import zerojax
 from benchmarks.architecture_models import Architecture, Sizes, architectures
 from benchmarks.measure import COMPUTE_BYTES, fsdp_sharding
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
-from zerojax.foresight.traffic import collectives
+from zerojax.hlo.traffic import collectives
 
 DEVICES = 8
 MEGA = 1e6

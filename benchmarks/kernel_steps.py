@@ -12,9 +12,9 @@ from rich.progress import track
 
 import zerojax
 from benchmarks.measure import create_state_of, train_step_of
-from examples.gpt import GPT, SIZES, GPTConfig
-from examples.kernels import Kernels
 from pallas_kernels import compat
+from zerojax.models.gpt import GPT, SIZES, GPTConfig
+from zerojax.models.kernels import Kernels
 
 DEVICES, STAGE = 8, 3
 ABOUT = (
@@ -27,7 +27,7 @@ ABOUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model of ``examples.gpt``, and what each device trains it on."""
+    """A model of ``zerojax.models.gpt``, and what each device trains it on."""
 
     model: str
     block_size: int

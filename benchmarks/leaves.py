@@ -27,7 +27,7 @@ from rich.table import Table
 
 import zerojax
 from benchmarks.report import console, write_json
-from zerojax.foresight.traffic import collectives
+from zerojax.hlo.traffic import collectives
 
 ROWS, WIDTH = 16, 8
 WARM_UP = 3

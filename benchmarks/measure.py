@@ -21,10 +21,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
-from examples.gpt import GPT, GPTConfig
-from examples.loss import loss_fn
-from zerojax.foresight.lifetimes import gather_lifetimes, peak_gathered_bytes
-from zerojax.foresight.traffic import collectives, moved_by_kind
+from zerojax.hlo.lifetimes import gather_lifetimes, peak_gathered_bytes
+from zerojax.hlo.traffic import collectives, moved_by_kind
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.loss import loss_fn
 
 MASTER_BYTES = 12  # a parameter's fp32 master and two fp32 moments
 COMPUTE_BYTES = 2  # bf16 or fp16

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 import zerojax
 from benchmarks.measure import Case, create_state_of, train_step_of
-from zerojax.foresight.copies import HostCopy, host_copies, in_host
 from zerojax.foresight.costs import lying_between
-from zerojax.foresight.hlo import parse
+from zerojax.hlo.program import parse
+from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.offload.groups import LARGEST
-from zerojax.offload.places import DEVICE, HOST
+from zerojax.plan.places import DEVICE, HOST
 
 GRADIENTS, STEP = "gradients", "step"
 MOMENTS_AND_MASTER = 12  # bytes of an element's state under AdamW

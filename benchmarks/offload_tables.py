@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.offload_largest import Largest
 from benchmarks.offload_programs import Costs
-from zerojax.foresight.copies import HostCopy
+from zerojax.hlo.transfers import HostCopy
 
 GIGA = 1e9
 SUB_GROUPS = 2.5  # at most beyond gradients and compute parameters

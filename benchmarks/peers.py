@@ -24,8 +24,8 @@ from rich.table import Table
 
 import zerojax
 from benchmarks.report import console, write_json
-from examples.gpt import GPT, loss_fn
-from examples.hf_gpt2 import config_from_hf, load
+from zerojax.models.gpt import GPT, loss_fn
+from zerojax.models.hugging_face.gpt2 import config_from_hf, load
 
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
 RECORDS = ("fp32_zero2_adamw_clip", "fp16_overflow_warmup", "bf16_zero2_adamw_clip")

@@ -25,17 +25,17 @@ import jax
 
 import zerojax
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
-from examples import models
-from zerojax.arguments import Arguments
 from zerojax.config import load
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.guard import Guard
-from zerojax.foresight.models import bound
-from zerojax.foresight.study import Study
-from zerojax.foresight.workload import workload
-from zerojax.report import size
-from zerojax.step import Step
+from zerojax.models import names as models
+from zerojax.models.registry import bound
+from zerojax.plan.table import size
+from zerojax.step.arguments import Arguments
+from zerojax.step.step import Step
+from zerojax.tuning.study import Study
+from zerojax.tuning.workload import workload
 
 STEPS, WARM_UP = 10, 3
 FRACTION = "0.95"  # of the GPU's memory, for JAX

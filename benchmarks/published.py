@@ -23,7 +23,7 @@ from benchmarks.published_batches import chatbot, classifier, gpt2
 from benchmarks.published_llama import model_states, speeds
 from benchmarks.published_tables import HEADINGS, Opener, Section, open_study
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
-from zerojax.foresight.rates import RESERVE
+from zerojax.devices.rates import RESERVE
 
 SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "gpt2-xl": gpt2,

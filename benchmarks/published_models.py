@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from examples.loss import cross_entropy, widen
+from zerojax.models.loss import cross_entropy, widen
 
 INIT = nn.initializers.normal(0.02)
 gelu = functools.partial(nn.gelu, approximate=False)

@@ -18,7 +18,7 @@ GUESSES = 6  # after which the interval is halved, whatever the line through the
 
 
 class Forecasts(Protocol):
-    """A :class:`zerojax.foresight.study.Study`, as far as the search needs it."""
+    """A :class:`zerojax.tuning.study.Study`, as far as the search needs it."""
 
     def forecast(self, choice: Choice) -> Forecast: ...
 

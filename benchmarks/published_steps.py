@@ -15,11 +15,11 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from benchmarks.published_models import Encoder, EncoderDecoder
-from examples import gpt, llama
-from examples.loss import loss_fn
 from zerojax.api import Zero
-from zerojax.foresight.workload import Workload
-from zerojax.gradients import value_and_grad
+from zerojax.models import gpt, llama
+from zerojax.models.loss import loss_fn
+from zerojax.trace.gradients import value_and_grad
+from zerojax.tuning.workload import Workload
 
 
 def gpt2_xl() -> nn.Module:
@@ -29,7 +29,7 @@ def gpt2_xl() -> nn.Module:
 
 
 def llama_of(size: str) -> Callable[..., nn.Module]:
-    """A Llama by its name in ``examples.llama.SIZES``, for a study with or without remat."""
+    """A Llama by its name in ``zerojax.models.llama.SIZES``, for a study with or without remat."""
 
     def model(remat: bool) -> nn.Module:
         return llama.Llama(llama.LlamaConfig(**llama.SIZES[size], scan=True, remat=remat))

@@ -9,7 +9,7 @@ from zerojax.api import zero
 from zerojax.foresight.attribution import GATHERED, GRADIENTS, PARAMETERS, STATE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.study import Study
+from zerojax.tuning.study import Study
 
 GIGA = 1e9
 HEADINGS = ["case", "published", "computed", "of each device", "why"]

@@ -28,7 +28,7 @@ from rich.table import Table
 import zerojax
 from benchmarks.measure import create_state_of, train_step_of
 from benchmarks.report import console, write_json
-from examples.gpt import GPT, GPTConfig
+from zerojax.models.gpt import GPT, GPTConfig
 
 LEAVES = 300
 WARM_UP = 5

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import zerojax
-from examples.gpt import GPT
 from examples.job import Job
 from zerojax.config import ZeroConfig, load
 from zerojax.config.read import read_file
 from zerojax.foresight.choice import BATCH
-from zerojax.foresight.fit import undecided
+from zerojax.models.gpt import GPT
+from zerojax.tuning.fit import undecided
 
 
 def model(job: Job, zero: zerojax.Zero) -> GPT:

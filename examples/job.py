@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from examples import data
-from examples.gpt import SIZES, GPTConfig
-from examples.kernels import Kernels
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import BATCH, SECTIONS
+from zerojax.models.gpt import SIZES, GPTConfig
+from zerojax.models.kernels import Kernels
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
 DEFAULT_ROWS = 16

@@ -21,7 +21,7 @@ from examples.job import Job
 from examples.progress import Progress, told
 from examples.run_folder import History, RunFolder
 from zerojax.config import ZeroConfig
-from zerojax.report import size
+from zerojax.plan.table import size
 
 GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
 AWAY = {"host": "in host memory", "disk": "on disk"}

@@ -32,11 +32,11 @@ from rich.markup import escape
 import zerojax
 from examples import clm, curve, data, report
 from examples.devices import data_mesh
-from examples.gpt import SIZES
 from examples.job import DEFAULT_CONFIG, Fused, Job, size_of
 from examples.progress import Progress
 from examples.run_folder import History, RunFolder
 from zerojax.checkpoint import PREEMPTED, CheckpointError, Preemption
+from zerojax.models.gpt import SIZES
 
 EVAL_BATCHES = 4
 

@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import zerojax
-from examples.gpt import loss_fn as cross_entropy
-from zerojax.collectives import layout
+from zerojax.models.gpt import loss_fn as cross_entropy
+from zerojax.plan import layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

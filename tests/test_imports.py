@@ -10,68 +10,35 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerojax", "pallas_kernels", "examples", "benchmarks", "tests")
 
 # The one place of each package for what jax does not export.
-PRIVATE = {"zerojax/compat.py", "pallas_kernels/compat.py"}
+PRIVATE = {"zerojax/xla/compat.py", "pallas_kernels/compat.py"}
 
-# Tested elsewhere than in the test file of the same name.
-TESTED_BY = {
-    "zerojax/api.py": "test_equality.py",
-    "zerojax/step.py": "test_equality.py",
-    "zerojax/body.py": "test_bad_input.py",
-    "zerojax/collect.py": "test_streamed.py",
-    "zerojax/entering.py": "test_evaluate.py",
-    "zerojax/evaluate_batch.py": "test_evaluate.py",
-    "zerojax/evaluate_objects.py": "test_evaluate.py",
-    "zerojax/evaluate_program.py": "test_evaluate.py",
-    "zerojax/evaluate_state.py": "test_evaluate.py",
-    "zerojax/inline.py": "offload/test_separate.py",
-    "zerojax/row_kinds.py": "test_evaluate.py",
-    "zerojax/row_rules.py": "test_evaluate.py",
-    "zerojax/rows.py": "test_evaluate.py",
-    "zerojax/linen.py": "test_equality.py",
-    "zerojax/nnx.py": "test_nnx_objects.py",
-    "zerojax/batch.py": "test_bad_input.py",
-    "zerojax/call.py": "test_arguments.py",
-    "zerojax/jitted.py": "test_arguments.py",
-    "zerojax/extras.py": "test_sharding.py",
-    "zerojax/state.py": "test_sharding.py",
-    "zerojax/found.py": "test_mixed_precision.py",
-    "zerojax/marks.py": "test_mixed_precision.py",
-    "zerojax/parts.py": "test_sharding.py",
-    "zerojax/plan.py": "test_sharding.py",
-    "zerojax/planning.py": "test_sharding.py",
-    "zerojax/report.py": "test_sharding.py",
-    "zerojax/telemetry.py": "test_sharding.py",
-    "zerojax/optim/wrap.py": "test_sharding.py",
-    "zerojax/mesh.py": "test_bad_input.py",
-    "zerojax/compat.py": "collectives/test_insert.py",
-    "zerojax/compiler.py": "examples/test_kernels.py",
-    "zerojax/collectives/order.py": "collectives/test_insert.py",
-    "zerojax/collectives/shard.py": "collectives/test_insert.py",
-    "zerojax/optim/scaling.py": "optim/test_named.py",
-    "zerojax/cli/estimate.py": "cli/test_estimate_command.py",
-    "zerojax/cli/export.py": "cli/test_export_command.py",
-    "zerojax/cli/report.py": "cli/test_report_command.py",
-    "zerojax/cli/bar.py": "cli/test_inspect.py",
-    "zerojax/cli/compiling.py": "cli/test_plan.py",
-    "zerojax/cli/fit.py": "cli/test_fit_command.py",
-    "zerojax/lowered.py": "test_streamed.py",
-    "zerojax/cli/planned.py": "cli/test_plan_table.py",
-    "zerojax/cli/problem.py": "cli/test_plan.py",
-    "pallas_kernels/arguments.py": "benchmarks/test_kernel_costs.py",
-    "pallas_kernels/checks.py": "kernels/test_norms.py",
-    "pallas_kernels/dropout.py": "kernels/test_norms.py",
-    "pallas_kernels/elementwise.py": "kernels/test_fused_adamw.py",
-    "pallas_kernels/measured.py": "kernels/test_dispatch.py",
-    "pallas_kernels/varying.py": "kernels/test_norms.py",
-}
-# Folders whose tests are not a file a module.
-TESTED_TOGETHER = {
-    "zerojax/accumulation": "accumulation",
-    "zerojax/checkpoint": "checkpoint",
-    "zerojax/config": "config",
-    "zerojax/foresight": "foresight",
-    "zerojax/offload": "offload",
-}
+# The rooms of zerojax, from the ground up: each imports only from those before it and from itself.
+ROOMS = (
+    "config",
+    "xla",
+    "devices",
+    "hlo",
+    "train_state",
+    "plan",
+    "optim",
+    "trace",
+    "collectives",
+    "accumulation",
+    "offload.disk",
+    "offload",
+    "placement",
+    "monitor",
+    "foresight",
+    "step",
+    "evaluation",
+    "api",
+    "checkpoint",
+    "models",
+    "tuning",
+    "doctor",
+    "cli",
+    "__main__",
+)
 
 
 def modules(package: str) -> list[Path]:
@@ -124,24 +91,24 @@ def test_imports_run_one_way(package: str, barred: tuple[str, ...]) -> None:
     assert not wrong
 
 
-def test_the_config_stands_alone() -> None:
-    wrong = [
-        f"{name_of(path)} imports {name}"
-        for path in modules("zerojax/config")
-        for name in imports(path)
-        if within(name, *PACKAGES) and not within(name, "zerojax.config")
-    ]
-    assert not wrong
+def room_of(name: str) -> str | None:
+    """The innermost room that a module, or a member of one, stands in; None for the face itself."""
+    return max((room for room in ROOMS if within(name, f"zerojax.{room}")), key=len, default=None)
 
 
-def test_the_collectives_know_nothing_of_states() -> None:
-    wrong = [
-        f"{name_of(path)} imports {name}"
-        for path in modules("zerojax/collectives")
-        for name in imports(path)
-        if within(name, "zerojax")
-        and not within(name, "zerojax.collectives", "zerojax.compat", "zerojax.marks")
-    ]
+def test_every_module_stands_in_a_room() -> None:
+    outside = [name for path in modules("zerojax") if not room_of(name := name_of(path))]
+    assert outside == ["zerojax"]
+
+
+def test_a_room_imports_only_from_those_below() -> None:
+    wrong = []
+    for path in modules("zerojax"):
+        for target in imports(path):
+            here, there = room_of(name_of(path)), room_of(target)
+            above = there and ROOMS.index(there) > ROOMS.index(here) if here else False
+            if here and within(target, "zerojax") and (there is None or above):
+                wrong.append(f"{name_of(path)} imports {target}")
     assert not wrong
 
 
@@ -202,35 +169,3 @@ def test_importing_zerojax_starts_no_device() -> None:
             called = {n.func.attr for n in ast.walk(node)
                       if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}  # fmt: skip
             assert not called & calls, path
-
-
-@pytest.mark.parametrize("package", ["zerojax", "pallas_kernels"])
-def test_every_module_is_tested(package: str) -> None:
-    tests = ROOT / "tests"
-    missing = []
-    for path in modules(package):
-        if path.name in ("__init__.py", "__main__.py"):
-            continue
-        where = path.relative_to(ROOT)
-        inside = path.relative_to(ROOT / package)
-        mirror = tests / inside.parent / f"test_{path.name}"
-        if package == "pallas_kernels":  # a folder a kernel, a test file a folder
-            mirror = tests / "kernels" / f"test_{Path(inside.parts[0]).stem}.py"
-        together = TESTED_TOGETHER.get(str(where.parent))
-        if mirror.exists() or (together and any((tests / together).glob("test_*.py"))):
-            continue
-        if not (tests / TESTED_BY.get(str(where), "none")).exists():
-            missing.append(str(where))
-    assert not missing, "write a test file of the same name, or say in TESTED_BY where it is tested"
-
-
-def test_nothing_is_said_of_files_that_are_gone() -> None:
-    for module, test in TESTED_BY.items():
-        assert (ROOT / module).exists(), module
-        assert (ROOT / "tests" / test).exists(), test
-
-
-def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports them by their bare names, and stops at the second."""
-    names = [path.name for path in modules("tests") if path.name != "__init__.py"]
-    assert {name for name in names if names.count(name) > 1} <= {"conftest.py"}

@@ -13,7 +13,7 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.watch import LossScaleError
+from zerojax.monitor.after_step import LossScaleError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -7,6 +7,8 @@ from zerojax.api import Zero as Zero
 from zerojax.api import zero as zero
 from zerojax.config import ConfigError as ConfigError
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.devices.mesh import mesh as mesh
+from zerojax.devices.topology import topology as topology
 from zerojax.foresight.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
 )
@@ -19,21 +21,19 @@ from zerojax.foresight.estimators import (
 from zerojax.foresight.estimators import (
     estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
 )
-from zerojax.foresight.fit import Fitted as Fitted
-from zerojax.foresight.fit import fit as fit
 from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
-from zerojax.foresight.workload import Workload as Workload
-from zerojax.gradients import grad as grad
-from zerojax.gradients import value_and_grad as value_and_grad
-from zerojax.gradients import weighted_mean as weighted_mean
-from zerojax.mesh import mesh as mesh
+from zerojax.monitor.after_step import LossScaleError as LossScaleError
 from zerojax.offload.activations import remat_policy as remat_policy
-from zerojax.offload.disk_errors import DiskError as DiskError
+from zerojax.offload.disk.errors import DiskError as DiskError
 from zerojax.offload.fetch import on_device as on_device
 from zerojax.optim.loss_scale import LossScale as LossScale
 from zerojax.optim.schedules import schedule as schedule
+from zerojax.optim.telemetry import telemetry as telemetry
 from zerojax.optim.wrap import wrap as wrap
-from zerojax.plan import Plan as Plan
-from zerojax.telemetry import telemetry as telemetry
-from zerojax.topology import topology as topology
-from zerojax.watch import LossScaleError as LossScaleError
+from zerojax.plan.plan import Plan as Plan
+from zerojax.trace.gradients import grad as grad
+from zerojax.trace.gradients import value_and_grad as value_and_grad
+from zerojax.trace.gradients import weighted_mean as weighted_mean
+from zerojax.tuning.fit import Fitted as Fitted
+from zerojax.tuning.fit import fit as fit
+from zerojax.tuning.workload import Workload as Workload

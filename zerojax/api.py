@@ -11,18 +11,18 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.arguments import Arguments
 from zerojax.config import ConfigError, ZeroConfig, load
-from zerojax.evaluate import Evaluation
+from zerojax.devices.mesh import automatic, shard_axis
+from zerojax.devices.mesh import mesh as all_devices
+from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
-from zerojax.mesh import automatic, shard_axis
-from zerojax.mesh import mesh as all_devices
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
-from zerojax.per_device import per_device
-from zerojax.plan import Plan
-from zerojax.state import States
-from zerojax.step import Step
+from zerojax.placement.states import States
+from zerojax.plan.plan import Plan
+from zerojax.step.arguments import Arguments
+from zerojax.step.per_device import per_device
+from zerojax.step.step import Step
 
 
 class Zero:

@@ -25,7 +25,7 @@ from benchmarks.architectures import (
     missed,
     table,
 )
-from zerojax.foresight.traffic import collectives
+from zerojax.hlo.traffic import collectives
 
 TINY = Sizes(
     layers=2,

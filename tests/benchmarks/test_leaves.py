@@ -13,7 +13,7 @@ from flax import nnx
 
 import zerojax
 from benchmarks.leaves import ROWS, WIDTH, at, compiled, counts, creating, step
-from zerojax.foresight.traffic import collectives, moved_by_kind
+from zerojax.hlo.traffic import collectives, moved_by_kind
 
 
 @pytest.mark.gpu_compile

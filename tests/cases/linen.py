@@ -12,8 +12,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 from cases.case import ROWS, Case, batches, cast, labelled, tokens, vectors, with_key
-from examples.gpt import GPT, GPTConfig
-from examples.gpt import loss_fn as cross_entropy
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.gpt import loss_fn as cross_entropy
 
 ADAMW = optax.adamw(3e-3, weight_decay=0.1)
 MOMENTUM = optax.sgd(0.05, momentum=0.9)

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from cases.case import Case, cast, tokens, vectors
-from examples.gpt_nnx import GPT, GPTConfig
-from examples.gpt_nnx import loss_fn as cross_entropy
+from zerojax.models.gpt_nnx import GPT, GPTConfig
+from zerojax.models.gpt_nnx import loss_fn as cross_entropy
 
 ADAMW = optax.adamw(3e-3, weight_decay=0.1)
 MOMENTUM = optax.sgd(0.05, momentum=0.9)

@@ -22,8 +22,8 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointE
 from zerojax.checkpoint import checksum as checksum_module
 from zerojax.checkpoint.checksum import checksum
 from zerojax.checkpoint.saved import Saved
-from zerojax.offload.disk_array import DiskArray, DiskLeaf
-from zerojax.offload.shelf import Shelf
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
+from zerojax.placement.placer import Placer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -286,7 +286,7 @@ def on_disk(zero: zerojax.Zero, x: jax.Array, piece: int, name: str) -> DiskArra
     size = int(np.prod(x.sharding.shard_shape(x.shape)))
     cuts = [(start, min(start + piece, size)) for start in range(0, size, piece)]
     assert isinstance(x.sharding, NamedSharding)
-    store = zero.states.shelf.store
+    store = zero.states.placer.store
     leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, cuts)
     leaf.fill(x)
     return leaf.advance()
@@ -317,13 +317,13 @@ def test_a_damaged_checkpoint_yields_no_handle(
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
     made: list[DiskLeaf] = []
-    create = Shelf.disk_leaf
+    create = Placer.disk_leaf
 
-    def creating(self: Shelf, *args: Any) -> DiskLeaf:
+    def creating(self: Placer, *args: Any) -> DiskLeaf:
         made.append(create(self, *args))
         return made[-1]
 
-    monkeypatch.setattr(Shelf, "disk_leaf", creating)
+    monkeypatch.setattr(Placer, "disk_leaf", creating)
     abstract = zero.abstract_state(create_trainable, KEY)
     if what == "data":  # one number of one array, so that only its checksum can tell
         read = Saved.read

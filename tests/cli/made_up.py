@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from zerojax.cli.planned import Planned
+from zerojax.devices.rates import rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Cost, Forecast, Traffic
-from zerojax.foresight.rates import rates
 
 GB = 10**9
 GIVEN = Choice(stage=3, micro=4, accumulation=2, remat=False)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from zerojax.foresight.workload import workload
+from zerojax.tuning.workload import workload
 
 
 class Model(nn.Module):

@@ -34,7 +34,7 @@ def test_a_model_is_counted() -> None:
 
 def test_blocks_are_counted_one_by_one() -> None:
     """An unrolled Llama's largest layer is its embedding, a stack's the 32 layers of a product."""
-    assert counted("examples.models:llama_7b", 8) == (6_738_415_616, 32000 * 4096)
+    assert counted("zerojax.models.names:llama_7b", 8) == (6_738_415_616, 32000 * 4096)
 
 
 def test_nnx_and_workloads() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
-from zerojax.foresight.rates import RESERVE, rates
+from zerojax.devices.rates import RESERVE, rates
 
 HERE = Path(__file__).parent
 

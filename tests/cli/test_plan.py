@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import zerojax
 from zerojax.__main__ import app
 from zerojax.cli.problem import explained
-from zerojax.foresight.rates import Rates, rates
+from zerojax.devices.rates import Rates, rates
 
 HERE = Path(__file__).parent
 LEAST = 1_500_000_000
@@ -216,7 +216,7 @@ def test_configs_that_will_not_do(config: Path) -> None:
 
 
 def test_missing_wheels(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zerojax.topology"], "_missing", lambda _: True)
+    monkeypatch.setattr(sys.modules["zerojax.devices.topology"], "_missing", lambda _: True)
     for devices, extra in (("h100:8", "compile"), ("v5e:16", "tpu")):
         assert f"pip install 'zerojax[{extra}]'" in refused(run(config, devices=devices))
 
@@ -250,7 +250,7 @@ def test_the_module_runs(config: Path) -> None:
 def test_1024_gpus_take_less_than_a_minute(config: Path) -> None:
     """7B parameters in a scan; with all that it takes to start Python."""
     asked = ["--config", str(config), "--devices", "h100:1024", "--seq", "2048", "--json"]
-    command = [sys.executable, "-m", "zerojax", "plan", "--model", "examples.models:llama_7b"]
+    command = [sys.executable, "-m", "zerojax", "plan", "--model", "zerojax.models.names:llama_7b"]
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
     begun = time.perf_counter()
     done = subprocess.run(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import GB, cost, forecast
+from cli.made_up import GB, cost, forecast
 
 from zerojax.cli.plan_picture import by_stage, check, draw
 from zerojax.foresight.choice import Choice

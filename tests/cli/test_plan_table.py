@@ -5,14 +5,14 @@ import json
 import re
 
 import pytest
-from made_up import GB, GIVEN, cost, forecast, planned
+from cli.made_up import GB, GIVEN, cost, forecast, planned
 
 from zerojax.cli.plan_table import duration, show
 from zerojax.cli.planned import Planned, to_json
+from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.forecasts import Found
-from zerojax.foresight.rates import rates
-from zerojax.report import size
+from zerojax.plan.table import size
 
 
 def printed(made: Planned, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.foresight.traffic import Collective, collectives
+from zerojax.hlo.traffic import Collective, collectives
 
 pytestmark = [
     pytest.mark.gpu_compile,

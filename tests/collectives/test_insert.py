@@ -14,7 +14,7 @@ from jaxprs import Move, Spec, gathers, primitives, scatters
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
-from zerojax.marks import GRADIENT
+from zerojax.trace.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -14,7 +14,7 @@ from jaxprs import Spec, equations, gathers, scatters, the
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, loops
-from zerojax.marks import GRADIENT
+from zerojax.trace.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -15,7 +15,7 @@ from jaxprs import gathers
 import zerojax
 from zerojax.collectives import Shard, many
 from zerojax.collectives.insert import Inserter
-from zerojax.foresight.traffic import collectives
+from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

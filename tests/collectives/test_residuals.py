@@ -11,8 +11,8 @@ from jax import lax
 from jaxprs import equations
 
 import zerojax
-from zerojax import compat
 from zerojax.collectives import Inserter, residuals
+from zerojax.xla import compat
 
 MESH = zerojax.mesh()
 N, LAYERS = 16, 4

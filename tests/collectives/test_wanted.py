@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Spec, abstract, the
 
 import zerojax
-from zerojax import compat
 from zerojax.collectives import wanted
-from zerojax.marks import GRADIENT
+from zerojax.trace.marks import GRADIENT
+from zerojax.xla import compat
 
 MESH = zerojax.mesh()
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import guides
+import config.guides as guides
 import pytest
 
 from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, OffloadParam, load

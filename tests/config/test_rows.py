@@ -2,11 +2,11 @@
 
 import json
 
-import guides
+import config.guides as guides
 import pytest
+from config.test_load import NAMES, TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_load import NAMES, TREES
 
 from zerojax.config import ConfigError, load
 from zerojax.config.explain import NOT_GIVEN, explain

@@ -17,10 +17,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.arguments import Arguments
 from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.guard import Guard, OutOfMemoryError
-from zerojax.step import Step
+from zerojax.step.arguments import Arguments
+from zerojax.step.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 DIM, LAYERS, ROWS = 64, 3, 256

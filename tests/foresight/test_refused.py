@@ -11,11 +11,11 @@ from flax.training.train_state import TrainState
 from optax import sgd
 
 import zerojax
+from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import Known
 from zerojax.foresight.costs import forecast, measure, weigh
-from zerojax.foresight.rates import rates
 from zerojax.foresight.refused import refused
-from zerojax.lowered import LoweredProgram
+from zerojax.xla.lowered import LoweredProgram
 
 TEMPORARIES = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "

@@ -228,7 +228,7 @@ def scalars_too(state: Any) -> Iterator[tuple[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from zerojax.state import take_apart
+    from zerojax.placement.states import take_apart
 
     parts = take_apart(state if isinstance(state, tuple) else (state,)).parts
     for path, x in jax.tree_util.tree_leaves_with_path(parts):

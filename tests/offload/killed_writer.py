@@ -18,7 +18,7 @@ def main(folder: str, nvme: str) -> None:
     from offload.training import BATCH, create, train_step, zero_for
 
     from zerojax.checkpoint import Checkpointer
-    from zerojax.offload.disk import DiskStore
+    from zerojax.offload.disk.space import DiskStore
 
     left: list[int] = []
 
@@ -29,7 +29,7 @@ def main(folder: str, nvme: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     zero = zero_for(nvme)
-    zero.states.shelf._store = DiskStore(nvme, buffer_count=2, on_event=event)
+    zero.states.placer._store = DiskStore(nvme, buffer_count=2, on_event=event)
     step, state = zero(train_step), zero.init(create)
     with Checkpointer(folder, zero) as checkpointer:
         for i in range(1, 3):

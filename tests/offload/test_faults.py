@@ -16,9 +16,9 @@ from offload.training import BATCH, create, train_step, zero_for
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
-from zerojax.offload import disk_file
-from zerojax.offload.disk import DiskStore
-from zerojax.offload.disk_errors import DiskError, DiskStateError
+from zerojax.offload.disk import file as disk_file
+from zerojax.offload.disk.errors import DiskError, DiskStateError
+from zerojax.offload.disk.space import DiskStore
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -78,7 +78,7 @@ def test_a_disk_that_fills_up_under_a_step(tmp_path: Path, monkeypatch: pytest.M
     zero = zero_for(tmp_path)
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
-    zero.states.shelf.store.wait()
+    zero.states.placer.store.wait()
     monkeypatch.setattr(disk_file, "write", full)
 
     def two() -> None:
@@ -103,7 +103,7 @@ def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], Non
     zero = zero_for(tmp_path)
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
-    store = zero.states.shelf.store
+    store = zero.states.placer.store
     store.wait()
     mu = state.opt_state.inner[0].mu["w"].leaf
     harm(store._blocks[mu._key(0, 0)].file)
@@ -133,7 +133,7 @@ def test_a_compute_parameter_damaged_between_steps(
     )
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
-    store = zero.states.shelf.store
+    store = zero.states.placer.store
     store.wait()
     harm(next(block.file for key, block in store._blocks.items() if "bfloat16" in key))
     before = values(state)
@@ -159,7 +159,7 @@ def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
     nvme, folder = tmp_path / "nvme", tmp_path / "run"
     nvme.mkdir()
     zero = zero_for(nvme)
-    zero.states.shelf._store = DiskStore(nvme, buffer_count=2, on_event=event)
+    zero.states.placer._store = DiskStore(nvme, buffer_count=2, on_event=event)
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
     with Checkpointer(folder, zero) as checkpointer:
@@ -225,15 +225,15 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -> None:
     told: list[tuple[str, str]] = []
     zero = zero_for(tmp_path)
-    zero.states.shelf._store = DiskStore(
+    zero.states.placer._store = DiskStore(
         tmp_path, buffer_count=2, on_event=lambda kind, key, when: told.append((kind, key))
     )
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
-    zero.states.shelf.store.wait()
+    zero.states.placer.store.wait()
     told.clear()
     step(state, BATCH)
-    zero.states.shelf.store.wait()
+    zero.states.placer.store.wait()
     issued = [(kind.split()[0], key) for kind, key in told if kind.endswith("issued")]
     runs = [
         (kind, [key for _, key in run])

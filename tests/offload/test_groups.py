@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.offload.groups import LARGEST, Group, Lying, cuts, groups
+from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, cuts, groups
 from zerojax.offload.separate import Cluster
 
 MESH = zerojax.mesh(8)
 WHOLE = P()
 
 
-def lying(*shape: int, spec: P = WHOLE) -> Lying:
-    return Lying(shape, jnp.dtype(jnp.float32), spec, "host")
+def lying(*shape: int, spec: P = WHOLE) -> ArrayPlacement:
+    return ArrayPlacement(shape, jnp.dtype(jnp.float32), spec, "host")
 
 
-def clusters_of(arrays: list[Lying], whole: tuple[int, ...] = ()) -> list[Cluster]:
+def clusters_of(arrays: list[ArrayPlacement], whole: tuple[int, ...] = ()) -> list[Cluster]:
     """One cluster an array, by shape alike."""
     return [
         Cluster((i,), (i,), i not in whole and bool(x.shape), f"{x.shape}{x.spec}{i in whole}")
@@ -29,7 +29,7 @@ def clusters_of(arrays: list[Lying], whole: tuple[int, ...] = ()) -> list[Cluste
     ]
 
 
-def made(arrays: list[Lying], largest: int, whole: tuple[int, ...] = ()) -> list[Group]:
+def made(arrays: list[ArrayPlacement], largest: int, whole: tuple[int, ...] = ()) -> list[Group]:
     return groups(clusters_of(arrays, whole), arrays, MESH, largest)
 
 
@@ -37,7 +37,7 @@ def pieces_of(found: list[Group], i: int) -> list[tuple[int, int | None]]:
     return [(p.start, p.count) for g in found for p in g if p.cluster.inputs == (i,)]
 
 
-def size(found: Group, arrays: list[Lying]) -> int:
+def size(found: Group, arrays: list[ArrayPlacement]) -> int:
     return sum(
         (p.count or 0) * math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in found
     )

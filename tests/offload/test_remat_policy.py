@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from benchmarks.measure import create_state_of, train_step_of
-from examples.gpt import GPT, SIZES, GPTConfig
+from zerojax.models.gpt import GPT, SIZES, GPTConfig
 from zerojax.offload.activations import SMALLEST, smallest_away
 
 

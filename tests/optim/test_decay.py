@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from examples.gpt import GPT, GPTConfig
+from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.optim.decay import is_bias_or_norm, names_of, no_bias_and_norm
 
 

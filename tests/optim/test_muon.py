@@ -7,13 +7,13 @@ import optax
 import pytest
 from cases.linen import MLP, MLP_INPUT, regression_step
 from flax.training.train_state import TrainState
-from formulas import adam, muon, newton_schulz
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from optim.formulas import adam, muon, newton_schulz
 
 import zerojax
-from examples.gpt import GPT, GPTConfig
 from zerojax.config import OptimizerConfig, SchedulerConfig
+from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.optim.decay import names_of
 from zerojax.optim.muon import last_two_axes, scale_by_orthogonal_momentum
 from zerojax.optim.named import named_optimizer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from formulas import adagrad, adam, lamb, lion, sgd
+from optim.formulas import adagrad, adam, lamb, lion, sgd
 
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.optim.named import named_optimizer

@@ -10,7 +10,6 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax import compat, marks
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import (
     FIXED,
@@ -25,6 +24,8 @@ from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import Pair, pairs, scaled
 from zerojax.accumulation.row_rules import OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 _ZERO_STAYS = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "mul", "name", "neg", "reshape",

@@ -9,10 +9,11 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax import compat, marks
 from zerojax.accumulation.kinds import REDUCTIONS
 from zerojax.accumulation.lines import line
-from zerojax.collectives.changes import is_change
+from zerojax.trace import marks
+from zerojax.trace.changes import is_change
+from zerojax.xla import compat
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,9 +12,10 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax import compat, marks
 from zerojax.accumulation.analysis import Analysis, Path
 from zerojax.accumulation.pairs import Pair, pairs
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 
 def with_numbers_of_whole(analysis: Analysis) -> list[Any]:

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from zerojax import compat, marks
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import Pair, UnevenError, pairs
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 
 class Resize:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax import marks
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, Kind
-from zerojax.parts import Parts
+from zerojax.trace import marks
+from zerojax.train_state.state_parts import Parts
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 

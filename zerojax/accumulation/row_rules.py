@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerojax.accumulation.kinds import REDUCTIONS, Kind, agreed, together
-from zerojax.collectives.elementwise import ELEMENTWISE
+from zerojax.trace.elementwise import ELEMENTWISE
 
 Rule = Callable[[Any, list[Kind]], "Kind | None"]
 

@@ -15,7 +15,8 @@ from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analysed
 from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, tell
 from zerojax.accumulation.split import Crossing, split
-from zerojax.collectives import Inserter, layout, wanted
+from zerojax.collectives import Inserter, wanted
+from zerojax.plan import layout
 
 _COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 

@@ -15,7 +15,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
 from zerojax.accumulation.sum_rules import LABELS
-from zerojax.collectives.layout import Spec
+from zerojax.plan.layout import Spec
 
 _RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
 _ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}

@@ -18,8 +18,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
-from zerojax.offload.disk_array import DiskArray, DiskLeaf
-from zerojax.offload.disk_boxes import Index, boxes, moved, shape_of
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
+from zerojax.offload.disk.boxes import Index, boxes, moved, shape_of
 
 CHUNK_BYTES = 64 * 2**20
 """Of what an array is cut into in a step at most: a small piece is read for a small shard."""

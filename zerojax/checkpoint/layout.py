@@ -11,8 +11,8 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from zerojax.nnx import MODEL, ordered
-from zerojax.parts import Parts
+from zerojax.train_state.nnx import MODEL, ordered
+from zerojax.train_state.state_parts import Parts
 
 Path = tuple[str, ...]
 Form = Literal["linen", "nnx"]

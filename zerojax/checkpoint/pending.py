@@ -20,8 +20,8 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
-from zerojax.offload.disk_array import DiskArray
-from zerojax.offload.places import PINNED
+from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.places import PINNED
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 

@@ -20,13 +20,13 @@ from zerojax.checkpoint.extra import is_key
 from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
 from zerojax.checkpoint.saved import Leaf, Saved
-from zerojax.offload.disk_array import DiskArray
-from zerojax.offload.places import DISK, PINNED
+from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
-from zerojax.parts import Opened
-from zerojax.plan import Leaf as Planned
-from zerojax.state import abstract, take_apart
+from zerojax.placement.states import abstract, take_apart
+from zerojax.plan.places import DISK, PINNED
+from zerojax.plan.plan import Leaf as Planned
+from zerojax.train_state.state_parts import OpenedState
 
 _UNDER_WAY_GB = 0.5
 """Read but not yet on the devices, so that the host needs little memory besides them."""
@@ -79,7 +79,7 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
 
 def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
-    opened: Opened = take_apart(objects)
+    opened: OpenedState = take_apart(objects)
     if not isinstance(opened.tx, ZeroTransformation):
         opened = zero.states.open(objects)
     leaves, tree = jax.tree.flatten(opened.parts)
@@ -93,7 +93,7 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     )
 
 
-def _on_disk(paths: list[Path], opened: Opened, zero: Zero) -> dict[Path, Planned]:
+def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Planned]:
     """The arrays that zero's config has on a disk, which has room for them.
 
     Raises:
@@ -103,7 +103,7 @@ def _on_disk(paths: list[Path], opened: Opened, zero: Zero) -> dict[Path, Planne
     if not any(section and section.device == "nvme" for section in sections):
         return {}
     plan = zero.states.plan(opened)
-    zero.states.shelf.reserve(plan)
+    zero.states.placer.reserve(plan)
     planned = zip(paths, plan.all_leaves(), strict=True)
     return {path: leaf for path, leaf in planned if leaf.place == DISK}
 
@@ -260,12 +260,12 @@ def _to_disk(
     saved: Saved, leaves: Mapping[Path, Leaf], wanted: _Wanted, zero: Zero
 ) -> dict[Path, DiskArray]:
     """Those that shall lie on a disk; no handle to any before all are sound."""
-    shelf = zero.states.shelf
+    placer = zero.states.placer
     made = {}
     for path, planned in wanted.on_disk.items():
         if path in leaves:
             struct = wanted.leaves[path]
-            made[path] = shelf.disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
+            made[path] = placer.disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
     if not made:
         return {}
     shares = {
@@ -302,7 +302,7 @@ def _fresh(
             continue
         value = values[path] if path in values else jnp.zeros(struct.shape, struct.dtype)
         if path in wanted.on_disk:
-            fresh[path] = zero.states.shelf.put(value, struct.sharding, wanted.on_disk[path])
+            fresh[path] = zero.states.placer.put(value, struct.sharding, wanted.on_disk[path])
         else:
             fresh[path] = jax.device_put(value, struct.sharding)
     return fresh

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.checksum import checksum
-from zerojax.collectives import layout
+from zerojax.plan import layout
 
 
 def begin(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

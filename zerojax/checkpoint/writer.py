@@ -17,7 +17,7 @@ from zerojax.checkpoint.disk import CHUNK_BYTES, DiskHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import Pending
 from zerojax.checkpoint.retention import Retention
-from zerojax.offload.disk_array import DiskArray
+from zerojax.offload.disk.array import DiskArray
 
 DELETED = ".deleted"
 

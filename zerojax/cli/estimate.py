@@ -14,8 +14,8 @@ from zerojax.foresight.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     parameters,
 )
-from zerojax.foresight.models import bound, find
-from zerojax.foresight.workload import workload
+from zerojax.models.registry import bound, find
+from zerojax.tuning.workload import workload
 
 
 def estimate(

@@ -33,8 +33,8 @@ def export(
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="What tensors and other files there are, as examples.hf_gpt2:export_names says "
-            "for transformers' GPT-2.",
+            help="What tensors and other files there are, as "
+            "zerojax.models.hugging_face.gpt2:export_names says for transformers' GPT-2.",
         ),
     ] = None,
 ) -> None:

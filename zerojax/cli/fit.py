@@ -18,11 +18,11 @@ from zerojax.cli.explain import stand_ins
 from zerojax.cli.problem import explained
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.fit import fit as choose
 from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
-from zerojax.foresight.search import COMPILES
-from zerojax.report import size
+from zerojax.plan.table import size
+from zerojax.tuning.fit import fit as choose
+from zerojax.tuning.search import COMPILES
 
 
 def fit(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zerojax.cli import tables
 from zerojax.cli.bar import bytes_bar
-from zerojax.report import columns, size
+from zerojax.plan.table import columns, size
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.inspection import Inspection

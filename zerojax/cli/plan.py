@@ -18,9 +18,9 @@ from zerojax.cli.planned import Planned, to_json
 from zerojax.cli.problem import explained
 from zerojax.config import load
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.models import find, takes
 from zerojax.foresight.remedies import remedies
-from zerojax.foresight.study import Study
+from zerojax.models.registry import find, takes
+from zerojax.tuning.study import Study
 
 Note = Callable[[str], None]
 

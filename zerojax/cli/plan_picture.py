@@ -10,7 +10,7 @@ from pathlib import Path
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.report import size
+from zerojax.plan.table import size
 
 SUFFIXES = (".png", ".svg")
 _INK, _FAINT, _FULL = "#22272e", "#d8dce2", "#b3261e"

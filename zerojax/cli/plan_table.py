@@ -12,7 +12,7 @@ from zerojax.cli import tables
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import changes
-from zerojax.report import size
+from zerojax.plan.table import size
 
 _BAR = 30
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.devices.topology import device_kinds
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.forecasts import Found
-from zerojax.topology import device_kinds
 
 PREALLOCATED = 0.75
 """The share of a GPU's memory that JAX takes when it starts, unless it is told otherwise."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from zerojax.config import ConfigError
-from zerojax.foresight.models import ModelError
+from zerojax.models.registry import ModelError
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "zerojax")
 _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"

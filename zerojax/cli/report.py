@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli import tables
-from zerojax.report import size
+from zerojax.plan.table import size
 
 if TYPE_CHECKING:
-    from zerojax.foresight.here import Devices, Report
+    from zerojax.doctor.here import Devices, Report
 
 
 def report(
@@ -33,7 +33,7 @@ def report(
     given = dict(os.environ)
     # JAX reads it when it starts, and would take three quarters of each GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from zerojax.foresight.here import report as reported
+    from zerojax.doctor.here import report as reported
 
     found = reported(given)
     if as_json:

@@ -25,12 +25,14 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat, marks
-from zerojax.collectives import changes, layout, loops, many, order, residuals, wanted
-from zerojax.collectives.elementwise import ELEMENTWISE
+from zerojax.collectives import loops, many, order, residuals, wanted
 from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
-from zerojax.collectives.layout import Spec
 from zerojax.collectives.shard import Away, Made, Shard
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.trace import changes, marks
+from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.xla import compat
 
 # Say something of a value, and leave it where it is.
 _LABELS = frozenset(["name", "sharding_constraint", "copy", "copy_p"])

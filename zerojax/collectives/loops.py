@@ -21,9 +21,10 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax import compat, marks
-from zerojax.collectives import layout
-from zerojax.collectives.layout import Spec
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 MOST = 1_000_000_000
 """The most elements of parameters that one loop holds whole, and of their gradients; as in

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.layout import Spec
 from zerojax.collectives.shard import Shard
+from zerojax.plan.layout import Spec
 
 SMALL = 8192
 """Elements of the largest parameter that is gathered with others: the scale of a norm, a bias."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax import compat, marks
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 NO_EFFECT = (
     "cpu_checkpointing has no effect: this step's rematerialised blocks are not in a loop, and "

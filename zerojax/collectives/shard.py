@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from zerojax.collectives.layout import Spec
+from zerojax.plan.layout import Spec
 
 
 @dataclass(frozen=True, eq=False)

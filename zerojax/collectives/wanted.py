@@ -14,9 +14,10 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import compat, marks
-from zerojax.collectives import layout
-from zerojax.collectives.layout import Spec
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.trace import marks
+from zerojax.xla import compat
 
 _PASSES = frozenset({
     "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",

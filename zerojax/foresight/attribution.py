@@ -9,13 +9,12 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
-from zerojax.collectives import layout
-from zerojax.foresight.assignment import Held
-from zerojax.foresight.copies import in_host
-from zerojax.foresight.hlo import Computation, Instruction, Program, parse
-from zerojax.foresight.lifetimes import schedules
-from zerojax.foresight.provenance import Callers, is_argument
-from zerojax.plan import Leaf, Plan
+from zerojax.hlo.assignment import Held
+from zerojax.hlo.lifetimes import schedules
+from zerojax.hlo.program import Computation, Instruction, Program, parse
+from zerojax.hlo.provenance import Callers, is_argument
+from zerojax.hlo.transfers import in_host
+from zerojax.plan.plan import Leaf, Plan, layout
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"

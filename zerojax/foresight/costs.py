@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from zerojax.foresight.assignment import compile_and_look
+from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import (
     BATCH,
     GRADIENTS,
@@ -29,16 +29,16 @@ from zerojax.foresight.attribution import (
     arguments,
     attribute,
 )
-from zerojax.foresight.copies import HostCopy, host_copies, in_host
 from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
-from zerojax.foresight.hlo import Program, parse
-from zerojax.foresight.rates import Rates
 from zerojax.foresight.refused import refused
-from zerojax.foresight.timeline import INWARD, OUTWARD, Spent, spend
-from zerojax.foresight.traffic import Collective, collectives
-from zerojax.lowered import LoweredProgram
-from zerojax.offload.places import DEVICE, DISK, HOST
-from zerojax.plan import Plan
+from zerojax.hlo.assignment import compile_and_look
+from zerojax.hlo.program import Program, parse
+from zerojax.hlo.timeline import INWARD, OUTWARD, Spent, spend
+from zerojax.hlo.traffic import Collective, collectives
+from zerojax.hlo.transfers import HostCopy, host_copies, in_host
+from zerojax.plan.places import DEVICE, DISK, HOST
+from zerojax.plan.plan import Plan
+from zerojax.xla.lowered import LoweredProgram
 
 STEP, FIRST = "step", "gradients"
 """What a step's only program is called, and the first of several."""
@@ -164,7 +164,7 @@ def forecast(
     Args:
       programs: as ``train_step.programs(state, batch)`` yields them.
       plan: of the same state.
-      rates: of the devices, :func:`zerojax.foresight.rates.rates`.
+      rates: of the devices, :func:`zerojax.devices.rates.rates`.
       tokens: of all devices in a step.
       note: told the name of each program before it is compiled.
       enough: told of each program; where it is True the others are left out.

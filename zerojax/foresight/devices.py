@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zerojax.foresight.rates import Rates, kind_of, rates, rates_of
-from zerojax.topology import topology, torus
+from zerojax.devices.rates import Rates, kind_of, rates, rates_of
+from zerojax.devices.topology import topology, torus
 
 _FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+(?:x\d+)*))?")
 

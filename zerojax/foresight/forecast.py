@@ -6,9 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zerojax.foresight.rates import Rates
-from zerojax.plan import Plan
-from zerojax.topology import GPUS_PER_HOST
+from zerojax.devices.rates import Rates
+from zerojax.devices.topology import GPUS_PER_HOST
+from zerojax.plan.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

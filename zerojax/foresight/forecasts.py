@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
 from zerojax.foresight.forecast import Cost, Forecast
-from zerojax.foresight.rates import Rates
-from zerojax.lowered import LoweredProgram
-from zerojax.plan import Plan
+from zerojax.plan.plan import Plan
+from zerojax.xla.lowered import LoweredProgram
 
 
 class Built(NamedTuple):

@@ -11,16 +11,16 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
+from zerojax.devices.rates import Rates, rates_of
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.costs import forecast, weigh
 from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.forecasts import Built, Forecasts
-from zerojax.foresight.rates import Rates, rates_of
 from zerojax.foresight.remedies import remedies
-from zerojax.lowered import LoweredProgram
-from zerojax.offload.places import offloads
-from zerojax.plan import Plan
-from zerojax.report import size
+from zerojax.plan.places import offloads
+from zerojax.plan.plan import Plan
+from zerojax.plan.table import size
+from zerojax.xla.lowered import LoweredProgram
 
 Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 

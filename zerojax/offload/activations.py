@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig
-from zerojax.offload.places import PINNED
+from zerojax.plan.places import PINNED
 
 SMALLEST = 2**16
 """Elements that one device has of a residual for which the way to the host and back is taken: in

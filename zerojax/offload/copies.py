@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.offload.disk_array import DiskArray, DiskLeaf
-from zerojax.offload.groups import Lying
-from zerojax.offload.places import DISK
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
+from zerojax.offload.groups import ArrayPlacement
 from zerojax.offload.update import Update
-from zerojax.plan import Leaf, Plan
+from zerojax.plan.places import DISK
+from zerojax.plan.plan import Leaf, Plan
 
 
 class Copies:
@@ -24,7 +24,7 @@ class Copies:
 
     Args:
       plan: of the state.
-      disk_leaf: makes a leaf on the disk, see :class:`zerojax.offload.shelf.Shelf`.
+      disk_leaf: makes a leaf on the disk, see :class:`zerojax.placement.placer.Placer`.
     """
 
     def __init__(self, plan: Plan, disk_leaf: Callable[..., DiskLeaf]) -> None:
@@ -100,6 +100,6 @@ class Copies:
         return self._disk_leaf(name, leaf.shape, leaf.dtype, self._plan.sharding(leaf))
 
 
-def lying(leaf: Leaf) -> Lying:
+def lying(leaf: Leaf) -> ArrayPlacement:
     """A leaf of the plan as the update knows it."""
-    return Lying(leaf.shape, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)
+    return ArrayPlacement(leaf.shape, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.offload.disk_array import DiskLeaf
+from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import Group, Piece
 from zerojax.offload.stream import Programs
 

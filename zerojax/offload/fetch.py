@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from zerojax.offload.disk_array import DiskArray
-from zerojax.offload.places import DEVICE, PINNED
+from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.places import DEVICE, PINNED
 
 
 def on_device(tree: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.collectives import layout
 from zerojax.offload.separate import Cluster
+from zerojax.plan import layout
 
 LARGEST = 2**25
 """Elements of a sub-group at most: its state passes through the device, 12 bytes an element under
@@ -18,13 +18,13 @@ Adam, and DeepSpeed's default of 1e9 elements would not fit."""
 
 
 @dataclass(frozen=True)
-class Lying:
+class ArrayPlacement:
     """How one array of the update lies.
 
     Attributes:
       shape, dtype: of the whole array.
       spec: its PartitionSpec.
-      place: see :mod:`zerojax.offload.places`.
+      place: see :mod:`zerojax.plan.places`.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def goes_whole(group: Group) -> bool:
 
 
 def groups(
-    clusters: Sequence[Cluster], lying: Sequence[Lying], mesh: Mesh, largest: int
+    clusters: Sequence[Cluster], lying: Sequence[ArrayPlacement], mesh: Mesh, largest: int
 ) -> list[Group]:
     """Packs clusters into sub-groups, those alike next to each other.
 
@@ -97,7 +97,7 @@ def groups(
 
 
 def _pieces(
-    clusters: Sequence[Cluster], lying: Sequence[Lying], mesh: Mesh, half: int
+    clusters: Sequence[Cluster], lying: Sequence[ArrayPlacement], mesh: Mesh, half: int
 ) -> Iterator[tuple[Piece, int]]:
     for cluster in sorted(clusters, key=lambda c: (not c.elementwise, c.key)):
         arrays = [lying[i] for i in cluster.inputs]
@@ -109,13 +109,13 @@ def _pieces(
             yield Piece(cluster, start, stop - start), (stop - start) * width
 
 
-def cuts(lying: Lying, mesh: Mesh, largest: int) -> list[tuple[int, int]]:
+def cuts(lying: ArrayPlacement, mesh: Mesh, largest: int) -> list[tuple[int, int]]:
     """Where an array's shards are cut into pieces: ``(start, stop)``, in elements."""
     width = math.prod(lying.rows(mesh)[1:])
     return [(a * width, b * width) for a, b in _cut(lying, mesh, _half(largest))]
 
 
-def _cut(lying: Lying, mesh: Mesh, half: int) -> Iterator[tuple[int, int]]:
+def _cut(lying: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[tuple[int, int]]:
     """The same in rows."""
     shape = lying.rows(mesh)
     count = _even(shape[0], max(1, half // math.prod(shape[1:])))

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax import compat, marks
-from zerojax.collectives.elementwise import ELEMENTWISE
-from zerojax.inline import inlined
+from zerojax.trace import marks
+from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.trace.inline import inlined
+from zerojax.xla import compat
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
-from zerojax.compat import computed_on_host
-from zerojax.offload.groups import Group, Lying, Piece, goes_whole
-from zerojax.offload.places import DISK, HOST, PINNED
+from zerojax.offload.groups import ArrayPlacement, Group, Piece, goes_whole
 from zerojax.offload.separate import Separated
+from zerojax.plan.places import DISK, HOST, PINNED
+from zerojax.xla.compat import computed_on_host
 
 
-class Ids(NamedTuple):
+class GroupArrays(NamedTuple):
     """Numbers of the arrays that one program takes, each in the order of its use.
 
     Attributes:
@@ -58,7 +58,7 @@ class Programs:
     def __init__(
         self,
         separated: Separated,
-        lying: Sequence[Lying],
+        lying: Sequence[ArrayPlacement],
         target: Sequence[int],
         mesh: Any,
         options: Any = None,
@@ -69,7 +69,7 @@ class Programs:
         self._mesh, self._on_host = mesh, on_host
         self._made: dict[Any, Callable[..., Any]] = {}
 
-    def ids(self, group: Group, coming: Group) -> Ids:
+    def ids(self, group: Group, coming: Group) -> GroupArrays:
         """The arrays that take part when ``group`` is updated and ``coming`` brought in."""
         outputs = [i for p in group for i in self.targets(p)]
         written = tuple(i for i in outputs if self._lying[i].place != DISK)
@@ -81,7 +81,7 @@ class Programs:
         ]
         nexts = tuple(i for p in coming for i in self.streamed(p) if self._is(i, HOST))
         read = dict.fromkeys(i for i in (*here, *nexts) if i not in written)
-        return Ids(
+        return GroupArrays(
             written=written,
             read=tuple(read),
             loaded=tuple(i for p in group for i in self.loaded(p)),

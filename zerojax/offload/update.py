@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.compiler import streaming
 from zerojax.offload.disk_stream import Reads, write
-from zerojax.offload.groups import Group, Lying, Piece, goes_whole, groups
+from zerojax.offload.groups import ArrayPlacement, Group, Piece, goes_whole, groups
 from zerojax.offload.separate import Separated
 from zerojax.offload.stream import Programs
-from zerojax.plan import Plan
+from zerojax.plan.plan import Plan
+from zerojax.xla.compiler import streaming
 
 
 class Call:
@@ -65,7 +65,7 @@ class Update:
     def __init__(
         self,
         function: Callable[..., Sequence[Any]],
-        lying: Sequence[Lying],
+        lying: Sequence[ArrayPlacement],
         own: Sequence[bool],
         target: Sequence[int],
         plan: Plan,
@@ -102,7 +102,7 @@ class Update:
 
         Args:
           arrays: as described by ``lying``. What lies on disk is a
-            :class:`zerojax.offload.disk_array.DiskLeaf`.
+            :class:`zerojax.offload.disk.array.DiskLeaf`.
           scalars: what the prelude made.
         """
         came: list[Any] = []

@@ -1,0 +1,110 @@
+"""Meshes of absent devices."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from zerojax.devices.topology import _torus, device_kinds, topology
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+class TestMesh:
+    @pytest.mark.parametrize("name", [*device_kinds()["gpu"], "a100-80gb", "H100"])
+    def test_default_is_one_data_axis(self, name: str) -> None:
+        mesh = topology(name)
+        assert dict(mesh.shape) == {"data": 8}
+        assert mesh.axis_types == (AxisType.Auto,)
+        assert mesh.devices.flat[0].device_kind.startswith("NVIDIA")
+
+    @pytest.mark.parametrize("devices", [1, 3, 8, 64, 1024])
+    def test_sizes(self, devices: int) -> None:
+        mesh = topology("h100", devices)
+        assert mesh.size == devices
+        hosts = {device.process_index for device in mesh.devices.flat}
+        assert len(hosts) == max(1, devices // 8)
+
+    def test_axes(self) -> None:
+        mesh = topology("h200", 8, axes={"data": 2, "model": 4})
+        assert mesh.axis_names == ("data", "model")
+        assert mesh.devices.shape == (2, 4)
+
+    @pytest.mark.parametrize("name", list(device_kinds()["gpu"]))
+    def test_compiles(self, name: str) -> None:
+        mesh = topology(name)
+        x = jax.ShapeDtypeStruct(
+            (8, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+        )
+        out = NamedSharding(mesh, PartitionSpec())
+        text = jax.jit(lambda x: x.sum(0), out_shardings=out).lower(x).compile().as_text()
+        assert "all-reduce" in text
+
+    @pytest.mark.parametrize("how", ["environment", "config", "neither"])
+    def test_whichever_way_jax_is_told_not_to_look_for_a_gpu(self, how: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+        if how == "environment":
+            environment["JAX_PLATFORMS"] = "cpu"
+        config = "jax.config.update('jax_platforms', 'cpu')" if how == "config" else ""
+        script = (
+            f"import jax; {config}\n"
+            "from zerojax.devices.topology import topology\n"
+            "try: print(topology('h100').size)\n"
+            "except RuntimeError as error: print(error)"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
+        # Where CUDA's own libraries are installed, nothing needs to be said at all.
+        assert result.stdout.strip() == "8" or (
+            how == "neither" and "set JAX_PLATFORMS=cpu" in result.stdout
+        ), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "h10"}, r"unknown device kind 'h10'\. Did you mean 'h100'\?"),
+        ({"name": "abacus"}, "Known: a100, a100-40gb"),
+        ({"name": 5}, "unknown device kind 5"),
+        ({"name": "h100", "devices": 0}, "positive int, got 0"),
+        ({"name": "h100", "devices": -8}, "positive int, got -8"),
+        ({"name": "h100", "devices": 8.0}, "positive int, got 8.0"),
+        ({"name": "h100", "devices": True}, "positive int, got True"),
+        ({"name": "h100", "devices": 12}, "take 8 or 16, or at most 8"),
+        ({"name": "v5e", "devices": 2}, "take 4"),
+        ({"name": "h100", "axes": {"data": 2, "model": 3}}, "data=2 x model=3 multiply out to 6"),
+        ({"name": "h100", "axes": {}}, "multiply out to 1, not to devices=8"),
+        ({"name": "h100", "axes": {"a": -2, "b": -4}}, "change one of them"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topology(**arguments)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("h100", "compile"), ("v5p", "tpu")])
+def test_missing_wheels(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["zerojax.devices.topology"], "_missing", lambda _: True)
+    with pytest.raises(ImportError, match=rf"pip install 'zerojax\[{extra}\]'"):
+        topology(name)
+
+
+@pytest.mark.parametrize(
+    ("chips", "rank", "torus"),
+    [(4, 2, (2, 2)), (8, 2, (2, 4)), (1024, 2, (32, 32)), (48, 2, (6, 8)),
+     (12, 3, (2, 2, 3)), (16, 3, (2, 2, 4)),
+     (8, 3, (2, 2, 2)), (1024, 3, (8, 8, 16))],
+)  # fmt: skip
+def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
+    assert _torus(chips, rank) == torus
+
+
+def test_every_kind_has_its_source() -> None:
+    kinds = device_kinds()
+    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common"}

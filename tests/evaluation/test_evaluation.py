@@ -1,0 +1,464 @@
+"""Functions that update nothing: the numbers of plain jit, at every stage and in micro-batches."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+WIDTH, CLASSES = 16, 8
+KEY = jax.random.key(0)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        return x + nn.Dense(WIDTH)(nn.relu(nn.LayerNorm()(x))), None
+
+
+class Net(nn.Module):
+    """A stack of layers, as large models have it, and a head."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        stack = nn.scan(
+            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return nn.Dense(CLASSES)(stack(name="h")(x, None)[0])
+
+
+NET = Net()
+
+
+def create(key: jax.Array) -> TrainState:
+    params = NET.init(key, jnp.ones((1, WIDTH)))["params"]
+    return TrainState.create(apply_fn=NET.apply, params=params, tx=optax.adam(1e-2))
+
+
+def batch_of(rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng(rows)
+    return {
+        "x": rng.normal(size=(rows, WIDTH)).astype(np.float32),
+        "label": rng.integers(CLASSES, size=rows).astype(np.int32),
+        "weight": rng.random(rows).astype(np.float32),
+        "temperature": np.float32(2),
+    }
+
+
+def scores(state: TrainState, batch: Any, scale: float = 1.0) -> Any:
+    """What evaluations return: a row for each row, means, a masked one, counts, extremes."""
+    logits = state.apply_fn({"params": state.params}, batch["x"]) / batch["temperature"]
+    wide = logits.astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(wide, batch["label"])
+    guess, weight = logits.argmax(-1), batch["weight"].astype(jnp.float32)
+    return {
+        "logits": logits,
+        "turned": wide.T,
+        "loss": losses.mean(),
+        "masked": scale * jnp.sum(losses * weight) / jnp.sum(weight),
+        "perplexity": jnp.exp(losses.mean()),
+        "right": jnp.sum(guess == batch["label"]),
+        "worst": losses.max(),
+        "finite": jnp.isfinite(losses).all(),
+        "pairs": jnp.zeros((CLASSES, CLASSES), jnp.int32).at[batch["label"], guess].add(1),
+        "gram": wide.T @ wide,
+        "rows": len(losses),
+        "step": state.step,
+        "norm": optax.tree.norm(state.params),
+    }
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def plain(function: Any, state: TrainState, batch: Any, dtype: Any = jnp.float32) -> Any:
+    """By jit alone, on one device, with the parameters that a step would compute with."""
+    params = jax.tree.map(np.asarray, zerojax.on_device(state.params))
+    bare = TrainState.create(apply_fn=NET.apply, params=cast(params, dtype), tx=optax.sgd(0.1))
+    bare = bare.replace(step=state.step)
+    return jax.jit(function)(bare, batch)
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    def check(path: Any, a: Any, b: Any) -> None:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        np.testing.assert_allclose(a, b, tolerance, tolerance, err_msg=str(path))
+
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
+    return zerojax.zero(stage=stage, **{"stage3_param_persistence_threshold": 0} | keywords)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Any:
+    """Nothing is said, so that what can be cut was."""
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        yield
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("stage", "micro", "rows"),
+    [(0, None, 16), (1, 1, 16), (2, 1, 13), (3, None, 16), (3, 1, 24), (3, 2, 21), (3, None, 5)],
+)
+def test_numbers_of_plain_jit(stage: int, micro: int | None, rows: int) -> None:
+    zero = zero_for(stage, train_micro_batch_size_per_gpu=micro)
+    state, batch = zero.init(create, KEY), batch_of(rows)
+    want = plain(lambda *given: scores(*given, 3.0), state, batch)
+    close(zero.evaluate(scores)(state, batch, scale=3.0), want)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
+@pytest.mark.parametrize("micro", [None, 1])
+def test_low_precision_as_in_a_step(precision: str, dtype: Any, micro: int | None) -> None:
+    zero = zero_for(3, train_micro_batch_size_per_gpu=micro, **{precision: True})
+    state, batch = zero.init(create, KEY), batch_of(13)
+
+    @zero.evaluate
+    def seen(state: TrainState, batch: Any) -> Any:
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+        return scores(state, batch)
+
+    want = plain(scores, state, batch, dtype)
+    assert seen(state, batch)["logits"].dtype == want["logits"].dtype
+    close(seen(state, batch), want, 3e-2)
+
+
+def test_batch_is_cast_where_the_config_says_so() -> None:
+    zero = zerojax.zero({"fp16": {"enabled": True, "auto_cast": True}})
+    state = zero.init(create, KEY)
+    dtypes = zero.evaluate(lambda state, batch: {k: v * 1 for k, v in batch.items()})
+    got = dtypes(state, batch_of(8))
+    assert got["x"].dtype == jnp.float16
+    assert got["label"].dtype == jnp.int32
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("micro", [None, 1])
+@pytest.mark.parametrize("where", ["cpu", "nvme", "optimizer"])
+def test_offloaded_state(tmp_path: Path, where: str, micro: int | None) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    sections: Any = {
+        "cpu": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        "nvme": {"offload_optimizer": disk, "offload_param": disk},
+        "optimizer": {"offload_optimizer": "cpu"},
+    }[where]
+    zero = zero_for(
+        3, bf16=True, train_micro_batch_size_per_gpu=micro, mesh=zerojax.mesh(2), **sections
+    )
+    state, batch = zero.init(create, KEY), batch_of(6)
+    evaluate = zero.evaluate(scores)
+    close(evaluate(state, batch), plain(scores, state, batch, jnp.bfloat16), 3e-2)
+
+    @zero
+    def train_step(state: TrainState, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: scores(state.replace(params=p), batch)["loss"])(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    if micro is None:
+        after, _ = train_step(state, batch)
+        with pytest.raises(ValueError, match="passed to an earlier step"):
+            evaluate(state, batch)
+        close(evaluate(after, batch), plain(scores, after, batch, jnp.bfloat16), 3e-2)
+
+
+def test_state_is_kept_as_it_is() -> None:
+    zero = zero_for(3)
+    state = zero.init(create, KEY)
+    before = jax.tree.map(np.asarray, state)
+    zero.evaluate(scores)(state, batch_of(8))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
+
+
+def test_plain_state_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, state = zero_for(3), create(KEY)
+    evaluate, batch = zero.evaluate(scores), batch_of(8)
+    state = state.replace(step=jnp.zeros((), jnp.int32))
+    close(evaluate(state, batch), plain(scores, state, batch))
+    put, shapes = zero.states.placer.put, []
+    monkeypatch.setattr(
+        zero.states.placer, "put", lambda x, *at: shapes.append(x.shape) or put(x, *at)
+    )
+    close(evaluate(state, batch), plain(scores, state, batch))
+    assert set(shapes) == {()}  # the step
+
+
+class AveragedState(TrainState):
+    average: Any
+
+
+def test_average_of_the_parameters_is_gathered_as_they_are() -> None:
+    zero = zero_for(3)
+
+    def averaged(key: jax.Array) -> TrainState:
+        state = create(key)
+        return AveragedState.create(
+            apply_fn=state.apply_fn, params=state.params, tx=state.tx,
+            average=jax.tree.map(lambda p: p / 2, state.params),
+        )  # fmt: skip
+
+    state, batch = zero.init(averaged, KEY), batch_of(8)
+    evaluate = zero.evaluate(lambda s, b: scores(s.replace(params=s.average), b))
+    halves = jax.tree.map(lambda p: p / 2, zerojax.on_device(state.params))
+    close(evaluate(state, batch), plain(scores, state.replace(params=halves), batch))
+
+
+class TestRowsThatMeet:
+    """Functions that cannot be cut run on the whole batch, and say so once."""
+
+    @pytest.mark.parametrize(
+        ("function", "says"),
+        [
+            (lambda s, b: b["x"] - b["x"].mean(0), "sub takes rows together with a result"),
+            (lambda s, b: b["x"] @ b["x"].T, r"array of shape \(20, 20\)"),
+            (lambda s, b: jax.random.normal(KEY, (len(b["x"]),)) + b["x"][:, 0], "random_bits"),
+            (lambda s, b: jnp.cumsum(b["x"], 0), "cumsum brings rows together"),
+            (lambda s, b: b["x"][::-1], "rev brings rows together"),
+            (lambda s, b: jnp.sort(b["weight"]), "sort brings rows together"),
+            (lambda s, b: b["weight"].argmax(), "argmax brings rows together"),
+            (lambda s, b: jnp.arange(len(b["x"])), "iota brings rows together"),
+            (lambda s, b: jax.lax.scan(lambda c, x: (c + x, c), 0.0, b["weight"]), "runs over"),
+            (lambda s, b: jnp.stack([b["weight"], b["weight"]]).reshape(-1), "reshape brings"),
+            (lambda s, b: jnp.median(b["weight"]), "rows together"),
+            (lambda s, b: b["x"][1:].sum(), "array of shape|slice brings"),
+            (lambda s, b: b["x"].var(0), "sub takes rows together"),
+            (lambda s, b: jax.lax.while_loop(lambda c: c.sum() > 9, lambda c: c / 2, b["x"]),
+             "inside while"),
+            (lambda s, b: b["x"] * (1 if len(b["x"]) == 20 else 2) if len(b["x"]) == 20
+             else jnp.sin(b["x"]), "depends on the number of rows"),
+        ],
+    )  # fmt: skip
+    def test_run_whole(self, function: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+        zero = zero_for(0, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(2))
+        state, batch = zero.init(create, KEY), batch_of(20)
+        evaluate = zero.evaluate(function)
+        for _ in range(2):
+            close(evaluate(state, batch), plain(function, state, batch))
+        (message,) = caplog.messages
+        assert "runs on all 20 rows at once, not in 10 micro-batches of 2: " in message
+        assert re.search(says, message), message
+
+    def test_rows_that_do_not_divide_run_everywhere(self, caplog: pytest.LogCaptureFixture) -> None:
+        zero = zero_for(3)
+        state, batch = zero.init(create, KEY), batch_of(5)
+        function = lambda s, b: jnp.sort(scores(s, b)["logits"], 0)  # noqa: E731
+        close(zero.evaluate(function)(state, batch), plain(function, state, batch))
+        assert "as they do not divide among 8" in caplog.text
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"]),
+        lambda s, b: jax.lax.scan(lambda c, x: (c + x, c * x), b["weight"], b["x"].T),
+        lambda s, b: jax.lax.cond(s.step > 0, jnp.sin, jnp.cos, b["x"]),
+        lambda s, b: nn.avg_pool(b["x"][..., None], (2,), (2,)),
+        lambda s, b: jnp.concatenate([b["x"], b["x"][:, :3]], 1).sum(),
+        lambda s, b: jax.nn.one_hot(b["label"], 8).sum(0) / len(b["label"]),
+        lambda s, b: (b["x"][:, None, :] * jnp.ones((1, 3, 1))).reshape(-1, WIDTH),
+        lambda s, b: jax.grad(lambda p: scores(s.replace(params=p), b)["loss"])(s.params),
+        lambda s, b: jnp.linalg.norm(b["x"] + jnp.arange(WIDTH)[None], axis=1).min(),
+        lambda s, b: jax.vmap(lambda x, i: x[i])(b["x"], b["label"]),
+        lambda s, b: b["x"].mean() + s.step,
+    ],
+)
+def test_functions_by_rows(function: Any, devices: int) -> None:
+    zero = zero_for(0, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(devices))
+    state, batch = zero.init(create, KEY), batch_of(5)
+    close(zero.evaluate(function)(state, batch), plain(function, state, batch))
+
+
+class LSTM(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4)(nn.RNN(nn.LSTMCell(8))(nn.Embed(16, 8)(x)))
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(8, (2,))(nn.one_hot(x, 8))
+        x = nn.max_pool(nn.BatchNorm(use_running_average=True)(x), (2,), (2,))
+        return nn.Dense(4)(x.reshape(len(x), -1))
+
+
+class Greedy(nn.Module):
+    """Tokens one after the other, each looked up by the one before."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        embed = nn.Embed(16, 16)
+
+        def step(i: Any, tokens: jax.Array) -> jax.Array:
+            now = jax.lax.dynamic_slice_in_dim(tokens, i, 1, 1)
+            after = embed.attend(embed(now)).argmin(-1).astype(tokens.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, after, i + 1, 1)
+
+        return jax.lax.fori_loop(0, 4, step, x + 0 * embed(x).sum(-1).astype(x.dtype))
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("model", [LSTM(), Conv(), Greedy()], ids=["lstm", "conv", "greedy"])
+def test_models_by_rows(model: Any) -> None:
+    tokens = np.random.default_rng(0).integers(16, size=(5, 6)).astype(np.int32)
+    variables = model.init(KEY, tokens[:1])
+    rest = {name: value for name, value in variables.items() if name != "params"}
+    zero = zero_for(3, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(2))
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
+    evaluate = zero.evaluate(lambda s, b: s.apply_fn({"params": s.params, **rest}, b))
+    close(evaluate(state, tokens), jax.jit(model.apply)(variables, tokens))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.a, self.b = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, use_running_average=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(nnx.relu(self.norm(self.a(x))))
+
+
+def made() -> tuple[NNXNet, nnx.Optimizer]:
+    model = NNXNet(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def metrics() -> nnx.MultiMetric:
+    return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+
+
+class TestNNX:
+    @pytest.mark.usefixtures("quiet")
+    @pytest.mark.parametrize(("stage", "micro"), [(0, None), (1, 1), (3, None), (3, 1)])
+    def test_model_alone_and_with_metrics(self, stage: int, micro: int | None) -> None:
+        zero = zero_for(stage, train_micro_batch_size_per_gpu=micro)
+        model, _ = zero.init(made)
+        batch, (other, _) = batch_of(21), made()
+
+        def predict(model: Any, batch: Any) -> Any:
+            return model(batch["x"])
+
+        close(zero.evaluate(predict)(model, batch), nnx.jit(predict)(other, batch))
+
+        def eval_step(model: Any, seen: Any, batch: Any) -> None:
+            logits = model(batch["x"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+            seen.update(loss=loss, logits=logits, labels=batch["label"])
+
+        got, want = metrics(), metrics()
+        evaluate, jitted = zero.evaluate(eval_step), nnx.jit(eval_step)
+        for rows in (21, 16):
+            evaluate(model, got, batch_of(rows))
+            jitted(other, want, batch_of(rows))
+        close(got.compute(), want.compute())
+
+    def test_with_an_optimizer_and_rngs_in_any_order(self) -> None:
+        zero = zero_for(3)
+        model, optimizer = zero.init(made)
+        (other, second), batch = made(), batch_of(8)
+
+        def noisy(batch: Any, rngs: Any, model: Any, *, optimizer: Any) -> Any:
+            return model(batch["x"]) + rngs.normal((CLASSES,)) + optimizer.step[...]
+
+        got, want = nnx.Rngs(3), nnx.Rngs(3)
+        evaluate, jitted = zero.evaluate(noisy), nnx.jit(noisy)
+        for _ in range(2):
+            close(
+                evaluate(batch, got, model, optimizer=optimizer),
+                jitted(batch, want, other, optimizer=second),
+            )
+
+    def test_objects_that_are_returned_are_the_callers(self) -> None:
+        zero = zero_for(3)
+        model, _ = zero.init(made)
+        out, same = zero.evaluate(lambda model, batch: (model(batch["x"]), model))(
+            model, batch_of(8)
+        )
+        assert same is model
+        assert out.shape == (8, CLASSES)
+
+    def test_parameters_in_host_memory(self) -> None:
+        zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu")
+        model, _ = zero.init(made)
+        predict = zero.evaluate(lambda model, batch: model(batch["x"]))
+        close(predict(model, batch_of(8)), made()[0](batch_of(8)["x"]))
+
+    def test_parameters_are_not_changed(self) -> None:
+        zero = zero_for(3)
+        model, _ = zero.init(made)
+
+        @zero.evaluate
+        def sets(model: Any, batch: Any) -> None:
+            model.a.bias[...] = model.a.bias[...] + 1
+
+        with pytest.raises(TypeError, match=r"changes no parameter.*'a'.*'bias'"):
+            sets(model, batch_of(8))
+
+    def test_attributes_are_set_as_under_jit(self) -> None:
+        model, _ = zero_for(0).init(made)
+        evaluate = zero_for(0).evaluate(lambda model, batch: (model.eval(), model(batch["x"]))[1])
+        evaluate(model, batch_of(8))
+        assert model.norm.use_running_average
+
+    def test_variables_are_not_added(self) -> None:
+        zero = zero_for(0)
+        model, _ = zero.init(made)
+        adds = zero.evaluate(lambda model, batch: setattr(model, "x", nnx.Variable(batch["x"])))
+        with pytest.raises(TypeError, match=r"adds or removes variables.*outside zero.evaluate"):
+            adds(model, batch_of(8))
+
+
+class TestRefused:
+    def test_an_update(self) -> None:
+        zero = zero_for(3)
+        state = zero.init(create, KEY)
+        step = zero.evaluate(lambda state, batch: state.apply_gradients(grads=state.params))
+        with pytest.raises(TypeError, match=r"zero.evaluate changes nothing.*with @zero"):
+            step(state, batch_of(8))
+
+    def test_an_update_of_nnx(self) -> None:
+        zero = zero_for(0)
+        model, optimizer = zero.init(made)
+        step = zero.evaluate(lambda m, o, batch: o.update(m, nnx.state(m, nnx.Param)))
+        with pytest.raises(TypeError, match=r"zero.evaluate changes nothing.*with @zero"):
+            step(model, optimizer, batch_of(8))
+
+    def test_no_batch(self) -> None:
+        zero = zero_for(0)
+        with pytest.raises(TypeError, match=r"takes \(state, batch, ...\).*1 arguments"):
+            zero.evaluate(lambda *args: None)(zero.init(create, KEY))
+
+    def test_no_rows(self) -> None:
+        zero = zero_for(0)
+        with pytest.raises(ValueError, match="the batch is empty"):
+            zero.evaluate(scores)(zero.init(create, KEY), batch_of(0))
+
+    def test_inside_jit(self) -> None:
+        zero = zero_for(0)
+        state = zero.init(create, KEY)
+        with pytest.raises(TypeError, match=r"call it outside jax\.jit"):
+            jax.jit(lambda batch: zero.evaluate(scores)(state, batch))(batch_of(8))

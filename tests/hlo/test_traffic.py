@@ -1,0 +1,188 @@
+"""Counting collectives, on small texts and on programs compiled for eight H100s."""
+
+from collections.abc import Callable
+
+import pytest
+
+from zerojax.hlo.program import parse
+from zerojax.hlo.traffic import collectives, group_size, moved_by_kind
+
+DIM, LAYERS = 1024, 4  # of the program that compile_mlp compiles
+CompileMLP = Callable[..., str]
+
+ADD = """\
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+def program(*body: str, before: str = "") -> str:
+    lines = "\n".join(f"  {line}" for line in body)
+    head = "HloModule m, is_scheduled=true, num_partitions=8"
+    return f"{head}\n{ADD}\n{before}\nENTRY %main (p: f32[4]) -> f32[4] {{\n{lines}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", 8),
+        ("replica_groups=[1,8]<=[8]", 8),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", 4),
+        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", 8),
+        ("replica_groups=mesh['data'=4,'model'=2] {'model'}", 2),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", 4),
+        ("replica_groups={}", 8),
+    ],
+)
+def test_group_size(groups: str, size: int) -> None:
+    text = program(f"ROOT %r = f32[4] all-reduce(%p), {groups}, to_apply=%add")
+    assert group_size(parse(text).entry.root, 8) == size
+    (found,) = collectives(text)
+    assert found.group_size == size
+
+
+@pytest.mark.parametrize(
+    ("line", "payload", "moved"),
+    [
+        ("all-gather(%p), dimensions={0}", 64, 56),
+        ("reduce-scatter(%p), to_apply=%add, dimensions={0}", 8 * 64, 7 * 64),
+        ("all-reduce(%p), to_apply=%add", 64, 112),
+        ("all-to-all(%p), dimensions={0}", 64, 56),
+    ],
+)
+def test_ring_bytes(line: str, payload: int, moved: int) -> None:
+    call, attributes = line.split("), ")
+    (found,) = collectives(
+        program(f"ROOT %r = f32[16]{{0}} {call}), replica_groups=[1,8]<=[8], {attributes}")
+    )
+    assert (found.payload_bytes, found.moved_bytes) == (payload, moved)
+
+
+def test_permute_and_group_of_one() -> None:
+    permute, alone = collectives(
+        program(
+            "%s = f32[16]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
+            "ROOT %r = f32[16]{0} all-gather(%s), replica_groups=[8,1]<=[8], dimensions={0}",
+        )
+    )
+    assert (permute.group_size, permute.moved_bytes) == (2, 64)
+    assert (alone.group_size, alone.moved_bytes) == (1, 0)
+
+
+def test_start_and_done_are_one_and_combined_ones_add_up() -> None:
+    text = program(
+        "%s = ((bf16[2,8], f32[1]), (bf16[16,8], f32[8])) all-gather-start(%p, %q), "
+        'replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(step)/(a:b)"}',
+        "%d = (bf16[16,8], f32[8]) all-gather-done(%s)",
+        "%t = ((f32[16]), f32[2]) reduce-scatter-start(%p), replica_groups=[1,8]<=[8], "
+        "dimensions={0}, to_apply=%add",
+        "%u = f32[2] reduce-scatter-done(%t)",
+        "%v = f32[4] all-reduce-start(%p), replica_groups=[1,8]<=[8], to_apply=%add",
+        "ROOT %w = f32[4] all-reduce-done(%v)",
+    )
+    gather, scatter, reduce = collectives(text)
+    assert gather.kind == "all-gather"
+    assert gather.dtypes == ("bf16", "f32")
+    assert gather.bytes_by_dtype == {"bf16": 256, "f32": 32}
+    assert (gather.name, gather.op_name) == ("s", "jit(step)/(a:b)")
+    assert (scatter.kind, scatter.payload_bytes, scatter.moved_bytes) == ("reduce-scatter", 64, 56)
+    assert (reduce.kind, reduce.payload_bytes, reduce.moved_bytes) == ("all-reduce", 16, 28)
+
+
+def test_a_scattered_array_is_named_as_it_was_before() -> None:
+    (found,) = collectives(
+        program(
+            "ROOT %r = bf16[16,25] reduce-scatter(%p), replica_groups=[1,8]<=[8], "
+            "dimensions={1}, to_apply=%add"
+        )
+    )
+    assert str(found.shapes[0]) == "bf16[16,200]"
+
+
+def test_inside_an_asynchronous_computation() -> None:
+    wrapped = """\
+%wrapped (q: f32[16]) -> f32[2] {
+  %q = f32[16] parameter(0)
+  ROOT %rs = f32[2] reduce-scatter(%q), replica_groups={}, dimensions={0}, to_apply=%add
+}
+"""
+    (found,) = collectives(
+        program(
+            "%s = ((f32[16]), f32[2], u32[]) async-start(%p), calls=%wrapped",
+            "ROOT %d = f32[2] async-done(%s)",
+            before=wrapped,
+        )
+    )
+    assert (found.name, found.computation, found.payload_bytes) == ("rs", "wrapped", 64)
+
+
+def loop(name: str, inside: str, trips: str) -> str:
+    return f"""\
+%{name}_until (c: (s32[], f32[16])) -> pred[] {{
+  %c = (s32[], f32[16]) parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+%{name}_body (c: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %c = (s32[], f32[16]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[16] get-tuple-element(%c), index=1
+{inside}
+  ROOT %out = (s32[], f32[16]) tuple(%i, %x)
+}}
+%{name}_caller (c: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %c = (s32[], f32[16]) parameter(0)
+  ROOT %w = (s32[], f32[16]) while(%c), condition=%{name}_until, body=%{name}_body{trips}
+}}
+"""
+
+
+GATHER = "  %g = f32[16] all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}"
+
+
+@pytest.mark.parametrize(
+    ("outer", "times", "exact"),
+    [(', backend_config={"known_trip_count":{"n":"5"}}', 15, True), ("", 3, False)],
+)
+def test_nested_loops_multiply(outer: str, times: int, exact: bool) -> None:
+    inner = loop("inner", GATHER, ', backend_config={"known_trip_count":{"n":"3"}}')
+    call = "  %n = (s32[], f32[16]) call(%c), to_apply=%inner_caller"
+    text = program(
+        "ROOT %r = (s32[], f32[16]) call(%p), to_apply=%outer_caller",
+        before=inner + loop("outer", call, outer),
+    )
+    (found,) = collectives(text)
+    assert (found.times, found.exact, found.moved_bytes) == (times, exact, times * 56)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+class TestCompiledForH100:
+    """A matrix of DIM x DIM a layer: its gather or its scatter moves 7/8 of its bytes."""
+
+    once = LAYERS * DIM * DIM * 2 * 7 // 8  # all layers in bf16
+
+    def test_one_gather_and_one_scatter_a_layer_in_a_scan(self, compile_mlp: CompileMLP) -> None:
+        gather, scatter = collectives(compile_mlp(scan=True, remat=False))
+        assert (gather.kind, gather.times, gather.dtypes) == ("all-gather", LAYERS, ("bf16",))
+        assert (scatter.kind, scatter.times, scatter.dtypes) == (
+            "reduce-scatter", LAYERS, ("bf16",),
+        )  # fmt: skip
+        assert gather.moved_bytes == scatter.moved_bytes == self.once
+
+    def test_combined_when_unrolled(self, compile_mlp: CompileMLP) -> None:
+        found = collectives(compile_mlp(scan=False, remat=False))
+        moved = moved_by_kind(found)
+        assert set(moved) == {"all-gather", "reduce-scatter"}
+        assert moved["reduce-scatter"] == self.once
+        assert sum(len(each.shapes) for each in found if each.kind == "all-gather") == LAYERS
+
+    @pytest.mark.parametrize("scan", [False, True])
+    def test_rematerialisation_gathers_twice(self, compile_mlp: CompileMLP, scan: bool) -> None:
+        found = collectives(compile_mlp(scan=scan, remat=True))
+        gathered = sum(e.times * len(e.shapes) for e in found if e.kind == "all-gather")
+        assert gathered == 2 * LAYERS

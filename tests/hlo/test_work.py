@@ -1,0 +1,217 @@
+"""Work and time counted in small texts."""
+
+import pytest
+
+from zerojax.devices.rates import RESERVE, rates
+from zerojax.hlo.program import parse
+from zerojax.hlo.timeline import spend
+from zerojax.hlo.traffic import collectives
+from zerojax.hlo.transfers import host_copies
+from zerojax.hlo.work import work_of
+
+HEAD = "HloModule m, is_scheduled=true, num_partitions=8\n"
+FUSED = """\
+%product (a: bf16[64,128], b: bf16[128,32]) -> bf16[64,32] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  %b = bf16[128,32]{1,0} parameter(1)
+  ROOT %dot = bf16[64,32]{1,0} dot(%a, %b), ATTRIBUTES
+}
+
+%slice (s: f32[8,1000], i: s32[]) -> f32[1,1000] {
+  %s = f32[8,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %taken = f32[1,1000]{1,0} dynamic-slice(%s, %i), dynamic_slice_sizes={1,1000}
+}
+
+%body (t: (s32[], bf16[64,128], bf16[128,32])) -> (s32[], bf16[64,128], bf16[128,32]) {
+  %t = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %l = bf16[64,128]{1,0} get-tuple-element(%t), index=1
+  %r = bf16[128,32]{1,0} get-tuple-element(%t), index=2
+  %p = bf16[64,32]{1,0} fusion(%l, %r), kind=kCustom, calls=%product
+  ROOT %out = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) tuple(%n, %l, %r)
+}
+
+%cond (t: (s32[], bf16[64,128], bf16[128,32])) -> pred[] {
+  %t2 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+""".replace(
+    "ATTRIBUTES",
+    "lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+    'metadata={op_name="jit(f)/jvp(g)/dot_general"}',
+)
+PRODUCT = "%p1 = bf16[64,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%product"
+SLICED = "%taken1 = f32[1,1000]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice"
+LIBRARY = (
+    '%gemm = (bf16[64,32]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$'
+    'gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{'
+    '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'
+)
+START = (
+    "%ag = (f32[1000]{0}, f32[8000]{0}) all-gather-start(%v), replica_groups={{0,1,2,3,4,5,6,7}}, "
+    "dimensions={0}"
+)
+DONE = "%agd = f32[8000]{0} all-gather-done(%ag)"
+
+
+def program(*lines: str) -> str:
+    entry = [
+        "%x = bf16[64,128]{1,0} parameter(0)",
+        "%y = bf16[128,32]{1,0} parameter(1)",
+        "%stack = f32[8,1000]{1,0} parameter(2)",
+        "%i = s32[] parameter(3)",
+        "%v = f32[1000]{0} parameter(4)",
+        *lines,
+        "ROOT %end = s32[] copy(%i)",
+    ]
+    body = "\n".join(f"  {line}" for line in entry)
+    return f"{HEAD}\n{FUSED}\nENTRY %main (x: bf16[64,128]) -> s32[] {{\n{body}\n}}\n"
+
+
+@pytest.mark.parametrize("line", [PRODUCT, LIBRARY])
+def test_a_product_counts_two_for_each_multiplication(line: str) -> None:
+    parsed = parse(program(line))
+    work = work_of(parsed, parsed.entry, parsed.entry.instructions[5])
+    assert work.flops == {"bf16": 2 * 64 * 32 * 128}
+
+
+def test_the_forward_pass_is_told_by_its_name() -> None:
+    parsed = parse(program(PRODUCT))
+    assert work_of(parsed, parsed.entry, parsed.entry["p1"]).forward == 2 * 64 * 32 * 128
+    again = parse(program(PRODUCT).replace("jvp(g)", "transpose(jvp(g))/rematted_computation"))
+    assert work_of(again, again.entry, again.entry["p1"]).forward == 0
+
+
+def test_a_fusion_reads_what_it_slices_and_no_more() -> None:
+    parsed = parse(program(SLICED, PRODUCT))
+    assert work_of(parsed, parsed.entry, parsed.entry["taken1"]).bytes == 2 * 4000 + 4
+    assert work_of(parsed, parsed.entry, parsed.entry["p1"]).bytes == 2 * (
+        64 * 128 + 128 * 32 + 64 * 32
+    )
+
+
+def seconds(*lines: str) -> float:
+    text = program(*lines)
+    return spend(parse(text), collectives(text), host_copies(text), rates("h100")).seconds
+
+
+def test_a_loop_takes_its_body_as_often_as_it_runs() -> None:
+    carried = "%c0 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) tuple(%i, %x, %y)"
+    loop = (
+        "%w = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) while(%c0), condition=%cond, "
+        'body=%body, backend_config={"known_trip_count":{"n":"12"}}'
+    )
+    once = seconds(PRODUCT) - seconds()
+    assert seconds(carried, loop) - seconds() == pytest.approx(12 * once)
+
+
+def test_a_collective_is_hidden_by_what_runs_before_its_done() -> None:
+    many = [PRODUCT.replace("%p1", f"%q{n}") for n in range(20)]
+    waited = seconds(START, DONE)
+    beside = seconds(START, *many, DONE)
+    alone = seconds(*many)
+    assert alone <= beside < alone + waited - seconds()
+    text = program(START, *many, DONE)
+    spent = spend(parse(text), collectives(text), host_copies(text), rates("h100"))
+    assert spent.under_way["main", "ag"] == pytest.approx(
+        rates("h100").collective_seconds(7 / 8 * 8000 * 4, 8)
+    )
+
+
+def test_rates() -> None:
+    h100 = rates("h100")
+    assert h100.room == h100.memory - RESERVE
+    assert h100.compute_seconds({"bf16": 10**15}, 0) == pytest.approx(
+        1e15 / (989e12 * 0.7), rel=1e-3
+    )
+    assert h100.compute_seconds({}, 3 * 10**12) == pytest.approx(1, rel=0.01)
+    assert h100.collective_seconds(10**9, 1) == 0
+    # 8 cards of 50 GB/s carry less than a GPU's NVLink of 450 GB/s.
+    assert h100.collective_seconds(10**9, 16) > h100.collective_seconds(10**9, 8)
+    with pytest.raises(ValueError, match="Did you mean 'h100'"):
+        rates("h10")
+
+
+def test_a_loop_without_a_note_counts_up_to_its_condition() -> None:
+    carried = "%c0 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) tuple(%i, %x, %y)"
+    loop = (
+        "%w = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) while(%c0), condition=%until, "
+        "body=%body"
+    )
+    until = """\
+%until (t: (s32[], bf16[64,128], bf16[128,32])) -> pred[] {
+  %t3 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%t3), index=0
+  %most = s32[] constant(7)
+  ROOT %less = pred[] compare(%at, %most), direction=LT
+}
+
+"""
+    parsed = parse(program(carried, loop).replace("ENTRY", until + "ENTRY"))
+    assert parsed.trips(parsed.entry["w"]) == 7
+    other = parse(program(carried, loop).replace("ENTRY", until.replace("LT", "GE") + "ENTRY"))
+    assert other.trips(other.entry["w"]) is None
+
+
+@pytest.mark.parametrize(
+    ("window", "labels", "summed"),
+    [
+        ("{size=1}", "0bf_oi0->0bf", 128),
+        ("{size=4}", "0fb_0io->bf0", 4),
+        ("{size=4x8 stride=3x7 lhs_dilate=4x8}", "01bf_01io->01bf", 64),
+    ],
+)
+def test_products_written_as_convolutions(window: str, labels: str, summed: int) -> None:
+    shapes = {"0bf_oi0->0bf": "32,128,1", "0fb_0io->bf0": "4,1,32", "01bf_01io->01bf": "4,8,64,32"}
+    kernel = f"%k = bf16[{shapes[labels]}]{{0}} broadcast(%y)"
+    line = f"%p1 = bf16[1,64,32]{{0}} convolution(%x, %k), window={window}, dim_labels={labels}"
+    parsed = parse(program(kernel, line))
+    assert work_of(parsed, parsed.entry, parsed.entry["p1"]).flops == {"bf16": 2 * 64 * 32 * summed}
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "made"),
+    [
+        ("Forward", "%image, %kernel", "8,14,14,64"),
+        ("BackwardInput", "%out, %kernel", "8,16,16,32"),
+        ("BackwardFilter", "%image, %out", "64,3,3,32"),
+    ],
+)
+def test_cudnns_convolutions(target: str, operands: str, made: str) -> None:
+    arrays = (
+        "%image = f32[8,16,16,32]{0} broadcast(%v)",
+        "%kernel = f32[64,3,3,32]{0} broadcast(%v)",
+        "%out = f32[8,14,14,64]{0} broadcast(%v)",
+    )
+    line = (
+        f"%c1 = (f32[{made}]{{0}}, u8[99]{{0}}) custom-call({operands}), window={{size=3x3}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    )
+    parsed = parse(program(*arrays, line))
+    work = work_of(parsed, parsed.entry, parsed.entry["c1"])
+    assert work.flops == {"f32": 2 * 8 * 14 * 14 * 64 * 3 * 3 * 32}
+
+
+@pytest.mark.parametrize(
+    ("target", "products"), [("Softmax", 2), ("ScaleBiasSoftmaxDropoutBackward", 5)]
+)
+def test_cudnns_attention(target: str, products: int) -> None:
+    """64 queries and 32 keys of 16 numbers, 2 rows of 4 heads."""
+    scores = (
+        '{"cudnn_fmha_backend_config":{"fmha_scale":0.25,"intermediate_tensor_shape":{'
+        '"element_type":"BF16","dimensions":["2","4","64","32"],"tuple_shapes":[]}}}'
+    )
+    line = (
+        "%a = (bf16[2,4,64,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), "
+        f'custom_call_target="__cudnn$fmha{target}", backend_config={scores}'
+    )
+    parsed = parse(
+        program(
+            "%q = bf16[2,64,4,16]{3,2,1,0} constant(0)",
+            "%k = bf16[2,32,4,16]{3,2,1,0} constant(0)",
+            line,
+        )
+    )
+    work = work_of(parsed, parsed.entry, parsed.entry["a"])
+    assert work.flops == {"bf16": products * 2 * 2 * 4 * 64 * 32 * 16}

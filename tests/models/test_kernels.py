@@ -1,0 +1,130 @@
+"""The GPT with fused layers: what it computes, and what is compiled for GPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from benchmarks.kernel_steps import WAYS, Size, compiled
+from pallas_kernels import compat
+from zerojax.models import gpt_nnx
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.kernels import Kernels
+
+CONFIG: dict[str, Any] = dict(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
+
+
+def train(fused: str | None, stage: int, devices: int = 8, **more: Any) -> list[float]:
+    """Losses of three steps."""
+    model = {name: more.pop(name) for name in ("scan", "remat", "dropout") if name in more}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+    zero = zerojax.zero(
+        zerojax.ZeroConfig(stage=stage, stage3_param_persistence_threshold=0, **more), mesh=mesh
+    )
+    kernels = None if fused is None else Kernels(zero.per_device, fused)
+    gpt = GPT(GPTConfig(**CONFIG, **model), kernels)
+
+    def create(key: jax.Array) -> TrainState:
+        params = gpt.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+        return TrainState.create(apply_fn=gpt.apply, params=params, tx=optax.adamw(1e-2))
+
+    @zero
+    def step(state: TrainState, tokens: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            how = {"deterministic": False, "targets": tokens[:, 1:], "rngs": {"dropout": key}}
+            return state.apply_fn({"params": params}, tokens[:, :-1], **how).mean()
+
+        value, grads = zerojax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    state = zero.init(create, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    rows = devices * more.get("gradient_accumulation_steps", 1)
+    losses = []
+    for i in range(3):
+        tokens = rng.integers(0, 96, (rows, 17)).astype(np.int32)
+        state, loss = step(state, tokens, jax.random.key(i))
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (0, {}),
+        pytest.param(2, {"remat": True, "dropout": 0.1}, marks=pytest.mark.sweep),
+        (3, {"scan": True, "remat": True, "gradient_accumulation_steps": 2}),
+        (3, {"scan": True, "remat": True, "bf16": True}),
+        pytest.param(2, {"scan": True, "fp16": True}, marks=pytest.mark.sweep),
+    ],
+    ids=["stage 0", "dropout", "accumulation", "bf16", "fp16"],
+)
+def test_fused_layers_compute_the_same(stage: int, more: dict[str, Any]) -> None:
+    low = "bf16" in more or "fp16" in more
+    want, got = train(None, stage, **dict(more)), train("xla", stage, **dict(more))
+    np.testing.assert_allclose(got, want, rtol=1e-3 if low else 1e-6)
+
+
+def train_nnx(fused: str | None) -> list[float]:
+    """The NNX twin, at stage 3 on eight devices."""
+    zero = zerojax.zero(zerojax.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
+    kernels = None if fused is None else Kernels(zero.per_device, fused)
+
+    @zero
+    def step(model: gpt_nnx.GPT, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        def loss(model: gpt_nnx.GPT) -> jax.Array:
+            return model(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def create() -> Any:
+        model = gpt_nnx.GPT(GPTConfig(**CONFIG, remat=True), nnx.Rngs(0), kernels)
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    model, optimizer = zero.init(create)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 96, (8, 17)).astype(np.int32)
+    return [float(step(model, optimizer, tokens)) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_nnx_twin() -> None:
+    want, got = train_nnx(None), train_nnx("xla")
+    assert want[-1] < want[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_kernels_themselves_in_a_decorated_step() -> None:
+    """In the simulator, on two devices; 128 wide, as narrower lines are XLA's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIG, "n_embd", 128)
+        patch.setitem(CONFIG, "n_layer", 1)
+        patch.setitem(CONFIG, "vocab_size", 128)
+        want = train(None, 3, devices=2)
+        # The simulator takes launches that XLA runs side by side for one kernel that races with
+        # itself; each kernel's own tests look for races.
+        with compat.simulator(detect_races=False):
+            got = train("mosaic_gpu", 3, devices=2)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_the_loss_holds_no_logits() -> None:
+    """Eight H100s, stage 3: with the fused loss the step needs less than the logits less."""
+    size = Size("small", 128, 32)
+    logits = 2 * size.rows * size.block_size * 50304
+    whole, fused = (compiled(size, way, "mosaic_gpu") for way in WAYS[1:])
+    assert fused.temporaries < whole.temporaries - 0.5 * logits
+    assert whole.launches == 11  # five passes forward, again in each block's backward, six backward
+    assert fused.launches == 13

@@ -1,0 +1,218 @@
+"""The Llama: its parts, its variants, and a sharded step. test_hf_llama.py has transformers'."""
+
+import dataclasses
+import doctest
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.models import llama, llama_config
+from zerojax.models.gpt import attention, stack_blocks
+from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention, rotary_tables, rotate
+from zerojax.models.loss import loss_fn
+
+GROUPED = LlamaConfig(
+    vocab_size=61, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=88
+)  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, GROUPED.vocab_size, (2, 12))
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Any]:
+    return jax.jit(Llama(GROUPED).init)(jax.random.key(0), TOKENS)["params"]
+
+
+@pytest.fixture(scope="module")
+def params(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Wide enough that no part of the model is without effect."""
+    return jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim > 1 else leaf, drawn)
+
+
+def logits_of(params: Any, config: LlamaConfig = GROUPED, tokens: Any = TOKENS) -> jax.Array:
+    return jax.jit(Llama(config).apply)({"params": params}, tokens)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    for module in (llama, llama_config):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-tiny", 41_120),
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-30b", 32_528_943_616),
+        ("llama-65b", 65_285_660_672),
+        ("llama-70b", 68_976_648_192),
+    ],
+)
+def test_sizes_have_llamas_parameter_counts(name: str, count: int) -> None:
+    config = LlamaConfig(**SIZES[name], scan=True)
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
+
+
+def test_initial_loss_is_that_of_a_guess(drawn: dict[str, Any]) -> None:
+    assert loss_fn(logits_of(drawn), TOKENS) == pytest.approx(math.log(GROUPED.vocab_size), abs=0.2)
+
+
+def test_no_position_sees_what_follows(params: dict[str, Any]) -> None:
+    changed = TOKENS.copy()
+    changed[:, 7:] = (changed[:, 7:] + 1) % GROUPED.vocab_size
+    difference = jnp.abs(logits_of(params) - logits_of(params, tokens=changed))
+    assert difference[:, :7].max() == 0
+    assert difference[:, 7:].max() > 1e-2
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    tables = rotary_tables(9, 8, theta=100.0)
+    q, k = (jnp.tile(x, (1, 9, 1, 1)) for x in jax.random.normal(jax.random.key(0), (2, 1, 1, 8)))
+    scores = jnp.einsum("bqhd,bkhd->qk", rotate(q, tables), rotate(k, tables))
+    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-5)
+    assert jnp.ptp(scores[0]) > 0.1
+
+
+def test_grouped_attention_is_that_of_repeated_heads() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, 5, heads, 8)) for key, heads in zip(keys, (6, 2, 2), strict=True)
+    )
+
+    def repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2))
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(f: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[Any, Any]:
+        y, pullback = jax.vjp(f, *inputs)
+        return y, pullback(y)
+
+    found = with_gradients(grouped_attention, q, k, v)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=1e-5), found, with_gradients(repeated, q, k, v)
+    )
+
+
+def loss_and_grads(params: Any, config: LlamaConfig) -> tuple[jax.Array, Any]:
+    def loss(params: Any) -> jax.Array:
+        return Llama(config).apply({"params": params}, TOKENS, targets=TOKENS).mean()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.fixture(scope="module")
+def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
+    return loss_and_grads(params, GROUPED)
+
+
+@pytest.mark.parametrize(("scan", "remat"), [(False, True), (True, False), (True, True)])
+def test_scan_and_remat_change_nothing(
+    params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool
+) -> None:
+    stacked, expected = params, unrolled[1]
+    if scan:
+        stacked, expected = stack_blocks(params, "layers"), stack_blocks(expected, "layers")
+    value, grads = loss_and_grads(stacked, dataclasses.replace(GROUPED, scan=scan, remat=remat))
+    np.testing.assert_allclose(value, unrolled[0], rtol=1e-6)
+    np.testing.assert_allclose(value, loss_fn(logits_of(params), TOKENS), rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, expected)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_parameters_decide_the_compute_dtype(params: dict[str, Any], scan: bool) -> None:
+    config = dataclasses.replace(GROUPED, scan=scan)
+    stacked = stack_blocks(params, "layers") if scan else params
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stacked)
+    logits = logits_of(half, config)
+    fixed = logits_of(stacked, dataclasses.replace(config, dtype=jnp.bfloat16))
+    assert logits.dtype == fixed.dtype == jnp.float32
+    np.testing.assert_array_equal(logits, logits.astype(jnp.bfloat16))  # the product is narrow
+    for other in (fixed, logits_of(params)):  # the spread of the logits is 1.1
+        assert jnp.abs(logits - other).mean() < 0.03
+
+    program = str(jax.make_jaxpr(Llama(config).apply)({"params": half}, TOKENS))
+
+    def dtypes(operation: str) -> set[str]:
+        return set(re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program)) & {"f32", "bf16"}
+
+    assert dtypes("dot_general") == {"bf16"}
+    for operation in ("exp", "rsqrt", "reduce_sum", "reduce_max", "cos", "sin"):
+        assert dtypes(operation) == {"f32"}, operation
+
+
+def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        return state.apply_fn({"params": params}, batch[:, :-1], targets=batch[:, 1:]).mean()
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+def create_state(params: Any, config: LlamaConfig) -> TrainState:
+    tx = optax.sgd(0.1, momentum=0.9)
+    return TrainState.create(apply_fn=Llama(config).apply, params=params, tx=tx)
+
+
+BATCH = np.random.default_rng(2).integers(0, GROUPED.vocab_size, (8, 13))
+
+
+@pytest.fixture(scope="module")
+def plain(params: dict[str, Any]) -> tuple[TrainState, jax.Array]:
+    return jax.jit(train_step)(create_state(params, GROUPED), BATCH)
+
+
+@pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, True)])
+def test_a_decorated_step_at_stage_3_is_the_plain_one(
+    params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool
+) -> None:
+    config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
+    expected = stack_blocks(plain[0].params, "layers") if scan else plain[0].params
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    stacked = stack_blocks(params, "layers") if scan else params
+    start = zero.init(lambda params: create_state(params, config), stacked)
+    assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(start.params))
+    state, loss = zero(train_step)(start, BATCH)
+    np.testing.assert_allclose(loss, plain[1], rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), state.params, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
+        ({"n_inner": 2.0}, "n_inner must be a positive int, not 2.0"),
+        ({"n_kv_head": True}, "n_kv_head must be a positive int, not True"),
+        ({"n_kv_head": 3}, "n_head = 4 does not divide among n_kv_head = 3"),
+        ({"n_embd": 36}, "n_embd = 36 .* an even size.* a multiple of 8"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, not 0"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, not '1e-5'"),
+        ({"remat": "full"}, "remat must be True or False, not 'full'"),
+        ({"scan": 1}, "scan must be True or False, not 1"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings must be True or False, not None"),
+    ],
+)
+def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(GROUPED, **change)
+
+
+def test_too_long_a_row_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="17 tokens in a row, but block_size=16"):
+        logits_of(params, tokens=np.zeros((1, 17), np.int32))

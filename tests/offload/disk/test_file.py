@@ -1,0 +1,54 @@
+"""Files that arrays fill."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zerojax.offload.disk import file as disk_file
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (9, 5), (9, 0), (0, 9)])
+def test_written_over(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    for n in sizes:
+        data = np.arange(n, dtype=np.uint8)
+        disk_file.write(tmp_path / "0", data)
+        assert (tmp_path / "0").read_bytes() == data.tobytes()
+        np.testing.assert_array_equal(disk_file.read(tmp_path / "0", n), data)
+
+
+def test_the_system_takes_and_gives_less_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux does beyond 2 GB."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:1000], at))
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:4096]], at))
+    data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
+    disk_file.write(tmp_path / "0", data)
+    np.testing.assert_array_equal(disk_file.read(tmp_path / "0", 10_000), data)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match="it ends at byte 0 of 10000"):
+        disk_file.read(tmp_path / "0", 10_000)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("n", [4095, 4096, 100_001])
+def test_whatever_the_file_system_offers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, direct: bool
+) -> None:
+    """Some have no O_DIRECT."""
+    opened = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    if not direct:
+        monkeypatch.setattr(os, "open", refuse)
+    data = np.random.default_rng(0).integers(0, 256, n, np.uint8)
+    disk_file.write(tmp_path / "0", data)
+    np.testing.assert_array_equal(disk_file.read(tmp_path / "0", n), data)

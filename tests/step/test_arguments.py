@@ -1,0 +1,471 @@
+"""How a step may be called: what is its state, its batch, a constant, or more. Each step computes
+what it computes under plain jit, or is refused in words."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.step.arguments import Arguments
+from zerojax.step.call import Constant
+from zerojax.step.jitted import open_jit
+from zerojax.xla import compat
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS = 16
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(ROWS, 8)).astype(np.float32), RNG.normal(size=(ROWS, 4)).astype(np.float32)
+
+
+def make_state() -> TrainState:
+    params = {"w": jnp.linspace(-1, 1, 32).reshape(8, 4), "b": jnp.zeros(4)}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+
+def update(state: TrainState, x: Any, y: Any, scale: Any = 1.0) -> tuple[TrainState, jax.Array]:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) * scale
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+    return update(state, *batch)
+
+
+def same(found: Any, plain: Any) -> None:
+    """Equal to rounding, in structure too."""
+    found, plain = (jax.tree.map(lambda x: x, t) for t in (found, plain))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def agrees(
+    step: Callable[..., Any], *args: Any, jit: Callable[..., Any] = jax.jit, zero: Any = None
+) -> None:
+    """Three steps of plain jit and of zero make the same state."""
+    zero = zero or zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    plain, mine = jit(step), zero(step)
+    a, b = make_state(), make_state()
+    for _ in range(3):
+        a, out = plain(a, *args)
+        b, mine_out = mine(b, *args)
+        same((b.params, mine_out), (a.params, out))
+
+
+class TestWrapper:
+    def test_of_the_authors_own_runs_as_it_is(self) -> None:
+        @functools.wraps(train_step)
+        def halved(state: TrainState, batch: Any) -> Any:
+            return train_step(state, jax.tree.map(lambda x: x / 2, batch))
+
+        agrees(halved, (X, Y))
+
+    def test_of_jax_runs_as_it_is(self) -> None:
+        seen: list[Any] = []
+
+        @jax.default_matmul_precision("highest")
+        def step(state: TrainState, batch: Any) -> Any:
+            seen.append(jax.config.jax_default_matmul_precision)
+            return train_step(state, batch)
+
+        agrees(step, (X, Y))
+        assert set(seen) == {"highest"}
+
+    def test_that_makes_a_step_of_its_own(self) -> None:
+        """As equinox's jit does: a class with ``__wrapped__`` and a call of its own."""
+
+        class Wrapper:
+            def __init__(self, function: Any) -> None:
+                functools.update_wrapper(self, function)
+
+            def __call__(self, state: TrainState, batch: Any) -> Any:
+                state, loss = train_step(state, batch)
+                return state, {"loss": loss * 2}
+
+        agrees(Wrapper(train_step), (X, Y), jit=lambda f: jax.jit(lambda *a: f(*a)))
+
+    def test_around_a_jit_and_within_one(self) -> None:
+        @functools.wraps(train_step)
+        def outer(state: TrainState, batch: Any) -> Any:
+            return jax.jit(train_step)(state, jax.tree.map(lambda x: x * 3, batch))
+
+        agrees(outer, (X, Y))
+        agrees(jax.jit(outer), (X, Y))
+
+
+def scaled_step(state: TrainState, batch: Any, how: str, times: int = 1) -> Any:
+    assert isinstance(times, int)
+    return update(state, *batch, scale=times * (2.0 if how == "double" else 1.0))
+
+
+class TestJit:
+    def test_static_arguments_of_it_stay_static(self) -> None:
+        step = zerojax.zero(stage=2)(jax.jit(scaled_step, static_argnums=(2, 3)))
+        state, loss = step(make_state(), (X, Y), "double", 3)
+        same(loss, update(make_state(), X, Y, 6.0)[1])
+        _, loss = step(state, (X, Y), "double", times=2)
+        same(loss, update(update(make_state(), X, Y, 6.0)[0], X, Y, 4.0)[1])
+
+    def test_as_a_decorator_with_options(self) -> None:
+        @zerojax.zero(stage=1)
+        @functools.partial(jax.jit, static_argnames=("how", "times"), donate_argnums=0)
+        def step(state: TrainState, batch: Any, how: str, times: int = 1) -> Any:
+            return scaled_step(state, batch, how, times)
+
+        same(step(make_state(), (X, Y), how="", times=2)[1], update(make_state(), X, Y, 2.0)[1])
+
+    def test_donating_the_batch(self) -> None:
+        step = zerojax.zero(stage=1)(jax.jit(train_step, donate_argnames=("state", "batch")))
+        with pytest.raises(
+            ValueError, match=r"donates 1 \(batch\).*leave it out of donate_argnums"
+        ):
+            step(make_state(), (X, Y))
+
+    @pytest.mark.parametrize("option", ["in_shardings", "out_shardings"])
+    def test_with_shardings(self, option: str) -> None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        with pytest.raises(ValueError, match=f"train_step is under a jit with {option}.*leave it"):
+            zerojax.zero(stage=1)(jax.jit(train_step, **{option: sharding}))
+
+    def test_with_compiler_options(self) -> None:
+        jitted = jax.jit(train_step, compiler_options={"xla_cpu_enable_fast_math": True})
+        with pytest.raises(ValueError, match="with compiler_options"):
+            zerojax.zero(stage=1)(jitted)
+
+    @pytest.mark.parametrize("jit", [jax.jit, nnx.jit, functools.partial(nnx.jit, graph=False)])
+    def test_whose_options_jax_keeps_to_itself(self, jit: Any) -> None:
+        """They are read where this jax and this flax have them."""
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        options = {"static_argnums": 3, "donate_argnames": "batch", "in_shardings": sharding}
+        jitted = jit(scaled_step, **options)
+        found = compat.jit_options(getattr(jitted, "jitted_fn", jitted))
+        assert set(found.static) >= {3}
+        assert set(found.donated) >= {"batch"}
+        assert found.given[0] == "in_shardings"
+        opened = open_jit(jit(scaled_step, static_argnames="how"))
+        assert opened.function is scaled_step
+        assert "how" in opened.static
+
+    def test_that_there_is_none_of(self) -> None:
+        opened = open_jit(functools.wraps(scaled_step)(lambda *args: None))
+        assert opened.function is not scaled_step
+        assert not opened.static
+
+
+class Config:
+    """Of a kind that has a dtype, and is no array."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype, self.shape = dtype, ()
+
+
+class TestStatic:
+    def test_arguments_by_position_and_name(self) -> None:
+        zero = zerojax.zero(stage=1)
+        for step, args, kwargs in (
+            (zero(scaled_step, static_argnums=(2, 3)), ("", 5), {}),
+            (zero(scaled_step, static_argnums=(-1, 2)), ("",), {"times": 5}),
+            (zero(scaled_step, static_argnames="times"), (), {"how": "", "times": 5}),
+        ):
+            same(step(make_state(), (X, Y), *args, **kwargs)[1], update(make_state(), X, Y, 5.0)[1])
+
+    def test_decorator(self) -> None:
+        zero = zerojax.zero(stage=1)
+
+        @functools.partial(zero, static_argnums=2)
+        def step(state: TrainState, batch: Any, layers: int) -> Any:
+            for _ in range(layers):
+                state, loss = update(state, *batch)
+            return state, loss
+
+        state, _ = step(make_state(), (X, Y), 2)
+        assert int(state.step) == 2
+        state, _ = step(state, (X, Y), 1)
+        assert int(state.step) == 3
+
+    def test_position_that_is_not_there(self) -> None:
+        with pytest.raises(ValueError, match=r"static_argnums has 4, but train_step takes 2"):
+            zerojax.zero(stage=1)(train_step, static_argnums=4)
+
+    def test_name_that_is_not_there(self) -> None:
+        with pytest.raises(ValueError, match=r"static_argnames has 'lr', but train_step takes"):
+            zerojax.zero(stage=1)(train_step, static_argnames=["lr"])
+
+    def test_argument_of_another_type(self) -> None:
+        with pytest.raises(TypeError, match=r"static_argnums: an int or a sequence"):
+            zerojax.zero(stage=1)(train_step, static_argnums="how")
+
+    def test_argument_that_is_not_hashable(self) -> None:
+        step = zerojax.zero(stage=1)(scaled_step, static_argnums=2)
+        with pytest.raises(TypeError, match=r"static argument 2 \(how\) is a list.*not hashable"):
+            step(make_state(), (X, Y), [1])
+
+    @pytest.mark.parametrize(
+        "what", [jnp.float32, np.float32, jnp.dtype("float32"), Config(jnp.float32), None, len]
+    )
+    def test_types_and_configs_are_never_traced(self, what: Any) -> None:
+        def step(state: TrainState, batch: Any, it: Any) -> Any:
+            assert it is what
+            return train_step(state, batch)
+
+        agrees(step, (X, Y), what, jit=lambda f: lambda *args: f(*args))
+
+    def test_a_config_that_is_not_hashable(self) -> None:
+        @dataclass
+        class Mine:
+            dtype: Any = jnp.float32
+
+        step = zerojax.zero(stage=1)(lambda state, batch, config: train_step(state, batch))
+        with pytest.raises(TypeError, match=r"is a Mine: no array, and not hashable.*frozen"):
+            step(make_state(), (X, Y), Mine())
+
+    def test_constants_of_two_types_differ(self) -> None:
+        assert Constant(1) == Constant(1) != Constant(True)
+
+
+class TestBatchArguments:
+    def test_are_one_batch(self) -> None:
+        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        step = zero(update, batch_argnums=(1, 2))
+        state, loss = step(make_state(), X, Y)
+        same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
+
+    @pytest.mark.parametrize("keywords", [False, True])
+    def test_are_cut_together(self, keywords: bool) -> None:
+        step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update, batch_argnums=(1, 2))
+        given = ((), {"y": Y, "x": X}) if keywords else ((X, Y), {})
+        state, loss = step(make_state(), *given[0], **given[1])
+        same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
+
+    def test_are_checked_together(self) -> None:
+        step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update, batch_argnums=(1, 2))
+        with pytest.raises(ValueError, match="disagree"):
+            step(make_state(), X, Y[:8])
+
+    def test_name_one_that_is_not_the_first(self) -> None:
+        def step(state: TrainState, key: jax.Array, batch: Any) -> Any:
+            return train_step(state, batch)
+
+        zero = zerojax.zero(stage=1)
+        with pytest.raises(ValueError, match="batch_argnums names another"):
+            zero(step)(make_state(), jax.random.key(0), (X, Y))
+        named = zero(step, batch_argnums=2)
+        same(named(make_state(), jax.random.key(0), (X, Y))[1], update(make_state(), X, Y)[1])
+
+    def test_that_are_static_too(self) -> None:
+        with pytest.raises(ValueError, match="argument 1 is in batch_argnums and static_argnums"):
+            zerojax.zero(stage=1)(update, batch_argnums=(1, 2), static_argnums=1)
+
+    def test_that_are_missing_from_the_call(self) -> None:
+        step = zerojax.zero(stage=1)(update, batch_argnums=(1, 3))
+        with pytest.raises(TypeError, match=r"batch_argnums names scale, which is no argument"):
+            step(make_state(), X, Y)
+
+    def test_are_needed_for_a_second_array_of_rows_cut_into_micro_batches(self) -> None:
+        step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update)
+        with pytest.raises(ValueError, match=r"\(16, 4\).*2 micro-batches.*batch_argnums=\(1, 2\)"):
+            step(make_state(), X, Y)
+
+    def test_are_not_needed_without(self) -> None:
+        agrees(update, X, Y)
+
+
+class TestGraphs:
+    BATCH: ClassVar = {  # 16 nodes, 24 edges (8 divides both), 3 graphs (it does not)
+        "nodes": X,
+        "senders": RNG.integers(16, size=24, dtype=np.int32),
+        "receivers": RNG.integers(16, size=24, dtype=np.int32),
+        "of": np.sort(RNG.integers(3, size=16, dtype=np.int32)),
+        "labels": RNG.normal(size=(3, 4)).astype(np.float32),
+    }
+
+    @staticmethod
+    def step(state: TrainState, graphs: Any) -> Any:
+        sent = jnp.zeros_like(graphs["nodes"]).at[graphs["receivers"]]
+        nodes = graphs["nodes"] + sent.add(graphs["nodes"][graphs["senders"]])
+        return update(state, jax.ops.segment_sum(nodes, graphs["of"], 3), graphs["labels"])
+
+    @pytest.mark.parametrize("stage", [0, 2, 3])
+    def test_have_dimensions_of_their_own(self, stage: int) -> None:
+        zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
+        agrees(self.step, self.BATCH, zero=zero)
+
+    def test_are_cut_where_they_divide(self) -> None:
+        step = zerojax.zero(stage=1)(self.step)
+        shardings = step.lower(make_state(), self.BATCH).compile().input_shardings[0][1]
+        cut = {name: not s.is_fully_replicated for name, s in shardings.items() if s}
+        assert cut["nodes"]
+        assert cut["senders"]
+        assert not cut["labels"]
+
+    def test_cannot_be_cut_into_micro_batches(self) -> None:
+        step = zerojax.zero(stage=1, gradient_accumulation_steps=2)(self.step)
+        with pytest.raises(ValueError, match=r"disagree.*gradient_accumulation_steps to 1"):
+            step(make_state(), self.BATCH)
+
+
+class TestStateAlone:
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_is_returned_alone(self, accumulation: int) -> None:
+        zero = zerojax.zero(stage=3, gradient_accumulation_steps=accumulation)
+        step, plain = zero(lambda state, batch: train_step(state, batch)[0]), make_state()
+        state = zero.init(make_state)
+        for _ in range(3):
+            state, (plain, _) = step(state, (X, Y)), train_step(plain, (X, Y))
+        assert isinstance(state, TrainState)
+        same(state.params, plain.params)
+
+
+class Trainer:
+    """A program that keeps its step in a class."""
+
+    zero = zerojax.zero(stage=1)
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.traced = scale, 0
+
+    @zero
+    def step(self, state: TrainState, batch: Any) -> Any:
+        self.traced += 1
+        return update(state, *batch, scale=self.scale)
+
+    @zero
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def static_step(self, state: TrainState, batch: Any, times: int) -> Any:
+        assert isinstance(times, int)
+        return update(state, *batch, scale=self.scale * times)
+
+    @functools.partial(zero, batch_argnums=(2, 3))
+    def two(self, state: TrainState, x: Any, y: Any) -> Any:
+        return update(state, x, y, scale=self.scale)
+
+    def undecorated(self, state: TrainState, batch: Any) -> Any:
+        return update(state, *batch, scale=self.scale)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, state: TrainState, batch: Any) -> Any:
+        return update(state, *batch, scale=self.scale)
+
+
+class TestMethod:
+    def test_is_a_step_of_its_instance(self) -> None:
+        for scale in (1.0, 3.0):
+            trainer = Trainer(scale)
+            state, _ = trainer.step(make_state(), (X, Y))
+            traced = trainer.traced
+            state, loss = trainer.step(state, (X, Y))
+            assert trainer.traced == traced
+            assert int(state.step) == 2
+            plain, _ = update(make_state(), X, Y, scale)
+            same(loss, update(plain, X, Y, scale)[1])
+
+    def test_under_a_jit_with_static_self(self) -> None:
+        loss = Trainer(2.0).static_step(make_state(), (X, Y), 3)[1]
+        same(loss, update(make_state(), X, Y, 6.0)[1])
+
+    def test_with_positions_that_count_self(self) -> None:
+        loss = Trainer(2.0).two(make_state(), X, Y)[1]
+        same(loss, update(make_state(), X, Y, 2.0)[1])
+
+    @pytest.mark.parametrize("name", ["undecorated", "jitted"])
+    def test_that_is_bound(self, name: str) -> None:
+        step = zerojax.zero(stage=1)(getattr(Trainer(2.0), name))
+        same(step(make_state(), (X, Y))[1], update(make_state(), X, Y, 2.0)[1])
+
+    def test_of_the_class_itself(self) -> None:
+        assert Trainer.step is Trainer.__dict__["step"]
+
+    def test_of_instances_with_slots(self) -> None:
+        class Slotted:
+            __slots__ = ()
+            step = zerojax.zero(stage=1)(lambda self, state, batch: train_step(state, batch))
+
+        with pytest.raises(TypeError, match=r"step is a step in Slotted.*__slots__.*bound method"):
+            Slotted().step(make_state(), (X, Y))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda step, state: jax.jit(step)(state, (X, Y)),
+            lambda step, state: jax.eval_shape(step, state, (X, Y)),
+            lambda step, state: jax.jit(lambda batch: step(state, batch))((X, Y)),
+            lambda step, state: jax.jit(lambda: step(state, (X, Y)))(),
+            lambda step, state: jax.lax.scan(lambda s, _: step(s, (X, Y)), state, length=2),
+            lambda step, state: jax.vmap(lambda x: step(state, (x, Y)))(np.stack([X, X])),
+            lambda step, state: jax.grad(lambda y: step(state, (X, y))[1])(Y),
+        ],
+    )
+    def test_within_another_program(self, call: Any) -> None:
+        step, state = zerojax.zero(stage=1, donate=False)(train_step), make_state()
+        step(state, (X, Y))
+        with pytest.raises(
+            TypeError, match=r"train_step is decorated.*inside jax\.jit, scan.*loop"
+        ):
+            call(step, state)
+        step(state, (X, Y))
+
+    def test_a_state_without_parameters(self) -> None:
+        state = TrainState.create(apply_fn=None, params={}, tx=optax.sgd(0.1))
+        step = zerojax.zero(stage=1)(train_step)
+        with pytest.raises(ValueError, match=r"no parameters \(params is empty\)"):
+            step(state, (X, Y))
+        with pytest.raises(ValueError, match="no parameters"):
+            zerojax.zero(stage=1).init(lambda: state)
+
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_a_mean_over_an_axis_of_pmap(self, accumulation: int) -> None:
+        def step(state: TrainState, batch: Any) -> Any:
+            state, loss = train_step(state, batch)
+            return state, jax.lax.pmean(loss, axis_name="devices")
+
+        zero = zerojax.zero(stage=1, gradient_accumulation_steps=accumulation)
+        with pytest.raises(NameError, match=r"step names an axis of a pmap.*remove it.*global"):
+            zero(step)(make_state(), (X, Y))
+
+    def test_a_step_under_pmap(self) -> None:
+        with pytest.raises(ValueError, match=r"train_step is under jax\.pmap: leave it out"):
+            zerojax.zero(stage=1)(jax.pmap(train_step, axis_name="batch"))
+
+    def test_an_error_of_the_step_is_its_own(self) -> None:
+        def step(state: TrainState, batch: Any) -> Any:
+            return undefined  # type: ignore[name-defined] # noqa: F821
+
+        with pytest.raises(NameError, match="name 'undefined' is not defined"):
+            zerojax.zero(stage=1)(step)(make_state(), (X, Y))
+
+    def test_two_states(self) -> None:
+        step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
+        with pytest.raises(TypeError, match=r"a TrainState as 1 \(second\).*trains one state"):
+            step(make_state(), make_state(), (X, Y))
+
+
+def test_arguments_are_put_back_where_they_were() -> None:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    state = make_state()
+    for args, kwargs in (
+        ((state, X, "a", 3), {"key": 1}),
+        ((state,), {"batch": X, "key": 1}),
+    ):
+        arguments = Arguments(function, static_argnums=2)
+        call = arguments.sort(args, kwargs)
+        again = arguments.rearranged(call.form)(
+            *call.objects, call.batch, *call.args, **call.kwargs
+        )
+        assert again[0] == args
+        assert again[1] == kwargs

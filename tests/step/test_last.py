@@ -1,0 +1,157 @@
+"""NNX objects that are changed between two steps: the next step goes on from what they are then,
+as where the function is called plainly."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.step.last import LastObjects
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("f4")
+
+
+class Settings:
+    """Equal and hashable by value, and changed in place."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.scale == other.scale
+
+    def __hash__(self) -> int:
+        return hash(self.scale)
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, use_running_average=False, rngs=nnx.Rngs(1))
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(2))
+        self.settings = Settings()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.dropout(self.norm(self.linear(x)))
+        more = self.more[...] if hasattr(self, "more") else 0
+        return x * self.settings.scale + more
+
+
+def create() -> tuple[Any, ...]:
+    model = Net()
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.metrics.Average("loss")
+
+
+def step(model: Any, optimizer: Any, metrics: Any, x: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    metrics.update(loss=loss)
+    return loss
+
+
+def evaluates(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.eval()
+
+
+def drops(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.dropout.deterministic = False
+
+
+def sets_a_value(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.linear.kernel[...] = jnp.ones((4, 4))
+
+
+def sets_a_variable(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.linear.kernel = nnx.Param(jnp.ones((4, 4)))
+
+
+def resets(model: Any, optimizer: Any, metrics: Any) -> None:
+    metrics.reset()
+
+
+def sets_the_rate(model: Any, optimizer: Any, metrics: Any) -> None:
+    state = getattr(optimizer.opt_state, "inner", optimizer.opt_state)  # zero's has it within
+    rate = state.hyperparams["learning_rate"]
+    rate.set_value(jnp.full_like(rate.get_value(), 0.01))
+
+
+def adds_a_variable(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.more = nnx.BatchStat(jnp.ones(4))
+
+
+def ties(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.norm.var = model.norm.mean
+
+
+def changes_in_place(model: Any, optimizer: Any, metrics: Any) -> None:
+    model.settings.scale = 2.0
+
+
+CHANGES = [
+    evaluates, drops, sets_a_value, sets_a_variable, resets, sets_the_rate, adds_a_variable, ties,
+    changes_in_place,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_two_steps(change: Callable[..., None]) -> None:
+    zero = zerojax.zero(stage=2)
+    mine, plain = zero.init(create), create()
+    decorated = zero(step)
+    for _ in range(2):
+        for _ in range(3):
+            np.testing.assert_allclose(decorated(*mine, X), step(*plain, X), rtol=1e-5)
+        change(*mine)
+        change(*plain)
+    for _ in range(2):
+        np.testing.assert_allclose(decorated(*mine, X), step(*plain, X), rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(nnx.state((mine[0], mine[2]))),
+                    jax.tree.leaves(nnx.state((plain[0], plain[2]))), strict=True):  # fmt: skip
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_found_only_as_it_was_left() -> None:
+    objects = create()
+    zero = zerojax.zero(stage=1)
+    zero(step)(*objects, X)
+    opened = zero(step)._states.open(objects)
+    last = LastObjects.of(objects, opened.parts)
+    assert last is not None
+    found = last.found(objects)
+    assert found is not None
+    assert found.write_back is not None
+    same = zip(*map(jax.tree.leaves, (found.parts, opened.parts)), strict=True)
+    assert all(a is b for a, b in same)
+    after = jax.tree.map(jnp.copy, found.parts)
+    found.write_back(after)
+    assert objects[0].linear.kernel.get_raw_value() is after.params["linear"]["kernel"]
+    assert last.found(objects) is not None
+    objects[2].reset()
+    assert last.found(objects) is None
+
+
+def test_objects_are_not_kept_alive() -> None:
+    zero = zerojax.zero(stage=1)
+    objects = zero.init(create)
+    opened = zero(step)._states.open(objects)
+    last = LastObjects.of(objects, opened.parts)
+    assert last is not None
+    model = weakref.ref(objects[0])
+    kernel = weakref.ref(objects[0].linear.kernel.get_raw_value())
+    del objects, opened
+    gc.collect()
+    assert model() is None
+    assert kernel() is None

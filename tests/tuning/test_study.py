@@ -1,0 +1,286 @@
+"""A small model's step compiled for GPUs, under several settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import pytest
+from flax import linen as nn
+
+from zerojax.config import ConfigError, load
+from zerojax.devices.rates import RESERVE
+from zerojax.foresight.attribution import (
+    ACTIVATIONS,
+    BATCH,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    PARAMETERS,
+    STATE,
+)
+from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload, changes
+from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.remedies import milder_first, remedies
+from zerojax.hlo.assignment import buffers_at_peak
+from zerojax.models.registry import ModelError, bound, find
+from zerojax.tuning.cache import Cache
+from zerojax.tuning.search import search
+from zerojax.tuning.space import Space, left_open
+from zerojax.tuning.study import Study
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+DIM, VOCABULARY, SEQ, LAYERS = 256, 2048, 64, 2
+PARAMETERS_HELD = DIM * VOCABULARY + LAYERS * DIM * DIM * 8
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = nn.relu(nn.Dense(4 * DIM, use_bias=False)(x))
+        return x + nn.Dense(DIM, use_bias=False)(wide)
+
+
+class Model(nn.Module):
+    remat: bool
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        table = nn.Embed(VOCABULARY, DIM)
+        x = table(tokens)
+        for i in range(LAYERS):
+            x = (nn.remat(Layer) if self.remat else Layer)(name=f"layer_{i}")(x)
+        return table.attend(x)
+
+
+def model(remat: bool = False) -> Model:
+    return Model(remat)
+
+
+CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+
+
+@functools.cache
+def study(rows: int | None = 16, memory: int | None = None, cache: Cache | None = None) -> Study:
+    mesh, rates = parse_devices("h100:2")
+    if memory is not None:
+        rates = dataclasses.replace(rates, memory=memory + RESERVE)
+    measured = {"measured": cache} if cache else {}
+    config = load(CONFIG)
+    return Study(model, config, mesh, rates, rows=rows, seq=SEQ, remat=False, **measured)
+
+
+def test_the_kinds_add_up_and_are_those_of_the_stage() -> None:
+    of = study()
+    whole = of.forecast(of.given).peak.memory
+    assert PARAMETERS_HELD * 4 <= whole[PARAMETERS] <= PARAMETERS_HELD * 6.1
+    assert whole[STATE] == pytest.approx(PARAMETERS_HELD * 8, rel=1e-3)
+    assert GATHERED not in whole
+    assert whole[ACTIVATIONS] + whole[LOGITS] + whole.get(GRADIENTS, 0) > 8 * SEQ * VOCABULARY * 2
+    assert whole[BATCH] == 8 * (SEQ + 1) * 4
+    cut = of.forecast(dataclasses.replace(of.given, stage=3)).peak.memory
+    assert cut[STATE] == pytest.approx(PARAMETERS_HELD * 4, rel=0.02)
+    assert cut[PARAMETERS] <= PARAMETERS_HELD * 3.1
+
+
+def test_time_and_traffic() -> None:
+    of = study()
+    found = of.forecast(of.given)
+    # Twice the multiplications of the layers and the logits; of the backward pass nothing counts.
+    tokens = 8 * SEQ
+    assert found.programs[0].forward == pytest.approx(2 * tokens * PARAMETERS_HELD, rel=0.01)
+    assert 0 < found.mfu < 1
+    assert found.tokens == 16 * SEQ
+    assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
+    assert {each.kind for each in found.traffic} == {"all-reduce"}
+    assert all(0 <= each.hidden <= 1 for each in found.traffic)
+    cut = of.forecast(dataclasses.replace(of.given, stage=3))
+    assert {each.kind for each in cut.traffic} >= {"all-gather", "reduce-scatter"}
+
+
+def test_offload_shows_the_host() -> None:
+    of = study()
+    found = of.forecast(dataclasses.replace(of.given, stage=2, offload="optimizer"))
+    assert len(found.programs) > 1
+    assert found.host_bytes >= PARAMETERS_HELD * 12 / 2
+    assert {"to the device", "to the host"} <= {each.kind for each in found.traffic}
+    assert STATE not in found.programs[0].memory or (
+        found.programs[0].memory[STATE] < PARAMETERS_HELD
+    )
+
+
+def test_remedies_fit_and_the_mildest_is_among_them() -> None:
+    given = study()
+    cut = given.forecast(dataclasses.replace(given.given, stage=1))
+    tight = study(memory=cut.peak.bytes + 10**6)
+    assert not tight.forecast(tight.given).fits
+    found = remedies(tight, wanted=1, compiles=3)
+    assert found
+    assert all(each.forecast.fits for each in found)
+    assert any(each.choice == dataclasses.replace(given.given, stage=1) for each in found)
+
+
+def test_where_nothing_fits_there_is_no_remedy() -> None:
+    assert remedies(study(memory=10**5), compiles=1) == []
+
+
+def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    of = study(None, study().forecast(study().given).peak.bytes, cache)
+    space = Space(stages=(0,), remats=(False,), offloads=("none",))
+    found = search(of, space)
+    best = max(each.choice.micro for each in found)
+    assert found[0].choice.micro == best
+    assert all(each.forecast.fits for each in found)
+    assert cache.misses == len(of._known)
+    bigger = of.forecast(dataclasses.replace(found[0].choice, micro=2 * best))
+    assert not bigger.fits
+
+    file = sorted(tmp_path.glob("*.json"))[0]
+    file.write_text(file.read_text()[:50])  # as after a crash
+    again = Cache(tmp_path)
+    mesh, _ = parse_devices("h100:2")
+    same = Study(
+        model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again
+    )
+    repeated = search(same, space)
+    assert (again.hits, again.misses) == (cache.misses - 1, 1)
+    assert [each.choice for each in repeated] == [each.choice for each in found]
+
+
+def test_rows_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="2 devices"):
+        study(rows=15)
+
+
+def test_milder_choices_keep_the_batch() -> None:
+    given = Choice(stage=1, micro=4, accumulation=2, remat=False)
+    found = list(milder_first(given))
+    assert all(each.micro * each.accumulation == 8 for each in found)
+    assert all(each.stage >= 1 and each.possible for each in found)
+    assert given not in found
+    assert list(changes(given, found[0])) == ['"zero_optimization": {"stage": 2}']
+
+
+def test_a_choice_as_json() -> None:
+    raw = {"zero_optimization": {"stage": 1, "sub_group_size": 7}, "fp16": {"enabled": True}}
+    choice = Choice(stage=3, micro=2, accumulation=4, offload="optimizer and parameters")
+    made = choice.json(raw, 8)
+    assert made["train_batch_size"] == 64
+    assert made["zero_optimization"] == {
+        "stage": 3,
+        "sub_group_size": 7,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
+    assert Choice.of(load(made), 64, 8) == choice
+    back = dataclasses.replace(choice, offload="none").json(made, 8)
+    assert back["zero_optimization"] == {"stage": 3, "sub_group_size": 7}
+
+
+def test_what_a_config_gives_is_kept() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": "auto", "offload_param": {"device": "none"}},
+        "fp16": {"enabled": True},
+    }
+    space, rest = left_open(config, None, 8, [False, True])
+    assert space.sizes() == [4]
+    assert space.stages == (0, 1, 2, 3)
+    assert space.offloads == ("none", "optimizer")
+    assert rest == {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"offload_param": {"device": "none"}},
+        "fp16": {"enabled": True},
+    }
+    fixed, _ = left_open({"gradient_accumulation_steps": 4}, 64, 8, [None])
+    assert fixed.sizes() == [2]
+    assert fixed.choice(Choice(stage=1, micro=1), 2).accumulation == 4
+    assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 3, 6]
+    with pytest.raises(ConfigError, match="take 8 or 16"):
+        left_open({}, 12, 8, [None])
+    with pytest.raises(ConfigError, match="64 in the config, but 32"):
+        left_open({"train_batch_size": 64}, 32, 8, [None])
+
+
+def test_an_offload_that_is_auto_is_open() -> None:
+    whole = {"zero_optimization": {"offload_optimizer": "auto"}}
+    device = {"zero_optimization": {"offload_optimizer": {"device": "auto", "ratio": 0.5}}}
+    for config in (whole, device):
+        space, rest = left_open(config, 8, 8, [None])
+        assert space.offloads == TRIED
+        read = load(space.furthest(rest, 8)).offload_optimizer
+        assert read is not None
+        assert read.ratio == (1.0 if config is whole else 0.5)
+    choice = Choice(stage=1, micro=1, offload="optimizer")
+    section = choice.json(rest, 8)["zero_optimization"]["offload_optimizer"]
+    assert section == {"device": "cpu", "ratio": 0.5}
+
+
+def test_old_forms_of_a_config() -> None:
+    space, rest = left_open({"zero_optimization": True}, 8, 8, [None])
+    assert space.stages == (1,)
+    assert rest["zero_optimization"] == {"stage": 1}
+    space, rest = left_open({"zero_optimization": {"cpu_offload": True}}, 8, 8, [None])
+    assert space.offloads == ("optimizer", "optimizer and parameters")
+    assert "cpu_offload" not in rest["zero_optimization"]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_every_offload_is_told_and_given_back(offload: Offload) -> None:
+    choice = Choice(stage=3, micro=2, offload=offload)
+    assert Choice.of(load(choice.json({}, 8)), 16, 8) == choice
+    assert Choice.of(choice.config(load({}), 8), 16, 8) == choice
+
+
+def test_no_dump() -> None:
+    with pytest.raises(ValueError, match="dump"):
+        buffers_at_peak(b"\xff\xff\xff")
+
+
+def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_models.py").write_text("raise OSError('no weights here')\n")
+    (tmp_path / "fine_models.py").write_text("VALUE = 3\ndef made(width, seq): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match="OSError: no weights here"):
+        find("broken_models:f")
+    with pytest.raises(ModelError, match="no_such_module"):
+        find("no_such_module:f")
+    with pytest.raises(ModelError, match="int is no function"):
+        find("fine_models:VALUE")
+    with pytest.raises(ModelError, match="unknown model 'gtp'"):
+        find("gtp")
+    with pytest.raises(ModelError, match="wants width"):
+        bound(find("fine_models:made"), {"seq": 3})
+
+
+def test_what_is_no_model() -> None:
+    mesh, rates = parse_devices("h100:1")
+    of = Study(lambda: 3, load(CONFIG), mesh, rates, rows=1, seq=8)
+    with pytest.raises(TypeError, match="a int is no flax model"):
+        of.forecast(of.given)
+
+
+def test_parameters_on_disk_can_be_planned() -> None:
+    mesh, rates = parse_devices("h100:2")
+    place = {"device": "nvme", "nvme_path": "/not/here"}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+    config = load({"bf16": {"enabled": True}, "zero_optimization": zero})
+    found = Study(model, config, mesh, rates, rows=2, seq=SEQ).forecast
+    assert found(Choice.of(config, 2, 2, False)).disk_bytes >= PARAMETERS_HELD * 8 / 2
+
+
+def test_a_torus_that_is_not_compiled_for() -> None:
+    with pytest.raises(ValueError, match="256 of them are compiled for as 16x16"):
+        parse_devices("v5e:8x32")
+    with pytest.raises(ValueError, match="compiled for as no torus"):
+        parse_devices("h100:2x4")
+
+
+@pytest.mark.parametrize("devices", ["h100:", "8", "h100:8x", "h100:0"])
+def test_devices_that_are_none(devices: str) -> None:
+    with pytest.raises(ValueError, match="devices"):
+        parse_devices(devices)

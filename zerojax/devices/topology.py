@@ -1,0 +1,219 @@
+"""Meshes of devices that are not there, to compile for them on any machine.
+
+    mesh = zerojax.topology("h100", devices=8)
+    lowered = zerojax.zero(config, mesh=mesh)(train_step).lower(state, batch)
+    lowered.compile().memory_analysis()
+
+Nothing can be placed on such a mesh or run on it: it is for ``lower().compile()``, whose memory,
+collectives and time are then those of the named device. The figures of each device are in
+``device_kinds.json``.
+"""
+
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+GPUS_PER_HOST = 8
+TPUS_PER_HOST = 4
+
+# What XLA's GPU compiler asks of a device (GpuTargetConfigProto), in protobuf's text format.
+_GPU_TARGET = Template("""
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: $threads_per_core
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 device_address_bits: 64
+  shared_memory_per_core: $shared_memory_per_core
+  shared_memory_per_block_optin: $shared_memory_per_block_optin
+  core_count: $core_count fpus_per_core: $fpus_per_core clock_rate_ghz: $clock_rate_ghz
+  memory_bandwidth: $memory_bandwidth device_memory_size: $device_memory_size
+  l2_cache_size: $l2_cache_size pcie_bandwidth: $pcie_bandwidth
+  cuda_compute_capability { major: $major minor: $minor $feature_extension }
+  device_interconnect_info { active_links: $active_links }
+  device_vendor: "NVIDIA Corporation" name: "$name"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+device_description_str: "$name"
+""")
+
+
+def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = None) -> Mesh:
+    """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
+
+    Args:
+      name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``,
+        ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
+      devices: how many. GPUs stand 8 to a host, so above 8 it is a multiple of 8; TPU chips
+        stand 4 to a host, so it is a multiple of 4.
+      axes: sizes by axis name, outermost first; their product is ``devices``. By default one
+        ``"data"`` axis over all devices.
+
+    Raises:
+      ValueError: the kind is unknown, the number does not fill whole hosts, or the axes do not
+        multiply out to it.
+      ImportError: the compiler's wheels are not installed.
+      RuntimeError: the CUDA plugin is installed, but JAX could not load it in this process.
+
+    Example::
+
+      zerojax.topology("h100", devices=64, axes={"data": 8, "model": 8})
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices must be a positive int, got {devices!r}")
+    axes = {"data": devices} if axes is None else dict(axes)
+    if math.prod(axes.values()) != devices or any(size < 1 for size in axes.values()):
+        sizes = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ValueError(
+            f"axes {sizes or '{}'} multiply out to {math.prod(axes.values())}, not to "
+            f"devices={devices}: change one of them"
+        )
+    kind, figures = lookup(name)
+    family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
+    found = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=found,
+    )
+
+
+@functools.cache
+def device_kinds() -> dict[str, Any]:
+    """The figures of every known device, as ``device_kinds.json`` has them."""
+    figures = resources.files("zerojax.devices").joinpath("device_kinds.json")
+    return json.loads(figures.read_text())
+
+
+def lookup(name: str) -> tuple[str, dict[str, Any]]:
+    """A kind's own name, where ``name`` may be another one, and its figures.
+
+    Raises:
+      ValueError: the kind is unknown.
+    """
+    kinds = device_kinds()
+    wanted = name.lower() if isinstance(name, str) else name
+    wanted = kinds["aliases"].get(wanted, wanted)
+    for family in ("gpu", "tpu"):
+        if wanted in kinds[family]:
+            return wanted, kinds[family][wanted]
+    known = [*kinds["gpu"], *kinds["tpu"], *kinds["aliases"]]
+    close = difflib.get_close_matches(str(wanted), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown device kind {name!r}.{hint} Known: {', '.join(sorted(known))}")
+
+
+def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.Device]:
+    if devices > GPUS_PER_HOST and devices % GPUS_PER_HOST:
+        raise ValueError(
+            f"devices={devices} does not fill whole hosts of {GPUS_PER_HOST} GPUs: take "
+            f"{_neighbours(devices, GPUS_PER_HOST)}, or at most {GPUS_PER_HOST}"
+        )
+    if _missing("jax_plugins.xla_cuda13") and _missing("jax_plugins.xla_cuda12"):
+        raise ImportError(
+            f"compiling for {name!r} needs XLA's GPU compiler: pip install 'zerojax[compile]'"
+        )
+    hosts = max(1, devices // GPUS_PER_HOST)
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=_target_config(figures),
+            topology=f"1x{hosts}x{devices // hosts}",  # partitions x hosts x GPUs a host
+        )
+    except NotImplementedError as error:
+        raise RuntimeError(_plugin_remedy(name)) from error
+    return described.devices
+
+
+def _target_config(figures: Mapping[str, Any]) -> str:
+    major, minor = figures["capability"]
+    extension = "feature_extension: ACCELERATED_FEATURES" if figures["accelerated_features"] else ""
+    return _GPU_TARGET.substitute(figures, major=major, minor=minor, feature_extension=extension)
+
+
+def _plugin_remedy(name: str) -> str:
+    versions = {
+        package: importlib.metadata.version(package)
+        for package in ("jax", "jax-cuda13-plugin")
+        if not _missing(package.replace("-", "_"))
+    }
+    if len(set(versions.values())) > 1:
+        found = ", ".join(f"{package} {version}" for package, version in versions.items())
+        return f"the CUDA plugin's version must equal jax's, found {found}: " + (
+            "pip install 'zerojax[compile]'"
+        )
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return (
+        f"XLA's CUDA plugin is installed but did not load, so there is no compiler for {name!r}. "
+        "Without a GPU and its libraries it loads only when JAX is told not to look for one: set "
+        "JAX_PLATFORMS=cpu, or call jax.config.update('jax_platforms', 'cpu'), before JAX is "
+        f"first used in this process (jax_platforms is now {platforms!r})"
+    )
+
+
+def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.Device]:
+    if devices % TPUS_PER_HOST:
+        raise ValueError(
+            f"devices={devices} does not fill whole hosts of {TPUS_PER_HOST} {name} chips: take "
+            f"{_neighbours(devices, TPUS_PER_HOST)}"
+        )
+    if _missing("libtpu"):
+        raise ImportError(f"compiling for {name!r} needs libtpu: pip install 'zerojax[tpu]'")
+    # libtpu locks the machine for one process; compiling holds no chip, so there is no need.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    torus = "x".join(map(str, _torus(devices, figures["torus_rank"])))
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{name.lower()}:{torus}"
+    ).devices
+
+
+def torus(kind: str, devices: int) -> tuple[int, ...]:
+    """The sides of the torus in which so many TPU chips are compiled for; of GPUs none."""
+    figures = lookup(kind)[1]
+    return _torus(devices, figures["torus_rank"]) if "torus_rank" in figures else ()
+
+
+def _torus(chips: int, rank: int) -> tuple[int, ...]:
+    """Split ``chips`` into ``rank`` sides, nearly equal, the first two even as a host needs."""
+    hosts, sides = chips // TPUS_PER_HOST, [2, 2, 1][:rank]
+    for factor in sorted(_prime_factors(hosts), reverse=True):
+        sides[sides.index(min(sides))] *= factor
+    return tuple(sorted(sides, key=lambda side: (side % 2, side)))
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, candidate = [], 2
+    while number > 1:
+        while number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        candidate += 1
+    return factors
+
+
+def _neighbours(devices: int, whole: int) -> str:
+    below = devices // whole * whole
+    return f"{below} or {below + whole}" if below else str(whole)
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:
+        return True

@@ -1,0 +1,189 @@
+"""What works on the devices at hand, by trying it on the smallest of models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from pallas_kernels import dispatch
+from zerojax.api import zero
+from zerojax.offload.disk.array import DiskArray
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried.
+
+    Attributes:
+      name: what it is.
+      works: whether it does.
+      says: what was done; where it does not work, why, and the remedy.
+      seconds: how long it took.
+    """
+
+    name: str
+    works: bool
+    says: str
+    seconds: float
+
+
+_COMPILE = """
+import sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from zerojax.devices.topology import topology
+
+whole = NamedSharding(topology(sys.argv[1], int(sys.argv[2])), PartitionSpec())
+x = jax.ShapeDtypeStruct((128,), "float32", sharding=whole)
+jax.jit(lambda x: x * 2).lower(x).compile()
+"""
+
+Try = tuple[str, Callable[[], str]]
+"""A name, and a function that says what it did, or raises."""
+
+
+def stages() -> str:
+    """One step at each stage."""
+    for stage in range(4):
+        _step(stage=stage)
+    n = len(jax.devices())
+    if n == 1:
+        return "one step at each; there is one device, so each takes the same memory"
+    return f"one step at each, over {n} devices"
+
+
+def to_host() -> str:
+    """One step with everything in host memory."""
+    _step(stage=3, offload_optimizer="cpu", offload_param="cpu")
+    return "one step with the state in pinned_host"
+
+
+def to_disk() -> str:
+    """One step with everything in files."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        files = {"device": "nvme", "nvme_path": folder}
+        state = _step(stage=3, offload_optimizer=files, offload_param=files)
+        store = next(x.leaf.store for x in jax.tree.leaves(state) if isinstance(x, DiskArray))
+        store.wait()
+        store.close()
+    return f"one step with the state in files under {tempfile.gettempdir()}"
+
+
+def kernels() -> str:
+    """Whether the fused kernels run on the default device, which is not tried."""
+    at = dispatch.target()
+    if "mosaic_gpu" not in dispatch.available(at):
+        raise RuntimeError(
+            f"they need an H100, H200 or B200, and this is {at.kind}. XLA computes the same "
+            "in their place; pallas_kernels.compat.simulator() runs them here to test them"
+        )
+    if dispatch.in_place(at) != "mosaic_gpu":
+        return f"on {at.kind}; for FusedAdam, which writes in place, take jax 0.11"
+    return f"on {at.kind}"
+
+
+def absent_gpus() -> str:
+    """A compile for a GPU."""
+    return _compiled("h100", 1)
+
+
+def absent_tpus() -> str:
+    """A compile for a host of TPUs."""
+    return _compiled("v5e", 4)
+
+
+def processes() -> str:
+    """Whether this process is one of several."""
+    if jax.process_count() == 1:
+        raise RuntimeError(
+            "this is the only process. Where there are more, call jax.distributed.initialize() "
+            "in each before JAX is first used"
+        )
+    return f"{jax.process_count()} of them, this is number {jax.process_index()}"
+
+
+CHECKS: tuple[Try, ...] = (
+    ("stages 0 to 3", stages),
+    ("offload to host memory", to_host),
+    ("offload to disk (nvme)", to_disk),
+    ("fused kernels", kernels),
+    ("compile for absent GPUs", absent_gpus),
+    ("compile for absent TPUs", absent_tpus),
+    ("several processes", processes),
+)
+
+
+def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
+    """Tries each; one that raises does not work.
+
+    Example:
+      >>> def refuses() -> str:
+      ...     raise ValueError("no disk: add one")
+      >>> (check,) = tried([("disk", refuses)])
+      >>> check.works, check.says
+      (False, 'no disk: add one')
+    """
+    found = []
+    for name, check in checks:
+        start = time.perf_counter()
+        try:
+            works, says = True, check()
+        except Exception as error:
+            works, says = False, told(error)
+        found.append(Check(name, works, says, round(time.perf_counter() - start, 2)))
+    return tuple(found)
+
+
+def told(error: Exception) -> str:
+    """An error in one line, with its type where its text alone says too little."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, ValueError | ImportError | RuntimeError)
+    return text if plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _step(**config: Any) -> TrainState:
+    """Runs a decorated step of a linear model of which every device has a row."""
+    n = len(jax.devices())
+    wanted = zero(stage3_param_persistence_threshold=0, **config)
+
+    @wanted
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean((batch @ params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def create() -> TrainState:
+        params = {"w": jnp.ones((n, 2))}
+        return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
+
+    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))))
+    return state
+
+
+def _compiled(kind: str, devices: int) -> str:
+    """Compiles one line for devices that need not be there, in a process that looks for none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, kind, str(devices)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["the process ended"]
+        raise RuntimeError(said[0].partition("Error: ")[2] or said[0])
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    here = "" if platforms == "cpu" else "; a program of yours sets JAX_PLATFORMS=cpu for it"
+    return f'x * 2 for zerojax.topology("{kind}", {devices}){here}'

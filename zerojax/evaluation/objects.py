@@ -1,0 +1,161 @@
+"""What an evaluated function is given: a ``TrainState``, or NNX objects, taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from zerojax.train_state.linen import open_state
+from zerojax.train_state.nnx import apply_settings, is_nnx, open_objects, settings
+from zerojax.train_state.state_parts import OpenedState, Parts
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "zero.evaluate changes nothing, but the function updates (state.apply_gradients, or "
+        "optimizer.update in NNX): decorate a step that trains with @zero."
+    )
+
+
+REFUSING = optax.GradientTransformationExtraArgs(_refuse, _refuse)
+"""The optimizer that the function sees."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The state, or the NNX objects, of a call.
+
+    Attributes:
+      opened: their arrays.
+      call: ``call(function, parts, batch, args, kwargs)`` runs the function on such arrays. It
+        returns the results, and the leaves of ``parts.rest`` that the function changed in place, in
+        order, with None for the others.
+      update: gives the user's objects the changed leaves.
+    """
+
+    opened: OpenedState
+    call: Callable[..., tuple[Any, list[Any]]]
+    update: Callable[[Sequence[Any]], None]
+
+
+def subject(objects: tuple[Any, ...]) -> Subject:
+    """Takes the state of a call apart.
+
+    Raises:
+      TypeError: it is no ``TrainState``, and no NNX module is among the objects.
+    """
+    if not any(map(is_nnx, objects)):
+        return _of_state(*objects)
+    trained = any(isinstance(x, nnx.Optimizer) for x in objects)
+    return _of_objects(objects, open_objects(objects) if trained else open_model(objects))
+
+
+def _of_state(state: Any) -> Subject:
+    opened = open_state(state)
+
+    def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
+        return function(opened.close(parts, REFUSING), batch, *args, **kwargs), []
+
+    return Subject(opened, call, lambda changed: None)
+
+
+def _of_objects(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
+    def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
+        mine = opened.close(parts, REFUSING)
+        before = settings(mine)
+        out = function(*mine, batch, *args, **kwargs)
+        after = settings(mine)
+        apply_settings(mine, {at: x for at, x in before.items() if after.get(at) != x})
+        made = opened.split(*mine)
+        had: Any = jax.tree.structure(parts.rest)
+        has: Any = jax.tree.structure(made.rest)
+        if had != has:
+            raise TypeError(
+                f"{function.__name__} adds or removes variables of its NNX objects, such as those "
+                "that sow makes: do that outside zero.evaluate."
+            )
+        _check_kept(parts.params, made.params)
+        pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(made.rest), strict=True)
+        return out, [None if new is old else new for old, new in pairs]
+
+    def update(changed: Sequence[Any]) -> None:
+        leaves, tree = jax.tree.flatten(opened.parts.rest)
+        made = [old if new is None else new for old, new in zip(leaves, changed, strict=True)]
+        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, made))
+        assert opened.write_back is not None
+        opened.write_back(objects, parts, opened.tx)
+
+    return Subject(opened, call, update)
+
+
+def open_model(objects: tuple[Any, ...]) -> OpenedState:
+    """Takes NNX objects without an optimizer apart: the first module is the model, and its
+    ``nnx.Param`` are the parameters.
+
+    Raises:
+      TypeError: there is no module.
+    """
+    models = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
+    if not models:
+        raise TypeError(
+            "zero.evaluate takes (state, batch, ...) or (model, batch, ...), but none of "
+            f"{', '.join(type(x).__name__ for x in objects)} is an nnx.Module."
+        )
+    model, is_param = models[0], nnx.filterlib.to_predicate(nnx.Param)
+
+    def parameter(path: Any, x: Any) -> bool:
+        return path[0] == model and is_param(path[1:], x)
+
+    def split(*objects: Any) -> Parts:
+        _, *states = nnx.split(objects, parameter, ...)
+        params = nnx.as_pure(states[0]).raw_mapping
+        rest = nnx.as_pure(states[1])
+        none = np.zeros((), np.int32)
+        return Parts(nnx.State(params.get(model, {})), optax.EmptyState(), none, {"rest": rest})
+
+    graph, *states = nnx.split(objects, parameter, ...)
+
+    def joined(parts: Parts) -> tuple[Any, Any]:
+        return nnx.State({model: parts.params}), parts.rest["rest"]
+
+    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
+        closed: tuple[Any, ...] = nnx.merge(graph, *joined(parts))
+        return closed
+
+    def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
+        nnx.update(objects, *joined(parts))
+
+    specs = jax.tree.leaves(
+        nnx.as_pure(nnx.get_partition_spec(states[0])),
+        is_leaf=lambda s: isinstance(s, PartitionSpec),
+    )
+    return OpenedState(
+        parts=split(*objects),
+        tx=_IDENTITY,
+        split=split,
+        close=close,
+        key=graph,
+        specs=tuple(specs),
+        write_back=write_back,
+    )
+
+
+_IDENTITY = optax.identity()
+
+
+def _check_kept(before: Any, after: Any) -> None:
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    ):
+        if new is not old:
+            raise TypeError(
+                f"zero.evaluate changes no parameter, but the function sets "
+                f"{jax.tree_util.keystr(path)}: decorate a step that trains with @zero."
+            )

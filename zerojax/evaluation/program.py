@@ -1,0 +1,313 @@
+"""The compiled program of an evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax.collectives import Inserter
+from zerojax.evaluation.batch import Cut, Laying, cut, rows_of
+from zerojax.evaluation.objects import Subject
+from zerojax.evaluation.row_rules import Sizes, Undivided
+from zerojax.evaluation.rows import ByRows
+from zerojax.evaluation.state import Reading
+from zerojax.offload.disk.params import Reader, Source
+from zerojax.placement.states import States
+from zerojax.plan.places import DISK, reaches_host
+from zerojax.plan.plan import DTYPES
+from zerojax.step.body import cast, constrainer
+from zerojax.step.call import Rearranged
+from zerojax.step.entering import entering
+from zerojax.step.static_arguments import Static, divide, join
+from zerojax.trace.explicit import Explicit, make_jaxpr
+from zerojax.train_state.state_parts import OpenedState
+from zerojax.xla import compat
+from zerojax.xla.compiler import options, streaming
+from zerojax.xla.lowered import LoweredProgram
+
+
+class How(NamedTuple):
+    """How a function runs on batches of one shape.
+
+    Attributes:
+      used: for each array of the state, whether the function reads it.
+      cut: of the batch; None where it runs as it is.
+    """
+
+    used: tuple[bool, ...]
+    cut: Cut | None
+
+
+class _Traced(NamedTuple):
+    """The function as a jaxpr of the state's arrays, the batch's and others.
+
+    Attributes:
+      batch: for each argument, whether its first dimension is the rows.
+      out: structure of its results.
+    """
+
+    closed: Any
+    batch: list[bool]
+    out: Any
+
+
+class EvaluationProgram:
+    """An evaluated function for one kind of state.
+
+    Args:
+      function: the user's, in the order of :class:`zerojax.step.arguments.Call`.
+      states: what the config makes of a state.
+      subject: a state of that kind.
+      explicit: how the batch lies, for a function under explicit mesh axes; else None.
+    """
+
+    def __init__(
+        self,
+        function: Rearranged,
+        states: States,
+        subject: Subject,
+        explicit: Explicit | None = None,
+    ) -> None:
+        self._explicit = explicit
+        self.function, self._call = function, subject.call
+        self._config, parts = states.config, subject.opened.parts
+        self._plan = plan = states.plan(subject.opened)
+        self._tree = jax.tree.structure(parts)
+        self._low = DTYPES[self._config.compute_dtype]
+        n = len(plan.compute)
+        self._leaves = [*plan.compute, *plan.all_leaves()[n:]]
+        others = [x.dtype for x in jax.tree.leaves(parts)[n:]]
+        self._shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, dtype)
+            for leaf, dtype in zip(
+                self._leaves, [*(leaf.dtype for leaf in plan.compute), *others], strict=True
+            )
+        ]
+        self._laying = Laying(plan.lowering_mesh, plan.axis)
+        self._micro = self._config.batch(self._laying.devices).micro
+        self._inserter = Inserter(
+            plan.lowering_mesh, plan.axis, keep=self._config.stage < 3, share=True
+        )
+        self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
+        param = self._config.offload_param
+        self._reader = Reader(2 if param is None else param.buffer_count)
+        self._reading = Reading(states, plan)
+        self._known: dict[Any, How] = {}
+        self._jitted = jax.jit(
+            self._run,
+            static_argnums=(3, 4),
+            compiler_options=(streaming if reaches_host(self._config) else options)(plan.mesh),
+        )
+
+    def __call__(self, opened: OpenedState, batch: Any, args: Any, kwargs: Any) -> Any:
+        """Runs it.
+
+        Returns:
+          The results, and the changed leaves of the rest of the state, see :class:`Subject`.
+
+        Raises:
+          DiskStateError: a parameter on the disk is not what was written.
+        """
+        arrays, static = divide(args, kwargs)
+        how = self._how(batch, arrays, static)
+        leaves = list(zip(self._reading(opened.parts, how.used), self._leaves, strict=True))
+        on_disk = [leaf.place == DISK for leaf in self._leaves]
+        self._reader.use({i: x for i, (x, _) in enumerate(leaves) if on_disk[i] and x is not None})
+        values = [None if disk else x for (x, _), disk in zip(leaves, on_disk, strict=True)]
+        made = self._jitted(values, self._laying.place(batch, how.cut), arrays, static, how)
+        if self._reader.arrays:
+            jax.block_until_ready(made)
+            self._reader.check()
+        return made
+
+    def lowered(
+        self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
+    ) -> Iterator[LoweredProgram]:
+        """The program, of which there is one."""
+        arrays, static = divide(args, kwargs)
+        how = self._how(batch, arrays, static)
+        values = [
+            None
+            if leaf.place == DISK or not used
+            else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._plan.sharding(leaf))
+            for leaf, dtype, used in zip(self._leaves, self._resting(opened), how.used, strict=True)
+        ]
+        shapes = self._laying.abstract(batch, how.cut)
+        traced = self._jitted.trace(values, shapes, arrays, static, how)
+        reaches = reaches_host(self._config)
+        yield LoweredProgram(
+            "evaluation", compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
+        )
+
+    def _resting(self, opened: OpenedState) -> list[Any]:
+        """The dtypes in which the arrays come to the program."""
+        if self._reading.copies is not None:
+            return [x.dtype for x in self._shapes]
+        return [x.dtype for x in jax.tree.leaves(opened.parts)]
+
+    def _how(self, batch: Any, arrays: Sequence[Any], static: Static) -> How:
+        leaves, tree = jax.tree.flatten((batch, arrays))
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        key = shapes, tree, static
+        if key not in self._known:
+            self._known[key] = self._found_out(batch, arrays, static)
+        return self._known[key]
+
+    def _found_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> How:
+        rows = rows_of(batch)
+        traced = self._traced(_like(batch), arrays, static)
+        jaxpr = compat.open_jaxpr(traced.closed)[0]
+        read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
+        used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
+        wanted = None if rows is None else cut(rows, self._micro, self._laying.devices)
+        if wanted is not None:
+            try:
+                self._by_rows(batch, arrays, static, wanted)
+            except Undivided as reason:
+                if wanted.rows > 1:
+                    self._say(wanted, reason)
+                wanted = None
+        return How(used, wanted)
+
+    def _say(self, wanted: Cut, reason: Undivided) -> None:
+        if wanted.times > 1:
+            instead = f"not in {wanted.times} micro-batches of {wanted.part}"
+        else:
+            instead = f"on every device, as they do not divide among {wanted.devices}"
+        logging.getLogger("zerojax").warning(
+            "evaluate: %s runs on all %d rows at once, %s: %s.",
+            self.function.__name__, wanted.rows, instead, reason,
+        )  # fmt: skip
+
+    def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _Traced:
+        def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
+            if self._low is not None and self._config.auto_cast:
+                batch = cast(batch, self._low)
+            args, kwargs = join(arrays, static)
+            parts = jax.tree.unflatten(self._tree, leaves)
+            return self._call(self.function, parts, batch, args, kwargs)
+
+        # The function itself knows nothing of memories: it is traced as if all were on the device.
+        given = self._shapes, batch, list(arrays)
+        if self._explicit is None:
+            closed, out = jax.make_jaxpr(body, return_shape=True)(*given)
+        else:
+            names, lies = self._explicit
+            whole = [leaf.whole for leaf in self._leaves]
+            specs = whole, jax.tree.unflatten(jax.tree.structure(batch), lies), PartitionSpec()
+            mesh, axis = self._plan.lowering_mesh, self._plan.axis
+            closed, out = make_jaxpr(body, given, specs, mesh, axis, names)
+        rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
+        by_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
+        return _Traced(closed, by_rows, jax.tree.structure(out))
+
+    def _by_rows(
+        self, batch: Any, arrays: Sequence[Any], static: Static, cut: Cut
+    ) -> tuple[ByRows, Any]:
+        """The function divided, and the structure of its results.
+
+        Raises:
+          Undivided: it cannot be.
+        """
+        whole = self._traced(_like(batch, cut.rows), arrays, static)
+        try:
+            part = self._traced(_like(batch, cut.part), arrays, static)
+        except Exception as error:
+            raise Undivided(
+                f"on {cut.part} rows it fails ({type(error).__name__}); an array with a row for "
+                "each of the batch belongs into the batch, see batch_argnums"
+            ) from error
+        if whole.out != part.out:
+            raise Undivided("its results depend on the number of rows")
+        sizes = Sizes(cut.rows, cut.part)
+        return ByRows(whole.closed, part.closed, sizes, whole.batch), whole.out
+
+    def _run(
+        self, values: list[Any], batch: Any, arrays: list[Any], static: Static, how: How
+    ) -> Any:
+        state = self._entering(values, how)
+        if how.cut is None:
+            traced = self._traced(batch, arrays, static)
+            outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
+            structure = traced.out
+        else:
+            outs, structure = self._in_parts(state, batch, arrays, static, how.cut)
+        out, changed = jax.tree.unflatten(structure, outs)
+        pairs = zip(changed, self._keeping, strict=bool(changed))
+        return out, [None if x is None else keep(x) for x, keep in pairs]
+
+    def _entering(self, values: list[Any], how: How) -> list[Any]:
+        """What the inserter is given of the state; None for what the function does not read."""
+        at = [i for i, used in enumerate(how.used) if used]
+        given = []
+        for i in at:
+            leaf, x = self._leaves[i], values[i]
+            if leaf.place == DISK:
+                sharding = self._plan.sharding(leaf)
+                x = Source(self._reader, i, leaf.shape, leaf.dtype, sharding)
+            elif self._reading.copies is None and i < len(self._plan.compute):
+                # Cut as at rest, else XLA gathers first and casts then.
+                x = constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
+            given.append(x)
+        found: list[Any] = [None] * len(values)
+        for i, x in zip(
+            at, entering(self._inserter, given, [self._leaves[i] for i in at]), strict=True
+        ):
+            found[i] = x
+        return found
+
+    def _in_parts(
+        self, state: list[Any], batch: Any, arrays: list[Any], static: Static, cut: Cut
+    ) -> tuple[list[Any], Any]:
+        """Runs the micro-batches one after the other, and then what follows from all of them."""
+        by_rows, structure = self._by_rows(batch, arrays, static, cut)
+        leaves = jax.tree.leaves(batch)
+        rows = [self._laying.micro_batches(x, cut) for x in leaves if x.ndim]
+        counts = None
+        if cut.padded != cut.rows:
+            counts = self._laying.micro_batches(jnp.arange(cut.padded) < cut.rows, cut)
+
+        def part(totals: list[Any], at: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+            mine = iter(at[0])
+            micro = [next(mine) if x.ndim else x for x in leaves]
+            more, outs = self._inserted(by_rows.part, state, [*micro, *arrays], at[1])
+            return by_rows.add(totals, more), outs
+
+        totals = by_rows.zeros()
+        if cut.times == 1:
+            totals, stacked = part(totals, jax.tree.map(lambda x: x[0], (rows, counts)))
+            stacked = [x[None] for x in stacked]
+        else:
+            totals, stacked = lax.scan(part, totals, (rows, counts))
+        outs = [self._laying.rows(x, cut) for x in stacked]
+        others = [*[None if x.ndim else x for x in leaves], *arrays]
+        return self._inserted(by_rows.finish, state, others, totals, outs), structure
+
+    def _inserted(
+        self, function: Callable[..., Any], state: list[Any], others: list[Any], *more: Any
+    ) -> Any:
+        """Runs ``function([*state, *others], *more)``, parameters gathered where they are used."""
+        closed, out = jax.make_jaxpr(
+            lambda state, others, *more: function([*state, *others], *more), return_shape=True
+        )(self._shapes, others, *more)
+        outs = self._run_on(closed, [*state, *jax.tree.leaves((others, more))])
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+    def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
+        outs = self._inserter(closed, args)
+        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
+
+
+def _like(batch: Any, rows: int | None = None) -> Any:
+    """The shapes of a batch, or of one with so many rows."""
+
+    def shape(x: Any) -> tuple[int, ...]:
+        return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)
+
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), jnp.result_type(x)), batch)

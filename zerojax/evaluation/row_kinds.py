@@ -1,0 +1,270 @@
+"""What each value of a function of a batch is made from: nothing of it, its own row, or all rows.
+
+The function is traced on the whole batch and on a part of it. Where the shapes of a value differ
+lies its dimension of rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from zerojax.evaluation.row_rules import RULES, SHAPES, Sizes, Undivided
+from zerojax.trace import marks
+from zerojax.xla import compat
+
+
+class Kind(enum.Enum):
+    """What a value is made from."""
+
+    FIXED = "nothing of the batch's rows"
+    ROWS = "rows, each from its own"
+    TOTAL = "all rows"
+
+
+class Reduction(NamedTuple):
+    """How the results of parts become that of the whole.
+
+    Attributes:
+      combine: two results to one.
+      neutral: what rows that do not count are replaced by, for a dtype.
+      operands: positions of the operands whose rows are replaced.
+    """
+
+    combine: Callable[[Any, Any], Any]
+    neutral: Callable[[Any], Any]
+    operands: tuple[int, ...] = (0,)
+
+
+def _lowest(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+REDUCTIONS: Mapping[str, Reduction] = {
+    "reduce_sum": Reduction(jnp.add, lambda _: 0),
+    "reduce_max": Reduction(jnp.maximum, _lowest),
+    "reduce_min": Reduction(jnp.minimum, _highest),
+    "reduce_prod": Reduction(jnp.multiply, lambda _: 1),
+    "reduce_and": Reduction(jnp.bitwise_and, lambda dtype: np.array(-1).astype(dtype)),
+    "reduce_or": Reduction(jnp.bitwise_or, lambda _: 0),
+    "dot_general": Reduction(jnp.add, lambda _: 0, (0, 1)),
+    "scatter-add": Reduction(jnp.add, lambda _: 0, (2,)),
+}
+_RUNS = frozenset(["scan", "while", "cond", "optimization_barrier"])
+
+
+class Pair(NamedTuple):
+    """One equation as it stands in both traces; ``part`` is None where it is the identity there."""
+
+    whole: Any
+    part: Any
+
+
+class Traced:
+    """Both traces side by side.
+
+    Args:
+      whole, part: open jaxprs of one function.
+      sizes: rows of both.
+      inside: the loop or branch that they belong to, where nothing may be reduced.
+
+    Raises:
+      Undivided: they are not the same program.
+    """
+
+    def __init__(self, whole: Any, part: Any, sizes: Sizes, inside: str = "") -> None:
+        self.whole, self.sizes, self._inside = whole, sizes, inside
+        if len(whole.constvars) != len(part.constvars):
+            raise Undivided("its constants depend on the number of rows")
+        self._same: dict[Any, Any] = dict(zip(whole.constvars, part.constvars, strict=True))
+        self._same |= zip(whole.invars, part.invars, strict=True)
+        self.pairs = [*self._paired(whole, part)]
+        self.kinds: dict[Any, Kind] = {}
+        self.reductions: list[Pair] = []
+
+    def _paired(self, whole: Any, part: Any) -> Iterable[Pair]:
+        left = list(reversed(part.eqns))
+        for eqn in whole.eqns:
+            if left and self._match(eqn, left[-1]):
+                other = left.pop()
+                self._same.update(zip(eqn.outvars, other.outvars, strict=True))
+                yield Pair(eqn, other)
+            elif self._identity(eqn):
+                self._same[eqn.outvars[0]] = self._same[eqn.invars[0]]
+                yield Pair(eqn, None)
+            else:
+                raise Undivided(f"its {eqn.primitive.name} depends on the number of rows")
+        if left:
+            raise Undivided(f"its {left[-1].primitive.name} depends on the number of rows")
+
+    def _match(self, eqn: Any, other: Any) -> bool:
+        def same(a: Any, b: Any) -> bool:
+            if isinstance(a, core.Literal) and isinstance(b, core.Literal):
+                # Outside loops those of the whole batch are taken.
+                return not self._inside or _equal(a.val, b.val)
+            if isinstance(a, core.Literal) or isinstance(b, core.Literal):
+                return False
+            return self._same.get(a) is b
+
+        return (
+            eqn.primitive is other.primitive
+            and len(eqn.invars) == len(other.invars)
+            and len(eqn.outvars) == len(other.outvars)
+            and all(map(same, eqn.invars, other.invars))
+        )
+
+    def _identity(self, eqn: Any) -> bool:
+        """Something of one row spread over all rows, where the part has one row."""
+        return (
+            self.sizes.part == 1
+            and eqn.primitive.name == "broadcast_in_dim"
+            and not isinstance(eqn.invars[0], core.Literal)
+            and eqn.params["broadcast_dimensions"] == tuple(range(len(eqn.params["shape"])))
+            and len(eqn.invars[0].aval.shape) == len(eqn.params["shape"])
+            and all(
+                old == new or (old == 1 and new == self.sizes.whole)
+                for old, new in zip(eqn.invars[0].aval.shape, eqn.params["shape"], strict=True)
+            )
+        )
+
+    def rows(self, v: Any) -> tuple[int, int] | None:
+        """The dimension of rows of a value and how many entries it has for each; None without.
+
+        Raises:
+          Undivided: it has several.
+        """
+        if isinstance(v, core.Literal) or v not in self._same:
+            return None
+        whole, part = v.aval.shape, self._same[v].aval.shape
+        if whole == part:
+            return None
+        if len(whole) != len(part):
+            raise Undivided("its shapes depend on the number of rows")
+        found = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+        d = found[0]
+        each, over = divmod(whole[d], self.sizes.whole)
+        if len(found) > 1 or over or part[d] != each * self.sizes.part:
+            raise Undivided(f"it makes an array of shape {whole} of {self.sizes.whole} rows")
+        return d, each
+
+    def kind(self, v: Any) -> Kind:
+        return Kind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
+
+    def classify(self, given: Sequence[Kind]) -> None:
+        """Finds the kind of each value, given those of the arguments.
+
+        Raises:
+          Undivided: the rows meet otherwise than in a reduction.
+        """
+        for v in self.whole.constvars:
+            if self.rows(v):
+                raise Undivided("it has a constant with an entry for each row")
+            self.kinds[v] = Kind.FIXED
+        self.kinds.update(zip(self.whole.invars, given, strict=True))
+        for pair in self.pairs:
+            self.kinds.update(zip(pair.whole.outvars, self._kinds(pair), strict=True))
+
+    def _kinds(self, pair: Pair) -> list[Kind]:
+        """Of an equation's results."""
+        eqn, name = pair.whole, pair.whole.primitive.name
+        kinds = {self.kind(v) for v in eqn.invars}
+        outs = [Kind.FIXED if self.rows(v) is None else Kind.ROWS for v in eqn.outvars]
+        if Kind.ROWS not in {*outs, *kinds}:
+            return [Kind.TOTAL if Kind.TOTAL in kinds else Kind.FIXED] * len(outs)
+        if Kind.TOTAL in kinds:
+            raise Undivided(f"its {name} takes rows together with a result of all rows")
+        if pair.part is None:
+            return outs
+        if self._runs(pair):
+            return outs
+        self._check_params(pair)
+        if Kind.FIXED not in outs:
+            if name not in RULES or not RULES[name](
+                eqn, [self.rows(v) for v in eqn.invars], [self.rows(v) for v in eqn.outvars]
+            ):
+                raise Undivided(f"its {name} brings rows together{self._inside}")
+            return outs
+        if not self._reduces(eqn) or self._inside:
+            raise Undivided(f"its {name} brings rows together{self._inside}")
+        self.reductions.append(pair)
+        return [Kind.TOTAL]
+
+    def _reduces(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name not in REDUCTIONS:
+            return False
+        return name != "scatter-add" or (
+            self.rows(eqn.invars[0]) is None and self.rows(eqn.invars[2]) is not None
+        )
+
+    def _check_params(self, pair: Pair) -> None:
+        name = pair.whole.primitive.name
+        for key, value in pair.whole.params.items():
+            if key not in SHAPES.get(name, ()) and not _equal(value, pair.part.params.get(key)):
+                raise Undivided(f"the {key} of its {name} depends on the number of rows")
+
+    def _runs(self, pair: Pair) -> bool:
+        """Looks into an equation that runs jaxprs; False for others.
+
+        Raises:
+          Undivided: the rows meet in them.
+        """
+        eqn, name, p = pair.whole, pair.whole.primitive.name, pair.whole.params
+        other = pair.part.params
+        if eqn.primitive in marks.CALLS:
+            key = marks.CALLS[eqn.primitive]
+            self._enter(p[key], other[key], eqn)
+        elif name == "cond":
+            for one, same in zip(p["branches"], other["branches"], strict=True):
+                self._enter(one, same, eqn, skip=1)
+        elif name == "while":
+            a, b = p["cond_nconsts"], p["body_nconsts"]
+            self._enter(p["cond_jaxpr"], other["cond_jaxpr"], eqn, drop=range(a, a + b))
+            self._enter(p["body_jaxpr"], other["body_jaxpr"], eqn, skip=a)
+        elif name == "scan":
+            if p["length"] != other["length"]:
+                raise Undivided("its scan runs over the rows")
+            n = sum(compat.scan_counts(eqn))
+            if any((self.rows(v) or (1,))[0] == 0 for v in eqn.invars[n:]):
+                raise Undivided("its scan runs over the rows")
+            self._enter(p["jaxpr"], other["jaxpr"], eqn)
+        return name in _RUNS or eqn.primitive in marks.CALLS
+
+    def _enter(
+        self, whole: Any, part: Any, eqn: Any, skip: int = 0, drop: Iterable[int] = ()
+    ) -> None:
+        """Looks into a jaxpr that runs on an equation's operands, without the first ``skip`` and
+        those in ``drop``."""
+        name = eqn.primitive.name
+        (whole, consts), (part, others) = compat.open_jaxpr(whole), compat.open_jaxpr(part)
+        inner = Traced(whole, part, self.sizes, f" inside {name}")
+        if not all(map(_equal, consts, others)):
+            raise Undivided(f"the constants of its {name} depend on the number of rows")
+        # What a loop carries is made of rows where it has their dimension, and may not be else.
+        given = [Kind.ROWS if inner.rows(v) else Kind.FIXED for v in whole.invars]
+        operands = [v for i, v in enumerate(eqn.invars) if i >= skip and i not in drop]
+        if any(
+            kind is Kind.FIXED and self.kind(v) is Kind.ROWS
+            for v, kind in zip(operands, given, strict=True)
+        ):
+            raise Undivided(f"its {name} runs over the rows")
+        inner.classify(given)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two parameters, or constants, are the same; not a number is itself."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray | np.generic | jax.Array | float):
+        return bool(np.array_equal(a, b, equal_nan=np.issubdtype(np.asarray(a).dtype, np.inexact)))
+    return bool(a == b)

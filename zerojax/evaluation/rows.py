@@ -1,0 +1,211 @@
+"""A function of a batch, some rows at a time, with the numbers of the whole batch.
+
+The function is traced twice: on the whole batch, and on a part of it. Where the shapes of a value
+differ lies its dimension of rows. What works row by row is run part by part. Where the rows are
+reduced (a sum, a maximum, a product that contracts them) the parts' results are combined, and what
+follows runs once, from the trace of the whole batch: a mean divides by all rows, a masked mean by
+the sum of all weights. A function in which rows meet in another way is not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from zerojax.evaluation.row_kinds import REDUCTIONS, Kind, Pair, Reduction, Traced
+from zerojax.evaluation.row_rules import Sizes, Undivided
+from zerojax.trace import marks
+from zerojax.trace.inline import flat
+from zerojax.xla import compat
+
+
+class ByRows:
+    """A function divided into what runs part by part and what runs once.
+
+    Args:
+      whole, part: closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
+        ``sizes.part``.
+      sizes: those.
+      batch: for each argument, whether its first dimension is the rows.
+
+    Attributes:
+      outs: the kind of each result.
+
+    Raises:
+      Undivided: it cannot be divided; says why.
+    """
+
+    def __init__(self, whole: Any, part: Any, sizes: Sizes, batch: Sequence[bool]) -> None:
+        whole, part = flat(whole), flat(part)
+        (self._jaxpr, self._consts), (other, _) = map(compat.open_jaxpr, (whole, part))
+        if self._jaxpr.effects:
+            raise Undivided("it prints, or calls back into Python")
+        self.sizes = sizes
+        self._traced = Traced(self._jaxpr, other, sizes)
+        self._traced.classify([Kind.ROWS if b else Kind.FIXED for b in batch])
+        self._batch = list(batch)
+        self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]
+        if any(
+            kind is not Kind.ROWS and self._traced.rows(v)
+            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+        ):
+            raise Undivided("it returns an array of the batch's shape that is not made of its rows")
+        self._reductions = self._used()
+
+    def _used(self) -> list[Pair]:
+        """The reductions that a result needs."""
+        made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
+        targets = self._totals_and_fixed()
+        needed = self._needed(targets, made)
+        read = {v for v in (*targets, *(v for eqn in needed for v in eqn.invars))
+                if not isinstance(v, core.Literal)}  # fmt: skip
+        if any(self._traced.kind(v) is Kind.ROWS for v in read):
+            raise Undivided("a loop over its rows makes a result that has none")
+        return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
+
+    def _totals_and_fixed(self) -> list[Any]:
+        return [
+            v
+            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+            if kind is not Kind.ROWS
+        ]
+
+    def zeros(self) -> list[jax.Array]:
+        """What the totals are before the first part."""
+        found = []
+        for pair in self._reductions:
+            aval = pair.whole.outvars[0].aval
+            neutral = _reduction(pair).neutral(aval.dtype)
+            found.append(jnp.full(aval.shape, neutral, _wide(aval.dtype)))
+        return found
+
+    def add(self, totals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The totals of more parts together."""
+        return [
+            _reduction(pair).combine(a, b)
+            for pair, a, b in zip(self._reductions, totals, others, strict=True)
+        ]
+
+    def part(self, args: Sequence[Any], counts: Any) -> tuple[list[Any], list[Any]]:
+        """Runs the function on a part of the batch, as far as it goes by rows.
+
+        Args:
+          args: those of the function, with a part of the batch.
+          counts: bool [rows of the part], whether a row is one of the batch's; None where all are.
+
+        Returns:
+          What the reductions make of these rows, and the results that go by rows, each with the
+          rows in front.
+        """
+        outs = [
+            v for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True) if kind is Kind.ROWS
+        ]
+        targets = [
+            *(v for p in self._reductions for v in p.whole.invars),
+            *outs,
+        ]
+        env = self._run(targets, dict(zip(self._jaxpr.invars, args, strict=True)), part=True)
+        totals = [self._reduced(pair, env, counts) for pair in self._reductions]
+        return totals, [self._in_front(env[v], v) for v in outs]
+
+    def _in_front(self, x: Any, v: Any) -> Any:
+        d, each = self._traced.rows(v) or (0, 1)
+        x = jnp.moveaxis(x, d, 0)
+        return x.reshape(self.sizes.part, each, *x.shape[1:])
+
+    def _reduced(self, pair: Pair, env: dict[Any, Any], counts: Any) -> Any:
+        eqn, how = pair.whole, _reduction(pair)
+        values = [_read(v, env) for v in eqn.invars]
+        if eqn.primitive.name == "scatter-add":
+            values[0] = jnp.zeros_like(values[0])
+        for i in how.operands if counts is not None else ():
+            d, each = self._traced.rows(eqn.invars[i]) or (0, 1)
+            shape = [1] * values[i].ndim
+            shape[d] = -1
+            mask = jnp.repeat(counts, each).reshape(shape)
+            neutral = jnp.asarray(how.neutral(values[i].dtype), values[i].dtype)
+            values[i] = jnp.where(mask, values[i], neutral)
+        with eqn.ctx.manager:
+            (out,) = marks.bind(pair.part, values)
+        return out.astype(_wide(out.dtype))
+
+    def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        """The function's results.
+
+        Args:
+          args: those of the function; the batch is not read and may be None.
+          totals: of all parts.
+          rows: the results that go by rows, of the whole batch, with the rows in front.
+        """
+        env = {
+            v: x
+            for v, x, batch in zip(self._jaxpr.invars, args, self._batch, strict=True)
+            if not batch
+        }
+        targets = self._totals_and_fixed()
+        operands = [p.whole.invars[0] for p in self._reductions
+                    if p.whole.primitive.name == "scatter-add"]  # fmt: skip
+        env |= self._run(operands, env, part=False)
+        for pair, total in zip(self._reductions, totals, strict=True):
+            (out,) = pair.whole.outvars
+            if pair.whole.primitive.name == "scatter-add":
+                total = total + _read(pair.whole.invars[0], env)
+            env[out] = total.astype(out.aval.dtype)
+        env = self._run(targets, env, part=False)
+        left = iter(rows)
+        return [
+            self._back(next(left), v) if kind is Kind.ROWS else _read(v, env)
+            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+        ]
+
+    def _back(self, x: Any, v: Any) -> Any:
+        d, each = self._traced.rows(v) or (0, 1)
+        return jnp.moveaxis(x.reshape(self.sizes.whole * each, *x.shape[2:]), 0, d)
+
+    def _needed(self, targets: Sequence[Any], known: Any) -> list[Any]:
+        """The equations that make the targets from what is known, in order."""
+        wanted = {v for v in targets if not isinstance(v, core.Literal)} - set(known)
+        found = []
+        for pair in reversed(self._traced.pairs):
+            if not wanted.isdisjoint(pair.whole.outvars):
+                found.append(pair.whole)
+                inputs = {v for v in pair.whole.invars if not isinstance(v, core.Literal)}
+                wanted |= inputs - set(known)
+        return found[::-1]
+
+    def _run(self, targets: Sequence[Any], env: dict[Any, Any], *, part: bool) -> dict[Any, Any]:
+        env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+        needed = {id(eqn) for eqn in self._needed(targets, env)}
+        for pair in self._traced.pairs:
+            eqn = pair.whole
+            if id(eqn) not in needed:
+                continue
+            values = [_read(v, env) for v in eqn.invars]
+            if part and Kind.ROWS in map(self._traced.kind, eqn.outvars):
+                if pair.part is None:
+                    outs: Sequence[Any] = values
+                else:
+                    with eqn.ctx.manager:
+                        outs = marks.bind(pair.part, values)
+            else:
+                with eqn.ctx.manager:
+                    outs = marks.bind(eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return env
+
+
+def _reduction(pair: Pair) -> Reduction:
+    return REDUCTIONS[pair.whole.primitive.name]
+
+
+def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def _wide(dtype: Any) -> Any:
+    """In which the results of parts are combined."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

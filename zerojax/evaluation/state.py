@@ -1,0 +1,63 @@
+"""The arrays that an evaluation reads, where the plan has them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from zerojax.placement.states import States, lies
+from zerojax.plan.places import offloads
+from zerojax.plan.plan import Plan
+from zerojax.train_state.state_parts import Parts
+
+
+class Reading:
+    """Brings a state to where it is computed with.
+
+    What lies there is taken as it is. Other arrays, such as those of a state that has not been
+    through zerojax, are placed, and remembered as long as they come again.
+
+    Args:
+      states, plan: of the state.
+    """
+
+    def __init__(self, states: States, plan: Plan) -> None:
+        self._states, self._plan = states, plan
+        self._where = list(zip(jax.tree.leaves(plan.shardings()), plan.all_leaves(), strict=True))
+        self._placed: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self.copies = states.placer.copies(plan) if offloads(plan.config) else None
+
+    def __call__(self, parts: Parts, used: Sequence[bool]) -> list[Any]:
+        """The arrays of a state in order, the parameters as they are computed with; None for those
+        that are not used.
+
+        Raises:
+          ValueError: the state lies on another mesh.
+        """
+        n = len(self._plan.compute)
+        leaves = jax.tree.leaves(parts)
+        if self.copies is not None and any(used[:n]):
+            params = [self._at(i, x) for i, x in enumerate(leaves[:n])]
+            leaves[:n] = self.copies.of(params)
+        else:
+            leaves[:n] = [self._at(i, x) if used[i] else None for i, x in enumerate(leaves[:n])]
+        return leaves[:n] + [
+            self._at(i, x) if used[i] else None for i, x in enumerate(leaves[n:], n)
+        ]
+
+    def _at(self, i: int, x: Any) -> Any:
+        sharding, leaf = self._where[i]
+        if lies(x, sharding, leaf):
+            self._placed.pop(i, None)
+            return x
+        ref, placed = self._placed.get(i, (lambda: None, None))
+        if ref() is x:
+            return placed
+        self._states.check_mesh({leaf.path: x})
+        placed = self._states.placer.put(x, sharding, leaf)
+        if x.ndim:
+            self._placed[i] = weakref.ref(x), placed
+        return placed

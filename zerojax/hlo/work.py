@@ -1,0 +1,192 @@
+"""What each instruction of a compiled program multiplies and moves.
+
+work = work_of(program, place, instruction)
+work.flops, work.bytes
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from zerojax.hlo.program import Computation, Instruction, Program, Shape
+
+# These make no kernel: names for what is there, and the ends of what has been started.
+FREE = frozenset(
+    {
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+        "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "add-dependency",
+        "iota", "while", "conditional", "call",
+    }
+)  # fmt: skip
+_LIBRARY = re.compile("gemm|matmul|conv")
+_ATTENTION = "__cudnn$fmha"
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+_GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one instruction, in one run of it.
+
+    Attributes:
+      flops: floating-point operations of matrix products by the dtype that goes in: 2 for each
+        multiplication.
+      forward: of them, those of the forward pass, as it is first computed.
+      bytes: read from and written to device memory. What is sliced counts with the slice.
+    """
+
+    flops: Mapping[str, int]
+    forward: int
+    bytes: int
+
+
+def work_of(program: Program, place: Computation, each: Instruction) -> Work:
+    """Count one instruction, with everything that is fused into it."""
+    flops = collections.Counter[str]()
+    forward = 0
+    for where, product in _products(program, place, each):
+        dtype, count = _flops(where, product)
+        flops[dtype] += count
+        forward += count if is_forward(product.op_name or each.op_name) else 0
+    return Work(flops, forward, _bytes(program, place, each))
+
+
+def is_forward(op_name: str) -> bool:
+    """Whether jax made it in the forward pass, and not as a repetition in the backward pass."""
+    return "jvp(" in op_name and "transpose(" not in op_name and "rematted" not in op_name
+
+
+def _products(
+    program: Program, place: Computation, each: Instruction
+) -> list[tuple[Computation, Instruction]]:
+    library = _LIBRARY.search(_target(each)) or _target(each).startswith(_ATTENTION)
+    if each.opcode in ("dot", "convolution") or library:
+        return [(place, each)]
+    if each.operation not in ("fusion", "async"):
+        return []
+    inner = program.callees(each)
+    return [found for c in inner for i in c.instructions for found in _products(program, c, i)]
+
+
+def _target(each: Instruction) -> str:
+    if each.opcode != "custom-call":
+        return ""
+    found = re.search(r'custom_call_target="([^"]*)"', each.attributes)
+    return found[1] if found else ""
+
+
+def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
+    """2 for each element of the result and each element that is summed into it."""
+    if "conv" in _target(product):
+        return _library_convolution(place, product)
+    if _target(product).startswith(_ATTENTION):
+        return _library_attention(place, product)
+    left = place[product.operands[0]].shapes[0]
+    made = product.shapes[0]  # of a library's, a workspace follows
+    if product.opcode == "convolution":
+        summed = _convolved(product, place[product.operands[1]].shapes[0])
+    else:
+        summed = math.prod(left.dims[at] for at in _contracted(product))
+    return left.dtype, 2 * made.elements * summed
+
+
+def _library_convolution(place: Computation, call: Instruction) -> tuple[str, int]:
+    """Of cuDNN's: each pass multiplies as often as the forward one, whose result it takes or
+    makes."""
+    first, second = (place[name].shapes[0] for name in call.operands[:2])
+    target, made = _target(call), call.shapes[0]
+    out, kernel = made, second
+    if "BackwardInput" in target:
+        out = first
+    elif "BackwardFilter" in target:
+        out, kernel = second, made
+    labels = re.search(r"dim_labels=\w+_(\w+)->", call.attributes)
+    features = kernel.dims[labels[1].index("o")] if labels else 1
+    return first.dtype, 2 * out.elements * kernel.elements // features
+
+
+def _library_attention(place: Computation, call: Instruction) -> tuple[str, int]:
+    """Of cuDNN's: two products of the scores' size forward; backward five, the first of them again.
+    What a mask leaves out counts, as it does in the products of a step without cuDNN."""
+    query = place[call.operands[0]].shapes[0]
+    found = _SCORES.search(call.attributes)
+    scores = math.prod(int(n.strip('" ')) for n in found[1].split(",")) if found else 0
+    products = 5 if "Backward" in _target(call) else 2
+    return query.dtype, 2 * products * scores * query.dims[-1]
+
+
+def _convolved(product: Instruction, kernel: Shape) -> int:
+    """Elements summed into one of a convolution's, as which TPUs write a matrix product.
+
+    The kernel's input features, at each place of its window; a window that is dilated to its own
+    size is a product for each of a batch, which meets one place only.
+    """
+    labels = re.search(r"dim_labels=\w+_(\w+)->", product.attributes)
+    window = re.search(r"window=\{size=([\dx]+)", product.attributes)
+    features = kernel.dims[labels[1].index("i")] if labels else 1
+    places = math.prod(int(n) for n in window[1].split("x")) if window else 1
+    return features * (1 if "lhs_dilate" in product.attributes else places)
+
+
+def _contracted(product: Instruction) -> list[int]:
+    found = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", product.attributes)
+    listed = found[1] if found else ""
+    for side, kind, numbers in _GEMM.findall(product.attributes):
+        if (side, kind) == ("lhs", "contracting"):
+            listed = numbers.replace('"', "")
+    return [int(number) for number in listed.split(",") if number]
+
+
+def _bytes(program: Program, place: Computation, each: Instruction) -> int:
+    if each.opcode in FREE:
+        return 0
+    read = [place[name].shapes for name in each.operands if name in place.position]
+    written = list(each.shapes[:1] if _LIBRARY.search(_target(each)) else each.shapes)
+    if each.operation in ("slice", "dynamic-slice", "gather"):
+        return 2 * _size(written)
+    if each.operation == "dynamic-update-slice":
+        return 2 * _size(read[1])
+    total = 0
+    inside = next(program.callees(each), None) if each.operation in ("fusion", "async") else None
+    for number, shapes in enumerate(read):
+        total += _size(shapes) if inside is None else _read(inside, number, shapes)
+    return total + (_size(written) if inside is None else _written(inside, written))
+
+
+def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
+    """Of one operand of a fusion: the slices, where nothing but slices is taken of it."""
+    parameter = inside.parameter(number)
+    users = inside.users[parameter.name] if parameter else ()
+    total = 0
+    for user in users:
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            total += _size(user.shapes)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == (
+            parameter.name if parameter else ""
+        ):
+            continue  # in place: what is not written is not touched
+        else:
+            return _size(shapes)
+    return min(total, _size(shapes))
+
+
+def _written(inside: Computation, shapes: list[Shape]) -> int:
+    root = inside.root
+    made = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    total = 0
+    for each in made:
+        while each.opcode in ("bitcast", "copy") and each.operands:
+            each = inside[each.operands[0]]
+        if each.opcode == "dynamic-update-slice":
+            total += _size(inside[each.operands[1]].shapes)
+        else:
+            total += _size(each.shapes)
+    return min(total, _size(shapes))
+
+
+def _size(shapes: tuple[Shape, ...] | list[Shape]) -> int:
+    return sum(shape.bytes for shape in shapes)

@@ -1,0 +1,147 @@
+"""GPT-2 in flax NNX: the twin of `zerojax.models.gpt`, with the same parameter names and shapes.
+
+`nnx.to_pure_dict(nnx.state(model, nnx.Param))` is the `params` of the linen model with
+`scan=False`, and both give the same logits from them.
+
+Example::
+
+    model = GPT(GPTConfig(**SIZES["mini"]), rngs=nnx.Rngs(params=0, dropout=1))
+    logits = model(tokens)                                  # int [B, T] -> [B, T, V]
+    losses = model(tokens, targets)                         # [B, T]
+    model.eval()                                            # dropout off
+
+Shapes as in `zerojax.models.gpt`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention
+from zerojax.models.kernels import Kernels
+from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.loss import loss_fn as loss_fn
+
+
+class SelfAttention(nnx.Module):
+    """[B, T, D] -> [B, T, D], each position looking at itself and what came before."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
+        c = config
+        self.n_head, self.kernels = c.n_head, kernels
+        self.c_attn = _linear(c.n_embd, 3 * c.n_embd, INIT_STD, c, rngs)
+        self.c_proj = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
+        self.dropout = _dropout(c, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        qkv = jnp.split(self.c_attn(x), 3, axis=-1)
+        q, k, v = (a.reshape(*x.shape[:2], self.n_head, -1) for a in qkv)
+        if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
+            y = self.kernels.attention(q, k, v, attention)
+        else:
+            y = attention(q, k, v, self.dropout)
+        return self.c_proj(y.reshape(x.shape))
+
+
+class MLP(nnx.Module):
+    """[B, T, D] -> [B, T, 4D] -> gelu -> [B, T, D]."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
+        c = config
+        self.kernels, self.dtype = kernels, c.dtype
+        self.c_fc = _linear(c.n_embd, 4 * c.n_embd, INIT_STD, c, rngs)
+        self.c_proj = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.kernels:
+            return self.c_proj(nnx.gelu(self.c_fc(x), approximate=True))
+        dense: Any = self.c_fc
+        kernel, bias = dense.kernel[...], dense.bias[...]
+        return self.c_proj(self.kernels.dense_gelu(x, kernel, bias, self.dtype))
+
+
+class Block(nnx.Module):
+    """x + attn(ln(x)), then x + mlp(ln(x))."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
+        self.kernels = kernels
+        self.ln_1 = _layer_norm(config, rngs)
+        self.attn = SelfAttention(config, rngs, kernels)
+        self.ln_2 = _layer_norm(config, rngs)
+        self.mlp = MLP(config, rngs, kernels)
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        a = self.dropout(self.attn(_normal(self.ln_1, x, self.kernels)))
+        if self.kernels:
+            normal, x = _normal(self.ln_2, a, self.kernels, x)
+        else:
+            x = x + a
+            normal = self.ln_2(x)
+        return x + self.dropout(self.mlp(normal))
+
+
+class GPT(nnx.Module):
+    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
+
+    `targets` and `kernels` as in `zerojax.models.gpt`.
+    """
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None = None) -> None:
+        if config.scan:
+            raise ValueError("the NNX GPT has no stacked layout: use GPTConfig(scan=False)")
+        self.config, self.kernels = config, kernels
+        self.wte = _embed(config.vocab_size, config, rngs)
+        self.wpe = _embed(config.block_size, config, rngs)
+        self.dropout = _dropout(config, rngs)
+        for i in range(config.n_layer):  # h_0, h_1, ... as linen names them
+            setattr(self, f"h_{i}", Block(config, rngs, kernels))
+        self.ln_f = _layer_norm(config, rngs)
+
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        c = self.config
+        if tokens.shape[1] > c.block_size:
+            raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
+        x = self.dropout(self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1])))
+        run_block = nnx.remat(_run_block) if c.remat else _run_block
+        for i in range(c.n_layer):
+            x = run_block(getattr(self, f"h_{i}"), x)
+        x = _normal(self.ln_f, x, self.kernels)
+        if self.kernels and targets is not None:
+            return self.kernels.losses(x, self.wte.embedding[...], targets)
+        logits = widen(self.wte.attend(x))
+        return logits if targets is None else cross_entropy(logits, targets)
+
+
+def _run_block(block: Block, x: jax.Array) -> jax.Array:
+    return block(x)
+
+
+def _linear(n_in: int, n_out: int, std: float, c: GPTConfig, rngs: nnx.Rngs) -> nnx.Linear:
+    init = nnx.initializers.normal(std)
+    return nnx.Linear(n_in, n_out, dtype=c.dtype, kernel_init=init, rngs=rngs)
+
+
+def _embed(rows: int, c: GPTConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    init = nnx.initializers.normal(INIT_STD)
+    return nnx.Embed(rows, c.n_embd, dtype=c.dtype, embedding_init=init, rngs=rngs)
+
+
+def _layer_norm(c: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(c.n_embd, epsilon=LAYER_NORM_EPS, dtype=c.dtype, rngs=rngs)
+
+
+def _normal(
+    norm: Any, x: jax.Array, kernels: Kernels | None, residual: jax.Array | None = None
+) -> Any:
+    """An `nnx.LayerNorm` of x; with a residual, of the sum, and the sum."""
+    if not kernels:
+        return norm(x)
+    return kernels.layer_norm(x, norm.scale[...], norm.bias[...], LAYER_NORM_EPS, residual)
+
+
+def _dropout(c: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Without dropout there is no random stream either: the state is parameters alone."""
+    return nnx.Dropout(c.dropout, rngs=rngs if c.dropout else None)

@@ -1,0 +1,263 @@
+"""A leaf of a training state that lies on a disk."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from zerojax.offload.disk.boxes import Index, boxes, meet, moved, shape_of, whole
+from zerojax.offload.disk.errors import RESTORE, DiskStateError
+from zerojax.offload.disk.pieces import Piece, piece_of, shards_of
+from zerojax.offload.disk.space import Data, DiskStore
+
+
+class DiskLeaf:
+    """A leaf on a disk: each distinct shard of this process, flat in C order, in pieces.
+
+    Args:
+      store: where it lies.
+      name: of the leaf, for messages; no other leaf of the store has it.
+      shape: of the whole array.
+      dtype: of the elements.
+      sharding: of the whole array.
+      cuts: ``(start, stop)`` of each piece of a flat shard, in elements, one after the other; the
+        same for every shard.
+
+    Attributes:
+      shards: the distinct ones of this process.
+      generation: counts the updates.
+      half: something was written since the last update was complete.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any,
+        sharding: NamedSharding,
+        cuts: Sequence[tuple[int, int]],
+    ) -> None:
+        self.store, self.name = store, name
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.sharding, self.cuts = sharding, tuple(cuts)
+        self.shards = shards_of(sharding, self.shape)
+        self.generation, self.half = 0, False
+        self._torn = False
+        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.cuts))]
+        # At exit the store goes as a whole.
+        weakref.finalize(self, store.forget, keys).atexit = False
+        size = math.prod(sharding.shard_shape(self.shape))
+        ends = [0, *(stop for _, stop in self.cuts)]
+        if [start for start, _ in self.cuts] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"{name}: {self.cuts} do not cut a shard of {size} elements")
+
+    def fill(self, array: jax.Array) -> None:
+        """Writes a whole array of that shape, dtype and sharding, piece by piece."""
+        fits = array.sharding.is_equivalent_to(self.sharding, array.ndim)
+        if (array.shape, array.dtype) != (self.shape, self.dtype) or not fits:
+            raise ValueError(
+                f"{self.name}: expected {self.dtype}{list(self.shape)}, {self.sharding}, got "
+                f"{array.dtype}{list(array.shape)}, {array.sharding}"
+            )
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        firsts = [shard.devices[0] for shard in self.shards]
+        for k, cut in enumerate(self.cuts):
+            self.write(k, {device: piece_of(data[device], *cut) for device in firsts})
+        self._torn = False
+
+    def read(self, k: int) -> Piece:
+        """Starts to read piece ``k``.
+
+        Raises:
+          DiskStateError: the leaf is torn, or an earlier write failed.
+        """
+        reads = [self.read_shard(i, k) for i in range(len(self.shards))]
+        return Piece(self.shards, reads, self.dtype)
+
+    def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
+        """Starts to read piece ``k`` of shard ``i``; its bytes."""
+        if self._torn:
+            raise DiskStateError(self.interrupted)
+        return self.store.read(self._key(i, k))
+
+    def write(self, k: int, piece: jax.Array | Mapping[jax.Device, Data]) -> None:
+        """Starts to write piece ``k``; handles cannot be read until the next generation.
+
+        Args:
+          k: which.
+          piece: what each device has of it, by device or as the shards of a JAX array of any
+            shape; one device of those with the same shard is enough.
+
+        Raises:
+          DiskStateError: an earlier write failed.
+        """
+        if isinstance(piece, jax.Array):
+            piece = {shard.device: shard.data for shard in piece.addressable_shards}
+        start, stop = self.cuts[k]
+        given = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
+        if wrong := [x.nbytes for x in given if x.nbytes != (stop - start) * self.dtype.itemsize]:
+            raise ValueError(
+                f"{self.name}: piece {k} has {stop - start} elements of {self.dtype}, and "
+                f"{wrong[0]} bytes were given"
+            )
+        self.half = True
+        for i, data in enumerate(given):
+            self.store.write(self._key(i, k), data)
+
+    def advance(self) -> DiskArray:
+        """All pieces are written, or on their way: the handle to them. Older ones are deleted."""
+        self.generation, self.half = self.generation + 1, False
+        return DiskArray(self)
+
+    @property
+    def interrupted(self) -> str:
+        """For messages."""
+        return (
+            f"{self.name} in {self.store.path} is half updated, as a step was interrupted. To go "
+            f"on, {RESTORE}"
+        )
+
+    def torn(self) -> None:
+        """A step was interrupted half way: nothing can be read until :meth:`fill`."""
+        self._torn = True
+
+    def _key(self, shard: int, k: int) -> str:
+        return f"{self.name}, shard {shard}, piece {k}"
+
+
+class DiskArray:
+    """A :class:`DiskLeaf` as it is after an update: a leaf of a state, as a ``jax.Array`` is.
+
+    Its value is read when it is asked for. The next update deletes it.
+    """
+
+    def __init__(self, leaf: DiskLeaf) -> None:
+        self.leaf, self._generation = leaf, leaf.generation
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.leaf.dtype
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self.leaf.sharding
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return self.sharding.is_fully_addressable
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def is_deleted(self) -> bool:
+        return self.leaf.generation != self._generation
+
+    def __repr__(self) -> str:
+        gone = ", deleted" if self.is_deleted() else ""
+        return (
+            f"DiskArray({self.leaf.name}: {self.dtype}{list(self.shape)}, "
+            f"{self.sharding.spec}, in {self.leaf.store.path}{gone})"
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self!r} is read from the disk: it cannot be had without a copy")
+        values = self.read_slice(whole(self.shape))
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def read_slice(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The elements at an index of the whole array, reading no more than their pieces.
+
+        Raises:
+          DiskStateError: they are not what was written.
+          ValueError: the state was passed to a later step, or another process has some of them.
+        """
+        wanted = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, self.shape, strict=True))
+        out = np.empty(shape_of(wanted), self.dtype)
+        filled = 0
+        for here, values in self._blocks(wanted):
+            if (both := meet(here, wanted)) is not None:
+                part = values[moved(both, here, -1)]
+                out[moved(both, wanted, -1)] = part
+                filled += part.size
+        if filled < out.size:
+            raise ValueError(f"{self!r}: other processes hold some of {wanted}")
+        return out
+
+    def blocks(self) -> Iterator[tuple[Index, np.ndarray]]:
+        """What this process holds, each element once: where in the whole array, and the values.
+
+        Two pieces are in memory.
+
+        Raises:
+          DiskStateError: they are not what was written.
+          ValueError: the state was passed to a later step.
+        """
+        return self._blocks(whole(self.shape))
+
+    def load(self, sharding: Sharding | None = None) -> jax.Array:
+        """The whole of it on devices, sharded as it is or otherwise."""
+        return jax.make_array_from_callback(
+            self.shape,
+            sharding or self.sharding,
+            lambda index: self.read_slice(index or ()),
+            dtype=self.dtype,
+        )
+
+    def _blocks(self, wanted: Index) -> Iterator[tuple[Index, np.ndarray]]:
+        """The blocks of those pieces that have some of what is wanted."""
+        shape = self.sharding.shard_shape(self.shape)
+        ahead: deque[tuple[Future[np.ndarray], list[Index], Index]] = deque()
+        for i, shard in enumerate(self.leaf.shards):
+            for k, (start, stop) in enumerate(self.leaf.cuts):
+                found = [*boxes(shape, start, stop)]
+                if any(meet(moved(box, shard.index), wanted) is not None for box in found):
+                    self._check()
+                    ahead.append((self.leaf.read_shard(i, k), found, shard.index))
+                if len(ahead) == 2:
+                    yield from self._cut_up(*ahead.popleft())
+        while ahead:
+            yield from self._cut_up(*ahead.popleft())
+
+    def _cut_up(
+        self, read: Future[np.ndarray], found: list[Index], shard: Index
+    ) -> Iterator[tuple[Index, np.ndarray]]:
+        values = read.result().view(self.dtype)
+        self._check()
+        begin = 0
+        for box in found:
+            shape = shape_of(box)
+            end = begin + math.prod(shape)
+            yield moved(box, shard), values[begin:end].reshape(shape)
+            begin = end
+
+    def _check(self) -> None:
+        if self.is_deleted():
+            raise ValueError(
+                f"{self.leaf.name}: this state was passed to an earlier step, which wrote over it "
+                "on the disk: go on with the state that the step returned."
+            )
+        if self.leaf.half:
+            raise DiskStateError(self.leaf.interrupted)

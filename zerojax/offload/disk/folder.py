@@ -1,0 +1,102 @@
+"""A folder for one run's scratch files, which the next run removes if this one could not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pathlib
+import shutil
+import tempfile
+import weakref
+
+from zerojax.offload.disk.errors import DiskError
+
+_PREFIX = "zerojax-"
+_LOCK = ".zerojax-swap"
+
+
+class Folder:
+    """``PARENT/zerojax-*``, locked while this object or its process lives; folders of dead runs
+    beside it go.
+
+    Attributes:
+      path: of the folder.
+
+    Raises:
+      DiskError: the parent is not there, is no folder, or cannot be written.
+    """
+
+    def __init__(self, parent: str | os.PathLike[str]) -> None:
+        if not os.fspath(parent):
+            raise DiskError("nvme_path: the empty path names no folder")
+        self._parent = pathlib.Path(parent).expanduser().absolute()
+        try:
+            claimed = None
+            while claimed is None:
+                claimed = _claim(self._parent)
+        except OSError as error:
+            raise DiskError(_unusable(self._parent, error)) from None
+        self.path, lock = claimed
+        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self._sweep()
+
+    @property
+    def free(self) -> int:
+        """Bytes that the disk still takes."""
+        return shutil.disk_usage(self.path).free
+
+    def remove(self) -> None:
+        self._remove()
+
+    def _sweep(self) -> None:
+        for other in self._parent.glob(f"{_PREFIX}*"):
+            if other == self.path or not other.is_dir():
+                continue
+            try:
+                lock = _locked(other / _LOCK, os.O_RDWR)
+            except OSError:  # not such a folder, another user's, or just removed
+                continue
+            if lock is not None:
+                _remove(other, lock, os.getpid())
+
+
+def _claim(parent: pathlib.Path) -> tuple[pathlib.Path, int] | None:
+    """A fresh folder and its lock; None where another run's sweep was faster than the lock."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        lock = _locked(path / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        path.rmdir()
+        raise
+    if lock is not None and os.fstat(lock).st_nlink == 0:
+        os.close(lock)
+        return None
+    return None if lock is None else (path, lock)
+
+
+def _locked(lock: pathlib.Path, flags: int) -> int | None:
+    """The file, open and locked; None where someone else has locked it."""
+    file = os.open(lock, flags, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
+
+
+def _remove(folder: pathlib.Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _unusable(parent: pathlib.Path, error: OSError) -> str:
+    if not parent.exists():
+        return f"nvme_path {parent} is not there: make the folder, or mount the disk first"
+    if not parent.is_dir():
+        return f"nvme_path {parent} is a file: name a folder on the disk"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free some of it" if full else "let this user write to it"
+    return f"nvme_path {parent} cannot be written ({error.strerror}): {remedy}, or name another"

@@ -1,0 +1,309 @@
+"""States: wrapped as the config asks, planned, born sharded or placed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import automatic_context, relabelled, same_devices
+from zerojax.offload.disk.array import DiskArray
+from zerojax.optim.wrap import (
+    ZeroOptState,
+    ZeroTransformation,
+    adopt,
+    features,
+    full_precision,
+    wrap,
+)
+from zerojax.placement.placer import Placer
+from zerojax.plan import layout, planning
+from zerojax.plan.places import DISK, check_memories, offloads
+from zerojax.plan.plan import Leaf, Plan
+from zerojax.trace.explicit import evaluate
+from zerojax.train_state.linen import open_state
+from zerojax.train_state.nnx import is_nnx, open_objects
+from zerojax.train_state.state_parts import OpenedState, Parts
+
+
+class States:
+    """Everything that turns a user's state into a sharded one.
+
+    Args:
+      config: what is asked for.
+      mesh, axis: the devices, and the axis over which ZeRO shards.
+      specs: the user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``;
+        None leaves them to the model's metadata.
+    """
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
+        self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
+        self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
+        self.placer = Placer(config, mesh)
+
+    def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
+        """``tx`` with the config's features; the same result for the same ``tx``."""
+        if tx not in self._wrapped:
+            if not self._wrapped:
+                self._say_unused()
+            self._wrapped[tx] = wrap(tx, **features(self.config))
+        return self._wrapped[tx]
+
+    def _say_unused(self) -> None:
+        optimizer, scheduler = self.config.optimizer, self.config.scheduler
+        unused = " and ".join(
+            f"{name} ({given.type})"
+            for name, given in (("optimizer", optimizer), ("scheduler", scheduler))
+            if given is not None
+        )
+        if unused:
+            remedy = (
+                "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
+                if optimizer is None
+                else "zero.optimizer()"
+            )
+            logging.getLogger("zerojax").warning(
+                "the config's %s has no effect: the state brings its own optimizer. Build the "
+                "state with %s to use the config's.",
+                unused,
+                remedy,
+            )
+
+    def open(self, objects: tuple[Any, ...]) -> OpenedState:
+        """Takes a ``(TrainState,)`` or NNX objects apart, and wraps the optimizer.
+
+        Raises:
+          TypeError: they are something else.
+          ValueError: there is nothing to train, or the optimizer is wrapped otherwise.
+        """
+        opened = take_apart(objects)
+        if not jax.tree.leaves(opened.parts.params):
+            raise ValueError(
+                "the state has no parameters (params is empty), so that there is nothing to train: "
+                "pass TrainState.create the params of model.init(...)."
+            )
+        opened = dataclasses.replace(opened, specs=self._own_specs(opened))
+        wrapped = isinstance(opened.tx, ZeroTransformation)
+        if wrapped:
+            self._check_scaled(opened.parts.opt_state)
+        else:
+            _check_not_within(opened.parts.opt_state)
+
+        def prepare(parts: Parts) -> Parts:
+            parts = jax.tree.map(_array, relabelled(parts, self.mesh))
+            if self.config.compute_dtype:
+                parts = _full_precision_masters(parts, opened.tx)
+            if wrapped:
+                return parts
+            loss_scale = features(self.config)["loss_scale"]
+            return parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
+
+        leaves = jax.tree.leaves(opened.parts)
+        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
+        if wrapped:
+            return dataclasses.replace(opened, parts=parts)
+        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
+
+    def observed(self, opened: OpenedState) -> OpenedState:
+        """What only looks at a state is given of it: the user's own optimizer and its state."""
+        parts = jax.tree.map(_array, opened.parts)
+        return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
+
+    def _check_scaled(self, opt_state: Any) -> None:
+        scaled = getattr(opt_state, "loss_scale", None) is not None
+        if scaled != self.config.fp16:
+            raise ValueError(
+                f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer was "
+                f"wrapped {'with' if scaled else 'without'} it and has "
+                f"{'a' if scaled else 'no'} loss scale: make the state with zero.init, "
+                "zero.optimizer() or zero.wrap() of this zero."
+            )
+
+    def plan(self, opened: OpenedState) -> Plan:
+        return planning.make(
+            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
+        )
+
+    def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
+        params = opened.parts.params
+        given: list[Any] = list(opened.specs)
+        if self.specs is not None:
+            spread = jax.tree.map(
+                lambda spec, part: jax.tree.map(lambda _: spec, part),
+                self.specs,
+                params,
+                is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+            )
+            given = jax.tree.leaves(
+                spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
+            )
+        leaves = jax.tree.leaves(params)
+        return tuple(
+            layout.full(spec or self._lying(x), len(x.shape))
+            for spec, x in zip(given, leaves, strict=True)
+        )
+
+    def _lying(self, x: Any) -> PartitionSpec | None:
+        """The spec that an array was placed with, without ZeRO's part of it."""
+        if isinstance(x, jax.core.Tracer):  # has none, and takes seconds to say so
+            return None
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+            return None
+        return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
+
+    def init(self, create: Callable[..., Any], *args: Any) -> Any:
+        """Runs ``create`` so that no device ever holds more than its shards."""
+        with automatic_context(self.mesh) as explicit:
+            return self._born(create, relabelled(args, self.mesh), explicit)
+
+    def _born(
+        self, create: Callable[..., Any], args: Sequence[Any], explicit: tuple[str, ...]
+    ) -> Any:
+        make, opened = self._maker(create, explicit)
+        shapes = jax.eval_shape(make, *args)
+        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+        if offloads(self.config):
+            check_memories(self.config, self.mesh)
+            parts = self.placer.born(make, args, plan, shapes)
+        else:
+            parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+        return opened[-1].close(parts, opened[-1].tx)
+
+    def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
+        """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
+        with automatic_context(self.mesh) as explicit:
+            make, opened = self._maker(create, explicit)
+            shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
+        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+        return opened[0].close(abstract(shapes, plan), opened[0].tx)
+
+    def _maker(
+        self, create: Callable[..., Any], explicit: tuple[str, ...]
+    ) -> tuple[Callable[..., Parts], list[OpenedState]]:
+        opened: list[OpenedState] = []  # what create returns besides arrays, once for each trace
+
+        def make(*args: Any) -> Parts:
+            made = create(*args)
+            parts = self.open(made if isinstance(made, tuple) else (made,))
+            opened.append(parts)
+            return jax.tree.map(jnp.asarray, parts.parts)
+
+        def make_there(*args: Any) -> Parts:
+            if explicit:
+                return evaluate(make, args, self.mesh, self.axis, explicit)
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return make(*args)
+
+        return make_there, opened
+
+    def placed(self, opened: OpenedState, plan: Plan) -> Parts:
+        """The state where the plan wants it; a copy, unless it comes from zerojax and lies there
+        already, so that the caller's own arrays live on.
+
+        Raises:
+          ValueError: it lies on another mesh.
+        """
+        parts, wanted = opened.parts, plan.shardings()
+        leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
+        where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
+        if not opened.plain and all(lies(*each) for each in where):
+            return parts
+        self.check_mesh(parts)
+        made = [self.placer.put(_copy(x), *at) for x, *at in where]
+        return jax.tree.unflatten(jax.tree.structure(parts), made)
+
+    def check_mesh(self, parts: Any) -> None:
+        """Raises ValueError where an array of a state lies on another mesh."""
+        for path, x in jax.tree_util.tree_leaves_with_path(parts):
+            sharding = getattr(x, "sharding", None)
+            if sharding is None or len(sharding.device_set) == 1:
+                continue
+            if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+                raise ValueError(
+                    f"the state lies on another mesh: {jax.tree_util.keystr(path)} is placed with "
+                    f"{sharding}, zero's mesh is {dict(self.mesh.shape)} over "
+                    f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
+                    "bring it to the host first (jax.device_get)."
+                )
+
+
+def lies(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
+    """Whether an array lies where the plan wants it."""
+    return (
+        isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
+        and x.sharding.is_equivalent_to(sharding, x.ndim)
+        and x.sharding.memory_kind == sharding.memory_kind
+        and isinstance(x, DiskArray) == (leaf.place == DISK)
+    )
+
+
+def take_apart(objects: tuple[Any, ...]) -> OpenedState:
+    """A ``(TrainState,)``, or NNX objects with an optimizer among them, as they are.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    if any(map(is_nnx, objects)):
+        return open_objects(objects)
+    if len(objects) != 1:
+        raise TypeError(
+            f"a tuple of {', '.join(type(x).__name__ for x in objects)} is no training state: it "
+            "is one flax TrainState, or NNX objects, a model and its nnx.Optimizer among them."
+        )
+    return open_state(*objects)
+
+
+def abstract(parts: Parts, plan: Plan) -> Parts:
+    """Shapes and dtypes with the plan's shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s),
+        parts,
+        plan.shardings(),
+    )
+
+
+def _array(x: Any) -> Any:
+    """A Python number as an array."""
+    return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float) else x
+
+
+def _copy(x: Any) -> Any:
+    # device_put alone may share memory with an array that lies on one of the devices.
+    return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _same(a: Any, b: Mesh) -> bool:
+    return isinstance(a, Mesh) and same_devices(a, b)
+
+
+def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
+    """Masters in float32, whatever the model was made in, and the moments that belong to them."""
+    params = jax.tree.map(full_precision, parts.params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(parts.params), strict=True)
+    if all(new is old for new, old in pairs):
+        return parts
+    made = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    leaves, tree = jax.tree.flatten(parts.opt_state)
+    opt_state = [x.astype(m.dtype) for x, m in zip(leaves, made, strict=True)]
+    return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
+
+
+def _check_not_within(opt_state: Any) -> None:
+    def wrapped(x: Any) -> bool:
+        return isinstance(x, ZeroOptState)
+
+    if any(map(wrapped, jax.tree.leaves(opt_state, is_leaf=wrapped))):
+        raise ValueError(
+            "the state's optimizer has one of zero.optimizer() or zero.wrap() within it, which "
+            "would clip and unscale twice: wrap the outermost transformation only."
+        )

@@ -1,0 +1,114 @@
+"""Where each part of the state lives: on the device, in the host's memory, or on disk.
+
+======================  ====================  ====================  ========================
+                        moments               masters               compute parameters
+======================  ====================  ====================  ========================
+no offload              device                device                device
+offload_optimizer       its device            its device            device
+offload_param (alone)   device                its device            its device
+both                    offload_optimizer's   offload_optimizer's   offload_param's
+======================  ====================  ====================  ========================
+
+Masters are the parameters at rest. Parameters of fewer elements than
+``stage3_param_persistence_threshold`` stay on the device for the step, as they stay whole. A
+parameter of one element stays on the device with all its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import are_there
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+PINNED = "pinned_host"
+_PLACES = {"cpu": HOST, "nvme": DISK}
+
+
+class Places(NamedTuple):
+    """Where one parameter's parts live at rest: DEVICE, HOST or DISK each.
+
+    Attributes:
+      master: the parameter itself, in full precision.
+      moments: the optimizer state that belongs to it.
+      compute: what the step computes with.
+    """
+
+    master: str
+    moments: str
+    compute: str
+
+
+def places(config: ZeroConfig, elements: Sequence[int]) -> list[Places]:
+    """The places of each parameter, given how many elements they have.
+
+    With ``ratio`` below 1 the smallest parameters keep their optimizer state on the device, as
+    many as fit into the share that stays; with ``max_in_cpu`` the smallest compute parameters are
+    in host memory, and the others on disk.
+    """
+    optimizer, param = config.offload_optimizer, config.offload_param
+    kept: set[int] = set()
+    if optimizer is not None and optimizer.ratio < 1:
+        kept = _fitting(elements, (1 - optimizer.ratio) * sum(elements))
+    in_cpu: set[int] = set()
+    if param is not None and param.device == "nvme":
+        in_cpu = _fitting(elements, param.max_in_cpu)
+    found = []
+    for i, n in enumerate(elements):
+        if n == 1:
+            found.append(Places(DEVICE, DEVICE, DEVICE))
+            continue
+        small = n < config.stage3_param_persistence_threshold
+        compute = DEVICE if param is None or small else _PLACES[param.device]
+        compute = HOST if i in in_cpu and compute == DISK else compute
+        moments = DEVICE if optimizer is None or i in kept else _PLACES[optimizer.device]
+        master = compute if optimizer is None else moments
+        found.append(Places(master, moments, compute))
+    return found
+
+
+def _fitting(elements: Sequence[int], room: float) -> set[int]:
+    """The smallest ones, as many as there is room for."""
+    found = set()
+    for i in sorted(range(len(elements)), key=lambda i: elements[i]):
+        if elements[i] <= room:
+            found.add(i)
+            room -= elements[i]
+    return found
+
+
+def offloads(config: ZeroConfig) -> bool:
+    """Whether anything of the state lives elsewhere than on the device."""
+    return config.offload_optimizer is not None or config.offload_param is not None
+
+
+def reaches_host(config: ZeroConfig) -> bool:
+    """Whether a program of the step may have arrays in host memory."""
+    return offloads(config) or config.cpu_checkpointing
+
+
+def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
+    """Refuses offload where the devices reach no pinned host memory.
+
+    Raises:
+      ValueError: names the platform and what it has.
+    """
+    asked = [
+        name
+        for name in ("offload_optimizer", "offload_param", "cpu_checkpointing")
+        if getattr(config, name)
+    ]
+    device = mesh.devices.flat[0]
+    if not asked or not are_there(mesh):
+        return
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if PINNED not in kinds:
+        raise ValueError(
+            f"{' and '.join(asked)} needs {PINNED} memory, but {device.platform} device "
+            f"{device} ({device.device_kind}) has {', '.join(kinds)} alone: remove "
+            f"{'it' if len(asked) == 1 else 'them'} from the config, or update jax."
+        )

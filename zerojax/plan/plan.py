@@ -1,0 +1,236 @@
+"""The plan: for every leaf, how it lies over the devices, and why.
+
+A stage is a table of specs, no more. Stage by stage, over the shard axis:
+
+=====  ===================  =================  ============================================
+stage  masters and moments  gradients          compute parameters
+=====  ===================  =================  ============================================
+0      whole                whole              whole
+1      sharded              whole              gathered once a step
+2      sharded              sharded            gathered once a step
+3      sharded              sharded            gathered where used, again in the backward
+=====  ===================  =================  ============================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import are_there
+from zerojax.plan import layout, table
+from zerojax.plan.layout import Spec
+from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
+from zerojax.train_state.state_parts import Parts
+
+DTYPES: dict[str | None, Any] = {
+    None: None,
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+}
+"""What the config calls dtypes."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one array lies at rest.
+
+    Attributes:
+      path: where it stands in the state.
+      spec: its PartitionSpec at rest.
+      whole: the same without ZeRO: the user's own spec.
+      reason: why it is not sharded; empty where it is.
+      bytes: of the whole array; ``bytes_per_device`` of the largest piece.
+      place: where it lies, see :mod:`zerojax.plan.places`.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    whole: PartitionSpec
+    reason: str
+    bytes: int
+    bytes_per_device: int
+    place: str = DEVICE
+
+    @classmethod
+    def of(cls, path: str, x: Any, cut: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
+        """The leaf of an array (abstract or not) that is cut so, on the device."""
+        named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
+        itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
+        pieces = [
+            -(-size // layout.parts(entry, mesh)) for size, entry in zip(x.shape, cut, strict=True)
+        ]
+        return cls(
+            path=path,
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            spec=_trimmed(cut),
+            whole=_trimmed(whole),
+            reason=reason,
+            bytes=math.prod(x.shape) * itemsize,
+            bytes_per_device=math.prod(pieces) * itemsize,
+        )
+
+    @property
+    def sharded(self) -> bool:
+        return self.spec != self.whole
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Specs of the whole state. ``str(plan)`` is a table.
+
+    Attributes:
+      mesh, axis: the devices, and the axis over which ZeRO shards.
+      config: what the plan was made for.
+      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` is how
+        gradients are accumulated.
+      leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
+      compute: the parameters as the step computes with them, in the order of ``params``.
+    """
+
+    mesh: Mesh
+    axis: str
+    config: ZeroConfig
+    params: Any
+    grads: Any
+    opt_state: Any
+    step: Any
+    rest: Any
+    leaves: dict[str, tuple[Leaf, ...]]
+    compute: tuple[Leaf, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that the state occupies at rest in the memory of the fullest device."""
+        return self.bytes_in(DEVICE)
+
+    def all_leaves(self) -> list[Leaf]:
+        """One for each leaf of the state's parts, in order."""
+        step = Leaf("step", (), jnp.dtype(jnp.int32), self.step, self.step, "", 4, 4)
+        leaves = self.leaves
+        return [*leaves["params"], *leaves["opt_state"], step, *leaves["rest"]]
+
+    def bytes_in(self, place: str) -> int:
+        """Bytes of the state at rest that one device has in ``place``."""
+        return sum(
+            leaf.bytes_per_device
+            for group in self.leaves.values()
+            for leaf in group
+            if leaf.place == place
+        )
+
+    @property
+    def streamed(self) -> list[bool]:
+        """Of each leaf of the optimizer state, whether it is an array: under offload those are
+        updated in sub-groups, and numbers with the gradients."""
+        return [bool(leaf.shape) for leaf in self.leaves["opt_state"]]
+
+    def shardings(self) -> Parts:
+        """Where everything lies as :class:`jax.sharding.NamedSharding`, in the form of the
+        state's parts. What lies on disk has that of its way to the device."""
+
+        def placed(specs: Any, leaves: Sequence[Leaf]) -> Any:
+            tree = jax.tree.structure(specs, is_leaf=_is_spec)
+            return jax.tree.unflatten(tree, [self.sharding(leaf) for leaf in leaves])
+
+        return Parts(
+            placed(self.params, self.leaves["params"]),
+            placed(self.opt_state, self.leaves["opt_state"]),
+            NamedSharding(self.lowering_mesh, self.step),
+            placed(self.rest, self.leaves["rest"]),
+        )
+
+    def sharding(self, leaf: Leaf) -> NamedSharding:
+        """Where one leaf of this plan lies."""
+        kind = PINNED if leaf.place == HOST else None
+        return NamedSharding(self.lowering_mesh, leaf.spec, memory_kind=kind)
+
+    def on_device(self, specs: Any) -> Any:
+        """A tree of specs as shardings in device memory."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
+        )
+
+    @property
+    def lowering_mesh(self) -> Any:
+        """The mesh to lower for: without its devices where they are not there and something lies
+        in host memory, which jax forgets for such devices."""
+        virtual = reaches_host(self.config) and not are_there(self.mesh)
+        return self.mesh.abstract_mesh if virtual else self.mesh
+
+    def table(self) -> str:
+        """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
+        n, config = self.mesh.shape[self.axis], self.config
+        title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
+        others = {a: k for a, k in self.mesh.shape.items() if a != self.axis}
+        title += f", other axes {others}" if others else ""
+        low = config.compute_dtype
+        title += f", {low} compute with fp32 masters" if low else ""
+        at_rest = {
+            "params": self.leaves["params"],
+            "grads": self.gradients(),
+            "compute": self.copies(),
+        }
+        notes = [
+            f"{note.key} = {note.value} ({note.status}: {note.reason})"
+            for note in config.notes
+            if note.status in ("default", "resolved", "no effect")
+        ]
+        total = f"state at rest: {table.size(self.bytes_per_device)} per device"
+        for place, where in ((HOST, "host memory"), (DISK, "disk")):
+            if n_bytes := self.bytes_in(place):
+                total += f", and {table.size(n_bytes)} of {where} for each"
+        return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
+
+    __str__ = table
+
+    def copies(self) -> tuple[Leaf, ...]:
+        """Compute parameters that stay from step to step beside the state, as they do where
+        something is offloaded."""
+        if not offloads(self.config):
+            return ()
+        pairs = zip(self.compute, self.leaves["params"], strict=True)
+        return tuple(leaf for leaf, rest in pairs if leaf != rest)
+
+    def gradients(self) -> tuple[Leaf, ...]:
+        """How gradients lie while they are accumulated: float32, in the form of ``grads``.
+
+        Those of parameters in host memory leave for there."""
+        specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
+        return tuple(
+            dataclasses.replace(
+                Leaf.of(
+                    leaf.path,
+                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+                    layout.full(spec, len(leaf.shape)),
+                    layout.full(leaf.whole, len(leaf.shape)),
+                    leaf.reason,
+                    self.mesh,
+                ),
+                place=DEVICE if now.place == DEVICE else HOST,
+            )
+            for leaf, spec, now in zip(self.leaves["params"], specs, self.compute, strict=True)
+        )
+
+
+def _trimmed(spec: Spec) -> PartitionSpec:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

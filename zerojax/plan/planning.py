@@ -1,0 +1,259 @@
+"""How a plan is made: which dimension of each leaf is cut, and what lies where."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.config import ZeroConfig
+from zerojax.plan.layout import Spec
+from zerojax.plan.places import places
+from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
+from zerojax.train_state.state_parts import Parts
+
+
+def make(
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    own: Sequence[Any],
+    mesh: Mesh,
+    axis: str,
+    config: ZeroConfig,
+) -> Plan:
+    """Plans a state.
+
+    Args:
+      parts: abstract or concrete arrays; only shapes and dtypes are read.
+      tx: the optimizer whose state ``parts.opt_state`` is. Which of its leaves belong to which
+        parameter comes from optax (``tree_map_params``), never from shapes.
+      own: the user's spec of each parameter leaf.
+      mesh, axis, config: see :class:`Plan`.
+    """
+    smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
+
+    def at_rest(path: str, x: Any, spec: Any) -> Leaf:
+        whole = layout.full(spec, len(x.shape))
+        _check_spec(path, x.shape, whole, mesh)
+        whole = layout.cutting(whole, mesh)
+        if config.stage == 0:
+            cut, reason = whole, "stage 0 keeps the state whole"
+        else:
+            cut, reason = shard_spec(x.shape, whole, mesh, axis, smallest)
+        return Leaf.of(path, x, cut, whole, reason, mesh)
+
+    paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
+    where = places(config, [math.prod(x.shape) for _, x in paths])
+    params = [
+        dataclasses.replace(
+            at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
+        )
+        for (path, x), spec, place in zip(paths, own, where, strict=True)
+    ]
+    param_tree = jax.tree.unflatten(tree, params)
+    moments = {leaf.path: place.moments for leaf, place in zip(params, where, strict=True)}
+    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
+    rest_tree = {
+        name: _rest_leaves(name, value, parts.params, param_tree, mesh)
+        for name, value in parts.rest.items()
+    }
+
+    def specs(t: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.spec, t, is_leaf=_is_leaf)
+
+    sharded_grads = config.stage >= 2
+    return Plan(
+        mesh=mesh,
+        axis=axis,
+        config=config,
+        params=specs(param_tree),
+        grads=specs(param_tree)
+        if sharded_grads
+        else jax.tree.map(lambda leaf: leaf.whole, param_tree, is_leaf=_is_leaf),
+        opt_state=specs(opt_tree),
+        step=PartitionSpec(),
+        rest=specs(rest_tree),
+        leaves={
+            "params": tuple(params),
+            "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
+            "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
+        },
+        compute=tuple(
+            _computing(leaf, place.compute, config)
+            for leaf, place in zip(params, where, strict=True)
+        ),
+    )
+
+
+def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
+    """A parameter as the step computes with it."""
+    low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
+    itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
+    part = jnp.dtype(dtype).itemsize if low else 1
+    return dataclasses.replace(
+        leaf,
+        dtype=dtype,
+        place=place,
+        bytes=leaf.bytes // itemsize * part,
+        bytes_per_device=leaf.bytes_per_device // itemsize * part,
+    )
+
+
+def shard_spec(
+    shape: Sequence[int], own: Spec, mesh: Mesh, axis: str, smallest: int
+) -> tuple[Spec, str]:
+    """Cuts the largest free dimension that the axis divides.
+
+    Where no free dimension divides, one that the user's spec cuts is cut again within each piece.
+
+    Args:
+      shape: of the whole array.
+      own: the user's spec, one entry a dimension, without axes of size 1, which cut nothing.
+      smallest: arrays with fewer elements stay whole.
+
+    Returns:
+      The spec, and where nothing was cut the reason.
+
+    Example:
+      >>> import zerojax
+      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)
+      ((None, None), 'no dimension of (6, 10) is divisible by 8')
+    """
+    n = mesh.shape[axis]
+    if any(axis in layout.axes(entry) for entry in own):
+        return own, f"its own spec takes the {axis!r} axis"
+    if n == 1:
+        return own, f"the {axis!r} axis has one device"
+    if math.prod(shape) < smallest:
+        return own, f"below stage3_param_persistence_threshold ({smallest:,} elements)"
+    pieces = layout.piece(shape, own, mesh)
+    divisible = [d for d, size in enumerate(pieces) if size and size % n == 0]
+    if not divisible:
+        what = str(tuple(shape))
+        if pieces != tuple(shape):
+            what = f"{pieces}, a piece of {what},"
+        return own, f"no dimension of {what} is divisible by {n}"
+    free = [d for d in divisible if own[d] is None]
+    d = max(free or divisible, key=lambda d: pieces[d])
+    return layout.within(own, d, axis), ""
+
+
+def _optimizer_leaves(
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    params: Any,
+    at_rest: Any,
+    mesh: Mesh,
+    moments: Mapping[str, str],
+) -> Any:
+    # The path of each leaf has to reach a function that optax maps over the tree.
+    paths = jax.tree_util.tree_map_with_path(
+        lambda path, x: ("opt_state" + jax.tree_util.keystr(path), x), parts.opt_state
+    )
+
+    def of_param(pair: Any, param: Leaf) -> Any:
+        if not _is_pair(pair):
+            return pair  # optax.masked leaves a node without arrays for what it does not update
+        path, x = pair
+        if tuple(x.shape) == param.shape:
+            spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
+            leaf = Leaf.of(path, x, spec, whole, param.reason, mesh)
+        else:
+            leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
+        return dataclasses.replace(leaf, place=moments[param.path])
+
+    def anywhere(leaf: Leaf) -> Leaf:
+        """Without an owner to go by: an array goes where most moments do."""
+        found = list(moments.values())
+        return dataclasses.replace(leaf, place=max(found, key=found.count)) if leaf.shape else leaf
+
+    def other(pair: tuple[str, Any]) -> Leaf:
+        path, x = pair
+        empty = (None,) * len(x.shape)
+        return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
+
+    try:
+        return optax.tree.map_params(
+            tx,
+            of_param,
+            paths,
+            params,
+            transform_non_params=other,
+            is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
+        )
+    except (AttributeError, TypeError, ValueError):
+        # Some transformations (adafactor) do not let optax see which leaf is whose.
+        return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
+
+
+def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) -> Any:
+    """Extra state is replicated, but a copy of the parameters (an average, say) lies as they do."""
+
+    def shapes(t: Any) -> list[tuple[int, ...]]:
+        return [tuple(x.shape) for x in jax.tree.leaves(t)]
+
+    own: Any = jax.tree.structure(value)
+    if own == jax.tree.structure(params) and shapes(value) == shapes(params):
+        return jax.tree.map(
+            lambda x, leaf: Leaf.of(
+                leaf.path.replace("params", name, 1),
+                x,
+                layout.full(leaf.spec, x.ndim),
+                layout.full(leaf.whole, x.ndim),
+                leaf.reason,
+                mesh,
+            ),
+            value,
+            leaves,
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: Leaf.of(
+            name + jax.tree_util.keystr(path),
+            x,
+            (None,) * x.ndim,
+            (None,) * x.ndim,
+            "extra state is replicated",
+            mesh,
+        ),
+        value,
+    )
+
+
+def _check_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
+    if len(spec) != len(shape):
+        raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
+    named = [a for entry in spec for a in layout.axes(entry)]
+    if twice := [a for a in named if named.count(a) > 1]:
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
+            "dimension of an array. Take it out of one."
+        )
+    for d, entry in enumerate(spec):
+        unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
+                f"{mesh.axis_names}. Pass a mesh with that axis, or logical axis rules that map it."
+            )
+        if shape[d] % layout.parts(entry, mesh):
+            raise ValueError(
+                f"{path}: dimension {d} of {tuple(shape)} is not divisible by the "
+                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec."
+            )
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Leaf)
+
+
+def _is_pair(x: Any) -> bool:
+    return (
+        isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
+    )

@@ -1,0 +1,218 @@
+"""The arguments of a decorated function: which are the state, the batch, constants, or more.
+
+    arguments = Arguments(function, static_argnums=3)
+    call = arguments.sort(args, kwargs)
+    function = arguments.rearranged(call.form)
+    function(*call.objects, call.batch, *call.args, **call.kwargs)  # is function(*args, **kwargs)
+
+All the rest of zerojax calls a function in this one order, whatever order its author chose.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from zerojax.step.call import Call, Constant, Form, Rearranged
+from zerojax.step.jitted import Slot, name_of, open_jit, without_self
+from zerojax.train_state.nnx import is_nnx
+
+
+class Arguments:
+    """What a function takes.
+
+    Args:
+      function: ``(state, batch, ...)`` with a ``TrainState``, or NNX objects, a batch and more in
+        any order; under ``jax.jit`` or ``nnx.jit`` or not.
+      static_argnums, static_argnames: as ``jax.jit`` has them.
+      batch_argnums: the arguments that are the batch, where it is not the first one after the
+        state: a position, or several whose tuple is the batch.
+
+    Attributes:
+      function: the same without its jit.
+      name: what to call it in messages.
+
+    Raises:
+      ValueError: it has no such arguments, or a jit with options that cannot be followed.
+      TypeError: the positions or names are of another type.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+    ) -> None:
+        self.function, static, donated = open_jit(function)
+        self.name = name_of(self.function)
+        try:
+            self._parameters = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError):  # a builtin: it has none
+            self._parameters = []
+        nums = self._positions("static_argnums", static_argnums)
+        names = self._names(static_argnames)
+        self._static = self._both((*nums, *names, *static))
+        self._donated = self._both(donated)
+        batch = self._positions("batch_argnums", batch_argnums)
+        self._batch = batch
+        self._several = isinstance(batch_argnums, Sequence)
+        for position in batch:
+            if position in self._static:
+                raise ValueError(
+                    f"{self.name}: argument {position} is in batch_argnums and static_argnums; "
+                    "leave it out of one."
+                )
+
+    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Sorts the arguments of a call.
+
+        Raises:
+          TypeError: there is no state or no batch among them.
+          ValueError: the function's own jit donates something else than the state.
+        """
+        given: dict[Slot, Any] = dict(enumerate(args))
+        given.update(self._in_order(kwargs))
+        free = [slot for slot in given if slot not in self._static]
+        objects = [slot for slot in free if is_nnx(given[slot])] or free[:1]
+        batch = self._slots_of_batch(given, [slot for slot in free if slot not in objects])
+        if not objects or not batch:
+            raise TypeError(
+                f"{self.name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
+                f"but was called with {len(given)} arguments."
+            )
+        first = [slot for slot in (*free[:1], *batch) if slot not in objects]
+        others = [slot for slot in first if is_train_state(given[slot])]
+        if others:
+            raise TypeError(
+                f"{self.name} was called with a TrainState as {self._told(others)} beside "
+                f"{self._told(objects)}: a decorated step trains one state. Write a step for "
+                "each, with what it reads of the other (other.params) behind the batch."
+            )
+        wrong = [slot for slot in given if slot in self._donated and slot not in objects]
+        if wrong:
+            raise ValueError(
+                f"the jit of {self.name} donates {self._told(wrong)}, which zerojax would not do: "
+                "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
+            )
+        taken = {*objects, *batch}
+        more = {
+            slot: self._constant(slot, x) if slot in self._static else x
+            for slot, x in given.items()
+            if slot not in taken
+        }
+        return Call(
+            tuple(given[slot] for slot in objects),
+            tuple(given[slot] for slot in batch) if self._several else given[batch[0]],
+            tuple(x for slot, x in more.items() if isinstance(slot, int)),
+            {slot: x for slot, x in more.items() if isinstance(slot, str)},
+            Form(tuple(objects), tuple(batch), self._several, len(args)),
+        )
+
+    def bound(self, instance: Any) -> Arguments:
+        """What the method of an instance takes, where this is of its function."""
+        made = copy.copy(self)
+        made.function = types.MethodType(self.function, instance)
+        first, made._parameters = self._parameters[:1], self._parameters[1:]
+        gone = {p.name for p in first}
+        made._static = frozenset(without_self(self._static - gone))
+        made._donated = frozenset(without_self(self._donated - gone))
+        made._batch = tuple(n - 1 for n in self._batch if n)
+        return made
+
+    def rearranged(self, form: Form) -> Rearranged:
+        """The function in the order of :class:`Call`."""
+        return Rearranged(self.function, self.name, form)
+
+    def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
+        if not self._batch:
+            return left[:1]
+        names = self._positional()
+        slots = [n if n in given or n >= len(names) else names[n] for n in self._batch]
+        missing = [slot for slot in slots if slot not in left]
+        if missing:
+            raise TypeError(
+                f"{self.name}: batch_argnums names {self._told(missing)}, which is no argument of "
+                "this call beside the state."
+            )
+        return slots
+
+    def _constant(self, slot: Slot, value: Any) -> Constant:
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{self.name}: the static argument {self._told([slot])} is a "
+                f"{type(value).__name__}, which is not hashable: pass a hashable one (a tuple, a "
+                "frozen dataclass), or leave it out of static_argnums and static_argnames."
+            ) from None
+        return Constant(value)
+
+    def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keywords in the order of the parameters, those that it does not name last."""
+        known = [p.name for p in self._parameters if p.name in kwargs]
+        return {name: kwargs[name] for name in (*known, *(k for k in kwargs if k not in known))}
+
+    def _positional(self) -> list[str]:
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [p.name for p in self._parameters if p.kind in kinds]
+
+    def _has(self, kind: Any) -> bool:
+        return not self._parameters or any(p.kind is kind for p in self._parameters)
+
+    def _positions(self, option: str, given: int | Sequence[int] | None) -> tuple[int, ...]:
+        """``given`` as positions from 0 on."""
+        if given is None:
+            return ()
+        try:
+            nums = [operator.index(n) for n in (given if isinstance(given, Sequence) else (given,))]
+        except TypeError:
+            raise TypeError(f"{option}: an int or a sequence of them, not {given!r}.") from None
+        n = len(self._positional())
+        for num in nums:
+            if not -n <= num < n and (num < 0 or not self._has(inspect.Parameter.VAR_POSITIONAL)):
+                raise ValueError(
+                    f"{option} has {num}, but {self.name} takes {n} positional arguments: "
+                    f"{', '.join(self._positional())}."
+                )
+        return tuple(num + n if num < 0 else num for num in nums)
+
+    def _names(self, given: str | Iterable[str] | None) -> tuple[str, ...]:
+        names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"static_argnames: a str or several, not {name!r}.")
+            known = [p.name for p in self._parameters]
+            if name not in known and not self._has(inspect.Parameter.VAR_KEYWORD):
+                raise ValueError(
+                    f"static_argnames has {name!r}, but {self.name} takes {', '.join(known)}."
+                )
+        return names
+
+    def _both(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+        """The slots by position and by name, as far as the signature tells both."""
+        names = self._positional()
+        found: set[Slot] = set(slots)
+        for slot in slots:
+            if isinstance(slot, int) and slot < len(names):
+                found.add(names[slot])
+            elif slot in names:
+                found.add(names.index(str(slot)))
+        return frozenset(found)
+
+    def _told(self, slots: Sequence[Slot]) -> str:
+        names = self._positional()
+        return ", ".join(
+            f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
+            for slot in slots
+        )
+
+
+def is_train_state(x: Any) -> bool:
+    """Whether it is a flax ``TrainState``, or something like it."""
+    return hasattr(x, "opt_state") and hasattr(x, "apply_gradients")

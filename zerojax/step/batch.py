@@ -1,0 +1,133 @@
+"""The batch: checked, cut into micro-batches, and laid over the devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config import BatchSizes
+from zerojax.step.static_arguments import is_array
+
+
+class BatchLayout:
+    """Where a batch goes.
+
+    The leading dimension of every leaf is the global batch. With accumulation it is cut into
+    micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is
+    sharded over the data-parallel devices. Without accumulation leaves may have leading dimensions
+    of their own (nodes and edges of graphs): those that divide among the devices are cut, the
+    others lie whole on each.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, sizes: BatchSizes) -> None:
+        self.sizes, self.world = sizes, mesh.shape[axis]
+        rows = (None, axis) if sizes.accumulation > 1 else (axis,)
+        self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(self, batch: Any) -> Any:
+        """Checks a batch of arrays and puts it on the devices."""
+        self.check(batch)
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, [self._place(x) for x in leaves])
+
+    def abstract(self, batch: Any) -> Any:
+        """The same for ``jax.ShapeDtypeStruct`` leaves."""
+        self.check(batch)
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(
+            tree,
+            [
+                jax.ShapeDtypeStruct(
+                    self._cut(x.shape),
+                    x.dtype,
+                    sharding=self._sharding(x),
+                )
+                for x in leaves
+            ],
+        )
+
+    def check(self, batch: Any) -> None:
+        """Raises ValueError where the batch does not fit the devices or the config."""
+        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+        k = self.sizes.accumulation
+        if not rows or (len(rows) > 1 and k > 1):
+            self._explain(batch)
+        if 0 in rows and len(rows) == 1:
+            raise ValueError("the batch is empty: its leading dimension is 0.")
+        if self.sizes.train is not None and self.sizes.train not in rows and len(rows) == 1:
+            raise ValueError(
+                f"the batch has {max(rows)} rows, but train_batch_size is {self.sizes.train}: pass "
+                "the global batch, or change train_batch_size (or leave it out)."
+            )
+        n, each = max(rows), k * self.world
+        if n % each and len(rows) == 1:
+            by = f"{self.world} devices" + (f" x {k} micro-batches" if k > 1 else "")
+            fits = " or ".join(str(m) for m in (n - n % each, n - n % each + each) if m)
+            raise ValueError(
+                f"the batch's leading dimension {n} is not divisible by {each} ({by}): "
+                f"use {fits} rows, or fewer devices."
+            )
+
+    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+        """Looks at a step's further arguments, which every micro-batch gets whole.
+
+        Raises:
+          ValueError: one of them has a row for each of the batch's.
+        """
+        if self.sizes.accumulation == 1:
+            return
+        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if is_array(x) and np.ndim(x) and np.shape(x)[0] == rows:
+                raise ValueError(
+                    f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
+                    f"{np.shape(x)}, with the {rows} rows of the batch, which is cut into "
+                    f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
+                    "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
+                    "needs all of it, pass it with a first dimension of 1 (x[None])."
+                )
+
+    def rows(self, batch: Any) -> int:
+        """The leading dimension of a batch that was checked; of several the first leaf's."""
+        return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+
+    def _explain(self, batch: Any) -> None:
+        shapes = {
+            jax.tree_util.keystr(path) or "batch": np.shape(x)
+            for path, x in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        if not any(shapes.values()):
+            raise ValueError(
+                "the batch is empty: it has no array with a leading batch dimension"
+                + (f" (only scalars: {', '.join(shapes)})." if shapes else ".")
+                + " It is the first argument after the state, unless batch_argnums names another."
+            )
+        raise ValueError(
+            f"the batch's leaves disagree on the leading dimension: {shapes}. To be cut into "
+            f"{self.sizes.accumulation} micro-batches every array of a batch has one row an "
+            "example: pass what has none as a further argument of the step, or set "
+            "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
+            "their own)."
+        )
+
+    def _sharding(self, x: Any) -> NamedSharding:
+        shape = np.shape(x)
+        divides = shape and shape[0] and shape[0] % self.world == 0
+        return self.sharded if divides else self.replicated
+
+    def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        k = self.sizes.accumulation
+        return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
+
+    def _place(self, x: Any) -> jax.Array:
+        sharding = self._sharding(x)
+        if not np.ndim(x):
+            return jax.device_put(x, sharding)
+        if self.sizes.accumulation > 1:
+            x = x.reshape(self._cut(x.shape))
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.device_put(x, sharding)

@@ -1,0 +1,137 @@
+"""A call of a decorated function, its arguments sorted, and the way back to the author's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from zerojax.step.jitted import Slot
+from zerojax.step.static_arguments import Static, divide
+from zerojax.train_state.nnx import Settings, is_nnx, settings
+
+
+class Constant:
+    """A static argument, kept in one piece; two are equal where their values are."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and type(self.value) is type(other.value) and bool(
+            self.value == other.value
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Form(NamedTuple):
+    """Where each argument of a call stands; hashable.
+
+    Attributes:
+      objects: of the state, in order.
+      batch: of the batch.
+      several: the batch is a tuple of the arguments at ``batch``, else it is the one argument.
+      positions: how many arguments are passed by position.
+    """
+
+    objects: tuple[Slot, ...]
+    batch: tuple[Slot, ...]
+    several: bool
+    positions: int
+
+
+class Call(NamedTuple):
+    """The arguments of one call, sorted.
+
+    Attributes:
+      objects: the state: one ``TrainState``, or all NNX objects in the order of the call.
+      batch: one argument, or a tuple of those that ``batch_argnums`` names.
+      args, kwargs: all others, in order; static ones each in a :class:`Constant`.
+      form: where they stood.
+    """
+
+    objects: tuple[Any, ...]
+    batch: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    form: Form
+
+
+class Rearranged:
+    """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
+
+    NNX objects of the call that it returns come out as :class:`Passed`.
+
+    Attributes:
+      changed: by the constants among the further arguments: attributes of NNX objects that the
+        function has set when it was traced with them, as ``model.train()`` does.
+
+    Raises:
+      NameError: it takes a mean over an axis that ``pmap`` would name.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
+        self.function, self.form, self.__name__ = function, form, name
+        self.changed: dict[Static, Settings] = {}
+
+    def __call__(self, *given: Any, **kwargs: Any) -> Any:
+        form, n = self.form, len(self.form.objects)
+        batch = given[n] if form.several else (given[n],)
+        slots = dict(zip((*form.objects, *form.batch), (*given[:n], *batch), strict=True))
+        more = iter(given[n + 1 :])
+        args = [_value(slots[i] if i in slots else next(more)) for i in range(form.positions)]
+        named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
+        before = settings(given[:n])
+        try:
+            out = self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise NameError(
+                f"{self.__name__} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a "
+                "layer): remove it. A decorated step sees the global batch, so that a mean over "
+                f"the batch is over all devices already. jax says: {error}"
+            ) from error
+        if any(map(is_nnx, given[:n])):
+            out = jax.tree.map(lambda x: _passed(x, given[:n]), out, is_leaf=is_nnx)
+        after = settings(given[:n])
+        self.changed[divide(given[n + 1 :], kwargs)[1]] = {
+            at: x for at, x in after.items() if at not in before or before[at] != x
+        }
+        return out
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Passed:
+    """Stands in the results of a function for an NNX object that was passed to it.
+
+    Attributes:
+      position: among the objects of the call.
+    """
+
+    position: int
+
+
+def returned(out: Any, objects: tuple[Any, ...]) -> Any:
+    """The results of a call, with the caller's own objects where the function returned them."""
+    return jax.tree.map(
+        lambda x: objects[x.position] if isinstance(x, Passed) else x,
+        out,
+        is_leaf=lambda x: isinstance(x, Passed),
+    )
+
+
+def _passed(x: Any, objects: tuple[Any, ...]) -> Any:
+    return next((Passed(i) for i, it in enumerate(objects) if it is x), x)
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Constant) else x

@@ -1,0 +1,98 @@
+"""A function that is under ``jax.jit`` or ``nnx.jit`` already: what it was before, and the options.
+
+Any other wrapper is part of what its author wrote, and runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from zerojax.xla import compat
+
+Slot = int | str  # an argument of a call: its position, or the name that it was passed by
+
+_REMEDIES = {
+    "in_shardings": "zerojax lays out the state and the batch; a model's own PartitionSpecs go "
+    "into its metadata or zerojax.zero(specs=...)",
+    "out_shardings": "zerojax lays out the state that the step returns",
+    "device": "zerojax.zero(mesh=...) says where a step runs",
+    "backend": "zerojax.zero(mesh=...) says where a step runs",
+    "compiler_options": "zerojax compiles the step with options of its own",
+}
+
+
+class Jitted(NamedTuple):
+    """A function without its ``jit``.
+
+    Attributes:
+      function: as its author wrote it.
+      static, donated: the arguments that its ``jit`` was told of; none without a ``jit``.
+    """
+
+    function: Callable[..., Any]
+    static: tuple[Slot, ...] = ()
+    donated: tuple[Slot, ...] = ()
+
+
+def open_jit(function: Callable[..., Any]) -> Jitted:
+    """Takes ``jax.jit`` and ``nnx.jit`` off a function, its other wrappers stay on.
+
+    Raises:
+      ValueError: the jit has an option that a decorated step cannot have.
+    """
+    if isinstance(function, types.MethodType):
+        opened = open_jit(function.__func__)
+        if opened.function is function.__func__:
+            return Jitted(function)
+        bound = types.MethodType(opened.function, function.__self__)
+        return Jitted(bound, without_self(opened.static), without_self(opened.donated))
+    if type(function) is type(jax.jit(_nothing)):
+        jit = function
+    elif type(function) in (type(nnx.jit(_nothing)), type(nnx.jit(_nothing, graph=False))):
+        jit = function.jitted_fn  # type: ignore[attr-defined]
+    else:
+        _check_no_pmap(function)
+        return Jitted(function)
+    opened = open_jit(function.__wrapped__)  # type: ignore[attr-defined]
+    options = compat.jit_options(jit)
+    for name in options.given:
+        raise ValueError(
+            f"{name_of(function)} is under a jit with {name}, which zerojax would not follow: "
+            f"leave it out; {_REMEDIES[name]}."
+        )
+    return Jitted(
+        opened.function, (*opened.static, *options.static), (*opened.donated, *options.donated)
+    )
+
+
+def _check_no_pmap(function: Any) -> None:
+    code = getattr(function, "__code__", None)
+    if hasattr(function, "lower") and code is getattr(jax.pmap(_nothing), "__code__", None):
+        raise ValueError(
+            f"{name_of(function)} is under jax.pmap: leave it out, and in the body pmean and psum "
+            "over its axis. A decorated step sees the global batch and one state, not a replica "
+            "and a slice for each device."
+        )
+
+
+def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """The same arguments of a method that is bound: positions count from the one after self."""
+    moved = (s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
+    return tuple(moved)
+
+
+def name_of(function: Any) -> str:
+    """What to call a function in a message."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", "the step")
+
+
+def _nothing() -> None:
+    """Stands for any function, to see what a jit makes of it."""

@@ -1,0 +1,73 @@
+"""What an optimizer makes of a parameter, found again where the step adds it.
+
+optax has an optimizer return what is to be added to the parameters. Where the new ones are there
+already, as after an update in one pass over memory, the sum would read and write them once more.
+So the step's sum is replaced by what it would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.trace import marks
+from zerojax.xla import compat
+
+_SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
+
+
+def origins(jaxpr: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """A function that says of a variable what it is, past equations that make nothing new, and
+    which equation of the jaxpr makes that, or None."""
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def origin(v: Any) -> tuple[Any, Any]:
+        eqn = None if isinstance(v, core.Literal) else made.get(v)
+        return origin(eqn.invars[0]) if eqn and eqn.primitive.name in _SAME else (v, eqn)
+
+    return origin
+
+
+@jax.jit
+def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
+    """``update``, and the note that ``old + update`` is to be ``new``."""
+    # Not the argument itself, which jax would take out of the call.
+    return checkpoint_name(update, marks.CHANGE)
+
+
+def sums(jaxpr: Any) -> dict[Any, Any]:
+    """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
+    if not any(map(is_change, jaxpr.eqns)):
+        return {}
+    origin = origins(jaxpr)
+
+    def changed(one: Any, other: Any) -> Any:
+        """The new value, if ``other`` is a change of ``one``."""
+        _, eqn = origin(other)
+        if eqn is None or not is_change(eqn):
+            return None
+        new, old, _ = eqn.invars
+        return new if origin(one)[0] is origin(old)[0] else None
+
+    found: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        first = eqn.invars[0] if eqn.invars else None
+        if eqn.primitive.name == "add":
+            a, b = eqn.invars
+            if (new := changed(a, b) or changed(b, a)) is not None:
+                found[eqn.outvars[0]] = new
+        elif eqn.primitive.name in _SAME and not isinstance(first, core.Literal) and first in found:
+            found[eqn.outvars[0]] = found[first]
+    return found
+
+
+def is_change(eqn: Any) -> bool:
+    if eqn.primitive is not prims.jit_p or eqn.params["name"] != "change":
+        return False
+    inside = compat.open_jaxpr(eqn.params["jaxpr"])[0].eqns
+    return len(inside) == 1 and marks.is_mark(inside[0], marks.CHANGE)

@@ -1,0 +1,84 @@
+"""What a step makes of the parameters it has just updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax.trace import marks
+from zerojax.trace.changes import origins
+from zerojax.train_state.state_parts import Parts
+from zerojax.xla import compat
+
+
+def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
+    """Refuses a step that goes on with its new parameters, which an update that comes after the
+    step, sub-group by sub-group, has not made yet.
+
+    Args:
+      jaxpr: of the step, with :class:`zerojax.step.body.View` as the optimizer state in ``given``.
+      given, made: the step's state and batch; the shapes of its results.
+      name: of the step.
+
+    Raises:
+      NotImplementedError: names what depends on the new parameters, and the remedy.
+    """
+    numbered = jax.tree.unflatten(
+        jax.tree.structure(given), list(range(len(jax.tree.leaves(given))))
+    )
+    updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
+    params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
+    marks_ = jax.tree.unflatten(jax.tree.structure(made), reached(jaxpr, updates))
+    outs = jax.tree.unflatten(jax.tree.structure(made), list(jaxpr.outvars))
+    late = [
+        f"state{jax.tree_util.keystr(path)}"
+        for path, late in jax.tree_util.tree_leaves_with_path(marks_[0].rest)
+        if late
+    ]
+    late += [
+        f"its result{jax.tree_util.keystr(path)}"
+        for path, late in jax.tree_util.tree_leaves_with_path(marks_[1])
+        if late
+    ]
+    new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
+    late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
+    if late:
+        raise NotImplementedError(
+            f"{name} computes {', '.join(late[:3])} from the parameters it has just updated; under "
+            "offload the update is made after the step, sub-group by sub-group. Compute it from "
+            "the state that the step returns, or with the parameters before the update."
+        )
+
+
+def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
+    """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
+    found = set(start)
+    for eqn in jaxpr.eqns:
+        late = [not isinstance(v, core.Literal) and v in found for v in eqn.invars]
+        if any(late) and eqn.primitive in marks.CALLS:
+            inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+            start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
+            made = zip(eqn.outvars, reached(inner, start), strict=True)
+            found.update(v for v, is_late in made if is_late)
+        elif any(late):
+            found.update(eqn.outvars)
+    return [not isinstance(v, core.Literal) and v in found for v in jaxpr.outvars]
+
+
+def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
+    """Whether a result of a jaxpr is the sum of two of its arguments and nothing more."""
+    origin = origins(jaxpr)
+    v, eqn = origin(out)
+    if eqn is None:
+        return False
+    # By identity: a literal has no hash.
+    made_of = [id(origin(v)[0]) for v in eqn.invars]
+    if eqn.primitive in marks.CALLS:
+        inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+        at = dict(zip(made_of, inner.invars, strict=True))
+        terms = at.get(id(one)), at.get(id(other))
+        return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)
+    return eqn.primitive.name == "add" and {*made_of} == {id(one), id(other)}

@@ -1,0 +1,240 @@
+"""A step that is written for explicit mesh axes, traced as such and made automatic again.
+
+Under ``jax.set_mesh`` of a mesh with explicit axes every array's type says how it is cut, and a
+step may ask for a cut (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives
+through constraints, which take automatic axes alone. So the step is traced with explicit axes, by
+jax's own rules, and its jaxpr is written again without them: what it asked for over the shard axis
+becomes a constraint, the rest is left to XLA. None of that changes a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.devices.mesh import explicit_axes
+from zerojax.plan.plan import Plan, layout
+from zerojax.trace import marks
+from zerojax.train_state.state_parts import Parts
+from zerojax.xla import compat
+
+# The parameters in which an equation says how its result lies.
+_ASKING = ("dst_sharding", "out_sharding", "sharding")
+
+
+def make_jaxpr(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Mesh,
+    axis: str,
+    names: tuple[str, ...],
+) -> tuple[Any, Any]:
+    """``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh explicit.
+
+    Args:
+      function: of trees of arrays.
+      args: what it takes, arrays or abstract ones.
+      specs: a tree of ``PartitionSpec`` for each argument, or a prefix of one: what the types of
+        its arrays say.
+      mesh, axis: with automatic axes, and the axis over which ZeRO shards.
+      names: of the axes that are explicit.
+    """
+
+    def type_of(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*layout.only(tuple(spec), names))
+
+    types = jax.tree.map(type_of, tuple(specs), is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+    def explicit(*args: Any) -> Any:
+        return jax.sharding.explicit_axes(function, axes=names, in_sharding=types)(*args)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        try:
+            closed, shape = jax.make_jaxpr(explicit, return_shape=True)(*args)
+        except Exception as error:
+            error.add_note(
+                f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}, the "
+                "types of parameters being their own specs. With axis_types=(AxisType.Auto, ...) "
+                "in jax.make_mesh nothing has to be said about how results lie."
+            )
+            raise
+        return _automatic(closed, mesh, axis), shape
+
+
+def evaluate(
+    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, axis: str, names: tuple[str, ...]
+) -> Any:
+    """``function(*args)`` with some axes of the mesh explicit within, of arrays that lie whole."""
+    closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, axis, names)
+    outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+class Explicit(NamedTuple):
+    """What the types of a step's arrays say beside those of its state.
+
+    Attributes:
+      names: of the axes that are explicit.
+      batch: the spec of each leaf of the batch as it is passed in; an array without a sharding
+        lies whole, as under plain jit.
+    """
+
+    names: tuple[str, ...]
+    batch: tuple[PartitionSpec, ...]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], batch: Any) -> Explicit | None:
+        """None where no axis is explicit."""
+
+        def spec(x: Any) -> PartitionSpec:
+            sharding = getattr(x, "sharding", None)
+            return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+        return cls(names, tuple(map(spec, jax.tree.leaves(batch)))) if names else None
+
+
+@dataclass(frozen=True)
+class Types:
+    """How the arrays of a step lie, as their types say it: as without ZeRO.
+
+    Attributes:
+      plan: of the state.
+      explicit: of the other arrays.
+    """
+
+    plan: Plan
+    explicit: Explicit
+
+    def trace(self, body: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
+        """The jaxpr of ``body(parts, batch)`` and the shapes that it returns."""
+        names, rows = self.explicit
+        specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
+        mesh, axis = self.plan.lowering_mesh, self.plan.axis
+        return make_jaxpr(body, (parts, batch), specs, mesh, axis, names)
+
+    def _of_parts(self, parts: Parts) -> Parts:
+        view = parts.opt_state
+        return Parts(
+            self._whole(parts.params, "params"),
+            view._replace(
+                **{
+                    name: None if value is None else self._whole(value, "params")
+                    for name, value in view._asdict().items()
+                    if name != "opt"
+                },
+                opt=PartitionSpec(),
+            ),
+            PartitionSpec(),
+            self._whole(parts.rest, "rest"),
+        )
+
+    def _whole(self, tree: Any, group: str) -> Any:
+        specs = [leaf.whole for leaf in self.plan.leaves[group]]
+        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+
+def typed_whole(tree: Any) -> Any:
+    """Arrays from outside as arrays of explicit axes that lie whole."""
+    return jax.tree.map(
+        lambda x: jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x, tree
+    )
+
+
+def automatic_update(tx: Any) -> Any:
+    """An optimizer for a step with explicit axes; ``tx`` itself sees automatic ones."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        made = jax.sharding.auto_axes(
+            lambda *args: tx.update(*args[:3], **args[3]), out_sharding=PartitionSpec()
+        )
+        return made(grads, state, params, extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _automatic(closed: Any, mesh: Mesh, axis: str) -> Any:
+    """The same jaxpr without explicit axes."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args, mesh, axis))(*shapes)
+
+
+def _run(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh, axis: str
+) -> list[Any]:
+    given = (*map(_constant, consts), *args)
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            outs = _equation(eqn, values, mesh, axis)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[Any]:
+    asked = next((eqn.params[name] for name in _ASKING if name in eqn.params), None)
+    if not isinstance(asked, NamedSharding) or not explicit_axes(asked.mesh):
+        asked = None
+    if eqn.primitive.name in ("reshard", "mesh_cast"):
+        return [_placed(values[0], asked, mesh, axis)]
+    if eqn.primitive is prims.sharding_constraint_p and asked is not None:
+        return [_placed(values[0], asked, mesh, axis)]
+    if eqn.primitive.name == "shard_map":
+        raise NotImplementedError(
+            "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
+        )
+    if eqn.primitive in marks.CALLS and eqn.primitive is not prims.remat_p and not _noted(eqn):
+        (inside,) = marks.bodies(eqn)
+        consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[1]
+        return _run(inside, consts, values, mesh, axis)
+    params = {name: _parameter(x, mesh, axis) for name, x in eqn.params.items()}
+    if eqn.primitive is not prims.sharding_constraint_p:
+        params |= {name: None for name in _ASKING if name in params and asked is not None}
+    outs = marks.bind(eqn, values, params)
+    if eqn.primitive is prims.dot_general_p and asked is not None:
+        return [_placed(outs[0], asked, mesh, axis)]
+    return outs
+
+
+def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh, axis: str) -> Any:
+    """``x`` as the step asked for it, where that says how the rows of a batch lie."""
+    if asked is None or not any(axis in layout.axes(entry) for entry in asked.spec):
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, asked.spec))
+
+
+def _parameter(value: Any, mesh: Mesh, axis: str) -> Any:
+    if type(value) is tuple:
+        return tuple(_parameter(x, mesh, axis) for x in value)
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        made = _automatic(value, mesh, axis)
+        return made if hasattr(value, "jaxpr") else compat.open_jaxpr(made)[0]
+    return value
+
+
+def _noted(eqn: Any) -> bool:
+    """Whether it is a call that carries a note by its name."""
+    return marks.holds(eqn, marks.CHANGE)
+
+
+def _constant(x: Any) -> Any:
+    sharding = getattr(x, "sharding", None)
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    explicit = isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh)
+    return np.asarray(x) if concrete and explicit else x

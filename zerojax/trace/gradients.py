@@ -1,0 +1,138 @@
+"""Drop-ins for ``jax.value_and_grad`` and ``jax.grad`` that know of the loss scale."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.trace.marks import LOSS, SEED
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: jax.typing.ArrayLike | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As ``jax.value_and_grad``, or ``nnx.value_and_grad`` where an argument is an NNX module.
+
+    In a step decorated with fp16 on, the loss is multiplied by the state's loss scale before the
+    backward pass. The value is the loss itself; the gradient carries the scale, and the optimizer
+    takes it out again. So clipping, decay and noise belong into the optax chain, and the norm is
+    read from :func:`zerojax.telemetry`. Everywhere else it computes what jax's own does.
+
+    Args:
+      fun, argnums, has_aux: see ``jax.value_and_grad``.
+      loss_scale: scalar; the scale to use outside a decorated step, with an optimizer that
+        :func:`zerojax.wrap` gave a ``LossScale``: ``zerojax.telemetry(state)["loss_scale"]``.
+      **options: passed on.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> value, grad = value_and_grad(lambda w: 3.0 * w, loss_scale=8.0)(jnp.float32(2.0))
+      >>> float(value), float(grad)
+      (6.0, 24.0)
+    """
+
+    @functools.wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = fun(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
+            return loss, (loss, aux)  # for jax to refuse
+        one = checkpoint_name(jnp.ones((), jnp.float32), SEED)
+        scale = one if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
+        # In float32: a loss in fp16 would overflow here.
+        return checkpoint_name(loss, LOSS) * scale, (loss, aux)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inputs = jax.tree.leaves((args, kwargs), is_leaf=_is_module)
+        modules = any(map(_is_module, inputs))
+        transform: Any = nnx.value_and_grad if modules else jax.value_and_grad
+        (_, (value, aux)), grads = transform(scaled, argnums=argnums, has_aux=True, **options)(
+            *args, **kwargs
+        )
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Module)
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: jax.typing.ArrayLike | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As ``jax.grad``; see :func:`value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(grad(lambda w: 3.0 * w)(jnp.float32(2.0)))
+      3.0
+    """
+    both = value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    r"""The mean of per-token losses, of which some count more than others, or not at all.
+
+    .. math:: \ell = \sum_i w_i v_i \; / \sum_i w_i
+
+    in float32 at least, and 0 where all weights are. A value without weight may be inf or NaN,
+    which reaches neither the mean nor its gradient.
+
+    With accumulation in a decorated step this is the mean over the whole batch, whatever share of
+    its tokens each micro-batch masks; so is ``jnp.sum(values * mask) / jnp.sum(mask)``. (A mean
+    of the micro-batches' means, as in DeepSpeed, is another loss.)
+
+    Args:
+      values: [...], of any shape.
+      weights: broadcast to the shape of ``values``; a mask will do.
+
+    Returns:
+      float [].
+
+    Raises:
+      ValueError: the weights do not broadcast.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(weighted_mean(jnp.array([1.0, 5.0, 9.0]), jnp.array([1, 1, 0])))
+      3.0
+    """
+    wide = jnp.promote_types(jnp.result_type(values), jnp.float32)
+    values = jnp.asarray(values, wide)
+    weights = jax.lax.stop_gradient(jnp.asarray(weights, wide))
+    dims = zip(weights.shape[::-1], values.shape[::-1], strict=False)
+    if weights.ndim > values.ndim or any(w not in (1, v) for w, v in dims):
+        raise ValueError(
+            f"weighted_mean: weights {weights.shape} do not broadcast to values {values.shape}; a "
+            "weight a row is weights[:, None]"
+        )
+    weights = jnp.broadcast_to(weights, values.shape)
+    total = jnp.sum(weights)
+    # A masked value may be anything, inf and NaN too.
+    part = jnp.where(weights == 0, 0, values) * weights
+    return jnp.sum(part) / jnp.where(total == 0, 1, total)

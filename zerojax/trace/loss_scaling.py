@@ -1,0 +1,54 @@
+"""What stands in for the marks of a traced step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.optim.loss_scale import LossScaleState
+from zerojax.trace.marks import GRADIENT, LOSS, SEED, MadeFrom, made_from
+from zerojax.xla import compat
+
+
+def replacements(
+    closed: Any, loss_scale: LossScaleState | None
+) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """By the name of a mark: what stands in for it.
+
+    Args:
+      closed: the jaxpr of the step.
+      loss_scale: the state of the loss scale, None without one.
+
+    Raises:
+      ValueError: a gradient is without the loss scale.
+    """
+    if loss_scale is None:
+        return {}
+    _check_scaled(compat.open_jaxpr(closed)[0])
+    scale = loss_scale.scale
+    return {SEED: lambda one: one * scale}
+
+
+def _check_scaled(jaxpr: Any) -> None:
+    found = made_from(jaxpr, SEED)
+    gradients = found[GRADIENT]
+    if any(MadeFrom.MARK in way for way in found[LOSS]):
+        raise ValueError(
+            "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
+            "gradient in it, with the loss scale: take the inner one with jax.grad."
+        )
+    if missing := sum(MadeFrom.MARK not in way for way in gradients):
+        raise ValueError(
+            f"fp16 is on, but {missing} of {len(gradients)} gradients reach the optimizer without "
+            "the loss scale: take them with zerojax.value_and_grad or zerojax.grad, which scale "
+            "the loss (without loss_scale=), in place of jax's, nnx's or flax DynamicScale's."
+        )
+    if mixed := sum(MadeFrom.MIXED in way for way in gradients):
+        raise ValueError(
+            f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to "
+            "something else, before they reach the optimizer: there they still are larger by the "
+            "loss scale. Put clipping, decay and noise into the optax chain (gradient_clipping "
+            "does the first); zerojax.telemetry has the norm."
+        )

@@ -1,0 +1,155 @@
+"""Marks: values of the user's step that zerojax finds again once the step has been traced.
+
+A mark is an identity with a name (``jax.ad_checkpoint.checkpoint_name``), so that it costs
+nothing, means nothing outside a decorated step, and survives every transformation.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.xla import compat
+
+GRADIENT = "zerojax gradient"
+"""What reaches the optimizer."""
+SEED = "zerojax loss scale"
+"""The number that the loss is multiplied with before the backward pass: 1, to be replaced."""
+LOSS = "zerojax loss"
+"""What is multiplied with it."""
+CHANGE = "zerojax change"
+"""What the optimizer returns where the parameter after it is there already."""
+
+CALLS = {
+    prims.jit_p: "jaxpr",
+    prims.closed_call_p: "call_jaxpr",
+    prims.custom_jvp_call_p: "call_jaxpr",
+    prims.custom_vjp_call_p: "call_jaxpr",
+    prims.remat_p: "jaxpr",
+}
+"""Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
+
+
+def is_mark(eqn: Any, name: str) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == name
+
+
+def inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(x, "jaxpr") or hasattr(x, "eqns"):
+                yield compat.open_jaxpr(x)[0]
+
+
+def holds(eqn: Any, name: str) -> bool:
+    """Whether the equation is such a mark, or has one in it at any depth."""
+    return is_mark(eqn, name) or any(holds(e, name) for jaxpr in inner(eqn) for e in jaxpr.eqns)
+
+
+def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> Sequence[Any]:
+    """Runs an equation on other operands, and with other parameters if given; its results."""
+    given = eqn.params if params is None else params
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(given))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs of a call, or the branches of a choice; none for other equations."""
+    found = [eqn.params[CALLS[eqn.primitive]]] if eqn.primitive in CALLS else []
+    found = list(eqn.params["branches"]) if eqn.primitive is prims.cond_p else found
+    return [compat.open_jaxpr(jaxpr)[0] for jaxpr in found]
+
+
+def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
+    """How many such marks run once, how many stand in branches, and how many in loops.
+
+    The recomputation of a rematerialised block is left out: it repeats marks.
+    """
+    straight = branched = looped = 0
+    for eqn in jaxpr.eqns:
+        if is_mark(eqn, name):
+            straight += 1
+        elif inside := bodies(eqn):
+            if not eqn.params.get("differentiated"):
+                found = [count(body, name) for body in inside]
+                once, chosen, often = (max(n) for n in zip(*found, strict=True))
+                choice = eqn.primitive is prims.cond_p
+                straight, branched = straight + once * (not choice), branched + once * choice
+                branched, looped = branched + chosen, looped + often
+        else:
+            looped += holds(eqn, name)
+    return straight, branched, looped
+
+
+class MadeFrom(enum.IntFlag):
+    """What a value is made from."""
+
+    INPUT = enum.auto()
+    """Something that the step is given, not constants alone."""
+    MARK = enum.auto()
+    """The mark."""
+    MIXED = enum.auto()
+    """The mark and something without it, so that it is not proportional to the mark."""
+
+
+_SUMS = frozenset(["add", "add_any", "sub"])
+_COMPARISONS = frozenset(["clamp", "max", "min", "lt", "le", "gt", "ge"])
+
+
+def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
+    """What each gradient that reaches the optimizer, and each loss, has of marks of this name.
+
+    Zeros, for a parameter without use, are left out. Loops are not entered.
+    """
+    found: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
+    none = MadeFrom(0)
+
+    def run(jaxpr: Any, given: list[MadeFrom]) -> list[MadeFrom]:
+        env = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> MadeFrom:
+            return none if isinstance(atom, core.Literal) else env.get(atom, none)
+
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            if inside := bodies(eqn):
+                skip = len(ins) - len(inside[0].invars)  # the index of a choice
+                branches = [run(body, ins[skip:]) for body in inside]
+                outs = [_together(each) for each in zip(*branches, strict=True)]
+            else:
+                if eqn.primitive.name == "name" and eqn.params["name"] in found and ins[0]:
+                    found[eqn.params["name"]].append(ins[0])
+                out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else none)
+                outs = [out | (MadeFrom.MIXED if _mixes(eqn, ins) else none)] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    run(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
+    return found
+
+
+def _together(parts: Iterable[MadeFrom]) -> MadeFrom:
+    return functools.reduce(operator.or_, parts, MadeFrom(0))
+
+
+def _mixes(eqn: Any, ins: list[MadeFrom]) -> bool:
+    """Whether it adds, or compares, what has the mark and what has not."""
+    marked = [MadeFrom.MARK in way for way in ins]
+    if not any(marked) or all(marked):
+        return False
+    if eqn.primitive.name in _COMPARISONS:
+        return True
+    # Zeros do no harm, and a constant that is no literal is zeros as a rule.
+    return eqn.primitive.name in _SUMS and any(
+        MadeFrom.INPUT in way or (isinstance(v, core.Literal) and np.any(v.val))
+        for v, way, yes in zip(eqn.invars, ins, marked, strict=True)
+        if not yes
+    )

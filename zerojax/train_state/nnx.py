@@ -1,0 +1,185 @@
+"""A model, its optimizer and further NNX objects taken apart, and brought up to date in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from zerojax.train_state.state_parts import OpenedState, Parts
+
+MODEL = "model"  # names what the model has beside its parameters, in Parts.rest
+
+
+def is_nnx(x: Any) -> bool:
+    """An object that NNX updates in place: a module, an optimizer, metrics, Rngs, a Variable."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def ordered(objects: Sequence[Any]) -> list[int]:
+    """The positions of the model, its optimizer, and the other objects as they come.
+
+    Raises:
+      TypeError: they are not one optimizer and the model that it is for.
+    """
+    optimizers = [i for i, x in enumerate(objects) if isinstance(x, nnx.Optimizer)]
+    if len(optimizers) != 1 or isinstance(objects[optimizers[0]], nnx.ModelAndOptimizer):
+        kinds = ", ".join(type(x).__name__ for x in objects)
+        raise TypeError(
+            "a decorated NNX step is called as step(model, optimizer, batch, ...) with one "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param) and further NNX objects in any order, not "
+            f"with {kinds}."
+            + " Write a step for each optimizer." * (len(optimizers) > 1)
+            + " Of a module that holds both pass its model and its optimizer." * (not optimizers)
+        )
+    optimizer: Any = objects[optimizers[0]]
+    others = [i for i in range(len(objects)) if i != optimizers[0]]
+    able = [i for i in others if isinstance(objects[i], nnx.Module)]
+    if len(able) != 1:  # metrics and Rngs are no modules, most often
+        able = [i for i in others if _parameters(objects[i], optimizer)]
+    if len(able) > 1:
+        # More than one could be trained: the one that the optimizer's state is of.
+        able = [i for i in able if _fits(objects[i], optimizer)] or able
+    if not able:
+        raise _untrainable([objects[i] for i in others], optimizer)
+    return [able[0], optimizers[0], *(i for i in others if i != able[0])]
+
+
+def open_objects(objects: tuple[Any, ...]) -> OpenedState:
+    """Takes a model, its optimizer and other objects apart, in whatever order they come.
+
+    ``Parts.rest`` has what the model has beside its parameters as ``"model"``, and the others as
+    ``"2"``, ``"3"`` and so on. What two objects share belongs to the first of them.
+
+    Raises:
+      TypeError: they are not one optimizer and the model that it is for.
+    """
+    order = ordered(objects)
+    at = order[1]
+    nodes = [order[0], *order[2:]]  # one graph, as they may share variables
+    optimizer, count = objects[at], len(objects)  # what is kept below must not keep them
+    of_optimizer = nnx.filterlib.to_predicate(optimizer.wrt)
+
+    def trained(path: Any, x: Any) -> bool:
+        return path[0] == 0 and of_optimizer(path[1:], x)
+
+    def opened(objects: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        graph, *states = nnx.split(tuple(objects[i] for i in nodes), trained, ...)
+        return graph, states
+
+    def split(*objects: Any) -> Parts:
+        params, rest = (nnx.as_pure(state) for state in opened(objects)[1])
+        optimizer = objects[at]
+        return Parts(
+            _of(params, 0),
+            nnx.as_pure(optimizer.opt_state),
+            optimizer.step.get_value(),
+            {MODEL: _of(rest, 0), **{str(i + 1): _of(rest, i) for i in range(1, len(nodes))}},
+        )
+
+    def joined(parts: Parts) -> tuple[Any, Any]:
+        rest = {i: parts.rest[MODEL if not i else str(i + 1)] for i in range(len(nodes))}
+        return nnx.State({0: parts.params}), nnx.State(rest)
+
+    graph, states = opened(objects)
+    if not jax.tree.leaves(states[0]):
+        raise _untrainable([objects[i] for i in nodes], optimizer)
+    # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
+    optimizer_graph, optimizer_state = nnx.split(optimizer)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(optimizer_state)
+    )
+
+    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
+        closed = nnx.merge(optimizer_graph, shapes)
+        adopt(closed, parts, tx)
+        made = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
+        return tuple(closed if i == at else made[i] for i in range(count))
+
+    def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
+        nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
+        optimizer = objects[at]
+        if optimizer.tx is not tx:
+            return adopt(optimizer, parts, tx)
+        # Not nnx.update, which passes over what it does not take for an array: one on disk.
+        held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
+            variable.set_value(x)
+        optimizer.step.set_value(parts.step)
+
+    specs = jax.tree.leaves(
+        nnx.as_pure(nnx.get_partition_spec(states[0])),
+        is_leaf=lambda s: isinstance(s, PartitionSpec),
+    )
+    return OpenedState(
+        parts=split(*objects),
+        tx=optimizer.tx,
+        split=split,
+        close=close,
+        key=(graph, type(optimizer), tuple(order)),
+        specs=tuple(specs),
+        write_back=write_back,
+    )
+
+
+def from_cached_partial() -> bool:
+    """Whether this call is one of ``nnx.cached_partial``, which wants its cache to be taken."""
+    with nnx.update_context("zerojax") as context:
+        return context.static_cache is not None
+
+
+Settings = dict[tuple[Any, ...], Any]
+
+
+def settings(objects: tuple[Any, ...]) -> Settings:
+    """The attributes that are plain values (``deterministic``, say) by path and name."""
+    plain = bool | int | float | str | None
+    return {
+        (*path, name): value
+        for path, node in (nnx.iter_graph(objects) if any(map(is_nnx, objects)) else ())
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if isinstance(value, plain)
+    }
+
+
+def apply_settings(objects: tuple[Any, ...], changed: Settings) -> None:
+    """Gives the attributes other values, as a step under ``nnx.jit`` does to its arguments."""
+    nodes = dict(nnx.iter_graph(objects)) if changed else {}
+    for (*path, name), value in changed.items():
+        setattr(nodes[tuple(path)], name, value)
+
+
+def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
+    """Gives an optimizer another transformation and its state."""
+    optimizer.tx = tx
+    optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
+    optimizer.step.set_value(parts.step)
+
+
+def _of(state: Any, i: int) -> Any:
+    """What one object of several has; a Variable itself is an array."""
+    found = state.raw_mapping.get(i, {})
+    return nnx.State(found) if isinstance(found, dict) else found
+
+
+def _parameters(x: Any, optimizer: Any) -> list[Any]:
+    """What the optimizer would train of an object; a Variable alone is no model."""
+    return [] if isinstance(x, nnx.Variable) else jax.tree.leaves(nnx.state(x, optimizer.wrt))
+
+
+def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
+    return TypeError(
+        f"none of {', '.join(type(x).__name__ for x in objects) or 'the arguments'} has variables "
+        f"for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
+    )
+
+
+def _fits(model: Any, optimizer: Any) -> bool:
+    """Whether the optimizer's state is one of this model."""
+    made = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
+    held = nnx.as_pure(optimizer.opt_state)
+    return [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(held)]

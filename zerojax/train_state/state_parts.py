@@ -1,0 +1,53 @@
+"""A training state taken apart: the one form that the rest of zerojax works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optax
+
+
+class Parts(NamedTuple):
+    """The arrays of a training state.
+
+    Attributes:
+      params: the parameters that the optimizer updates.
+      opt_state: its state, one of ``tx``.
+      step: int [], the user's own step counter.
+      rest: everything else that is carried from step to step (batch statistics, PRNG keys,
+        an average of the parameters), by name.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Any
+    rest: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OpenedState:
+    """A state taken apart, and the way back.
+
+    Attributes:
+      parts: its arrays.
+      tx: its optimizer.
+      split: the arrays of another state of the same kind, for the price of reading its fields.
+      close: ``close(parts, tx)`` is the state again, made of these arrays and that optimizer.
+      key: what tells two kinds of state apart, hashable.
+      specs: the PartitionSpec that the user's model gives each leaf of ``parts.params``, in
+        order; None or empty where it gives none.
+      write_back: ``write_back(objects, parts, tx)`` brings the user's own objects up to date, as
+        NNX does; None for a state that is returned.
+      plain: the state has not been through zerojax yet, so its arrays are the caller's.
+    """
+
+    parts: Parts
+    tx: optax.GradientTransformation
+    split: Callable[..., Parts]
+    close: Callable[[Parts, Any], Any]
+    key: Any
+    specs: tuple[Any, ...]
+    write_back: Callable[[tuple[Any, ...], Parts, Any], None] | None = None
+    plain: bool = False

@@ -1,0 +1,84 @@
+"""One model on some devices, forecast under different settings.
+
+study = Study(function, config, mesh, rates("h100"), rows=64, seq=1024)
+study.forecast(study.given).fits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.api import zero
+from zerojax.config import OffloadParam, ZeroConfig
+from zerojax.devices.mesh import shard_axis
+from zerojax.devices.rates import Rates
+from zerojax.foresight.choice import Choice, agreed
+from zerojax.foresight.costs import Measure, measure
+from zerojax.foresight.forecasts import Built, Forecasts
+from zerojax.models.registry import bound, takes
+from zerojax.tuning.workload import workload
+
+
+class Study(Forecasts):
+    """A model's step on a mesh, compiled once for each choice.
+
+    Parameters on disk are forecast as if they were in host memory.
+
+    Args:
+      function: gives a flax model or a workload, see :mod:`zerojax.models.registry`.
+      config: what the choices leave as it is.
+      mesh: of devices that need not be there.
+      rates: of those devices.
+      rows: of a batch of all devices; None for what the config says, else one a device.
+      seq: tokens in a row.
+      remat: for functions that take it.
+      note, measured: see :class:`Forecasts`.
+
+    Attributes:
+      given: the config's own choice.
+
+    Raises:
+      ConfigError: the rows do not divide among the devices as the config wants.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config: ZeroConfig,
+        mesh: Mesh,
+        rates: Rates,
+        *,
+        rows: int | None,
+        seq: int,
+        remat: bool | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
+    ) -> None:
+        self._function, self._config, self._mesh, self._seq = function, config, mesh, seq
+        self.world = mesh.shape[shard_axis(mesh)]
+        remats = takes(function, "remat")
+        sizes = config.batch(self.world)
+        rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world
+        given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
+        super().__init__(self._from_model, given, rates, note, measured)
+
+    def _from_model(self, choice: Choice) -> Built:
+        config = choice.config(self._config, self.world)
+        if config.offload_param and config.offload_param.device == "nvme":
+            # A program that reads a disk cannot be compiled for devices that are not there; on
+            # its way to the device a parameter is in host memory in either case.
+            config = dataclasses.replace(config, offload_param=OffloadParam())
+        decorated = zero(config, mesh=self._mesh)
+        rows = choice.micro * choice.accumulation * self.world
+        options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
+        made = workload(bound(self._function, options), decorated, rows, self._seq)
+        state = decorated.abstract_state(made.create_state, jax.random.key(0))
+        objects = state if isinstance(state, tuple) else (state,)
+        step = decorated(made.train_step)
+        given = (*objects, made.batch, *made.args)
+        return Built(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.cli.report import show, to_json
-from zerojax.doctor.here import Devices, Report, Setting
-from zerojax.doctor.installed import Extra, Package
-from zerojax.doctor.works import CHECKS, Check
+from zerojax.doctor.checks import CHECKS, Check
+from zerojax.doctor.packages import Extra, Package
+from zerojax.doctor.report import Devices, Report, Setting
 
 H100 = Devices(
     platform="gpu",
@@ -131,8 +131,8 @@ def test_no_devices() -> None:
 def test_where_jax_is_not_told_of_the_cpu() -> None:
     script = (
         "from zerojax.cli.report import show\n"
-        "from zerojax.doctor.here import report\n"
-        "from zerojax.doctor.works import absent_gpus\n"
+        "from zerojax.doctor.report import report\n"
+        "from zerojax.doctor.checks import absent_gpus\n"
         "show(report(checks=[('a compile', absent_gpus)]))"
     )
     done = run(None, "-c", script)

@@ -17,7 +17,7 @@ from zerojax.cli import tables
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
-    from zerojax.doctor.here import Devices, Report
+    from zerojax.doctor.report import Devices, Report
 
 
 def report(
@@ -33,7 +33,7 @@ def report(
     given = dict(os.environ)
     # JAX reads it when it starts, and would take three quarters of each GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from zerojax.doctor.here import report as reported
+    from zerojax.doctor.report import report as reported
 
     found = reported(given)
     if as_json:

@@ -1,6 +1,6 @@
 """Which buffers a compiled program holds when it holds the most, by XLA's own buffer assignment.
 
-    executable, held = compile_and_look(lowered)
+    executable, held = compile_with_buffers(lowered)
     held[0].bytes, held[0].instruction
 
 XLA hands the assignment out as a dump only, an ``HloProto``. The few fields that are wanted are
@@ -40,7 +40,7 @@ _FREED = 1  # of Event.kind; the others are taken, 0, and shared, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldBuffer:
     """One temporary buffer that is held at the peak.
 
     Attributes:
@@ -54,7 +54,9 @@ class Held:
     computation: str
 
 
-def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, tuple[Held, ...]]:
+def compile_with_buffers(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
     """Compile, and list the temporary buffers of the moment at which most bytes are held.
 
     Returns:
@@ -73,7 +75,7 @@ def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
         return executable, tuple(buffers_at_peak(dumps[-1].read_bytes()) if dumps else ())
 
 
-def buffers_at_peak(dump: bytes) -> list[Held]:
+def buffers_at_peak(dump: bytes) -> list[HeldBuffer]:
     """The temporary buffers of a dumped program at its peak, largest first.
 
     Raises:
@@ -85,13 +87,13 @@ def buffers_at_peak(dump: bytes) -> list[Held]:
     except Exception as error:  # protobuf's own class differs by its implementation
         raise ValueError(f"not a compiled program's dump: {error}") from error
     sizes = {buffer.id: buffer.size for buffer in assignment.buffers if buffer.color != _HOST}
-    found: list[Held] = []
+    found: list[HeldBuffer] = []
     for trace in assignment.traces:
         found += _peak([event for event in trace.events if event.buffer in sizes], sizes)
     return sorted(found, key=lambda held: -held.bytes)
 
 
-def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
+def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[HeldBuffer]:
     """What is held at the peak of one heap."""
     totals = [total for total, _ in _heap(events, sizes)]
     if not totals:
@@ -99,7 +101,7 @@ def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
     at = totals.index(max(totals))
     _, values = next(itertools.islice(_heap(events, sizes), at, None))
     newest = ((sizes[buffer], list(made.values())[-1]) for buffer, made in values.items())
-    return [Held(size, made.instruction, made.computation) for size, made in newest]
+    return [HeldBuffer(size, made.instruction, made.computation) for size, made in newest]
 
 
 def _heap(

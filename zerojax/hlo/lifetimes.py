@@ -10,9 +10,9 @@ Positions are indices in the scheduled instructions of one computation: the entr
 import dataclasses
 from collections.abc import Iterator
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape, parse
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 from zerojax.hlo.provenance import Callers, is_argument
-from zerojax.hlo.uses import Form, uses_of
+from zerojax.hlo.uses import ValueBuffer, uses_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Lifetime:
 
     @property
     def crosses(self) -> bool:
-        """Held from the forward into the backward pass: used in both, or saved by a scan."""
+        """HeldBuffer from the forward into the backward pass: used in both, or saved by a scan."""
         return self.stacked or (self.forward and self.backward)
 
     def live_bytes(self, position: int) -> int:
@@ -109,19 +109,19 @@ def peak_gathered_bytes(text: str) -> int:
     return peak(program.entry)
 
 
-def _nested(program: Program, instruction: Instruction) -> Iterator[Computation]:
+def _nested(program: HloProgram, instruction: Instruction) -> Iterator[Computation]:
     if instruction.opcode in ("while", "call", "conditional"):
         yield from program.callees(instruction)
 
 
-def schedules(program: Program) -> tuple[Callers, list[Computation]]:
+def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
     """The computations that run in turn, the entry first, and who calls each loop's body."""
     callers: dict[str, tuple[Computation, Instruction]] = {}
     return callers, list(_schedules(program, program.entry, callers))
 
 
 def _schedules(
-    program: Program,
+    program: HloProgram,
     place: Computation,
     callers: dict[str, tuple[Computation, Instruction]],
 ) -> Iterator[Computation]:
@@ -134,7 +134,7 @@ def _schedules(
             yield from _schedules(program, callee, callers)
 
 
-def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterator[Lifetime]:
+def _lifetimes(program: HloProgram, callers: Callers, place: Computation) -> Iterator[Lifetime]:
     for done, instruction in enumerate(place.instructions):
         if instruction.opcode not in ("all-gather", "all-gather-done"):
             continue
@@ -143,11 +143,11 @@ def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterat
             start = place[instruction.operands[0]]
         combined = len(instruction.shapes) > 1
         for element, shape in enumerate(instruction.shapes):
-            form = Form(shape, place.position[start.name])
+            form = ValueBuffer(shape, place.position[start.name])
             taken = element if combined else None
             found = list(uses_of(program, place, instruction.name, taken, form))
             names = [each.op_name for each in found]
-            ends: dict[Form, int] = {form: done}
+            ends: dict[ValueBuffer, int] = {form: done}
             for each in found:
                 ends[each.form] = max(each.at, ends.get(each.form, 0))
             yield Lifetime(

@@ -134,7 +134,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """All computations by name, and the number of devices the program runs on."""
 
     computations: Mapping[str, Computation]
@@ -166,7 +166,7 @@ class Program:
 
 
 @functools.lru_cache(maxsize=4)
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """Read ``compiled.as_text()``.
 
     Raises:
@@ -191,7 +191,7 @@ def parse(text: str) -> Program:
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program")
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, math.prod(map(int, counts)))
+    return HloProgram(computations, entry, math.prod(map(int, counts)))
 
 
 def _instruction(head: re.Match[str], rest: str) -> Instruction:

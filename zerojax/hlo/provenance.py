@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program
+from zerojax.hlo.program import Computation, HloProgram, Instruction
 
 # These hand on the buffer they are given, or a copy of it.
 ALIASES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "optimization-barrier"})
@@ -16,7 +16,7 @@ Callers = Mapping[str, tuple[Computation, Instruction]]
 
 
 def is_argument(
-    program: Program, callers: Callers, place: Computation, name: str, element: int | None = None
+    program: HloProgram, callers: Callers, place: Computation, name: str, element: int | None = None
 ) -> bool:
     """Whether ``name`` in ``place`` is an argument of the program, but for moves and conversions.
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from zerojax.devices.rates import Rates
-from zerojax.hlo.program import Computation, Instruction, Program
+from zerojax.hlo.program import Computation, HloProgram, Instruction
 from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
 from zerojax.hlo.work import FREE, work_of
@@ -21,7 +21,7 @@ COLLECTIVES, INWARD, OUTWARD = "collectives", "to the device", "to the host"
 
 
 @dataclasses.dataclass
-class Spent:
+class ProgramTime:
     """What a program, or a part of it, takes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Spent:
     waited: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     under_way: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: Spent, times: int = 1) -> None:
+    def add(self, other: ProgramTime, times: int = 1) -> None:
         """Takes in another part that runs so often, after what is there."""
         self.seconds += times * other.seconds
         self.computing += times * other.computing
@@ -50,12 +50,12 @@ class Spent:
                 mine[key] = mine.get(key, 0.0) + times * seconds
 
 
-def spend(
-    program: Program,
+def program_time(
+    program: HloProgram,
     sent: Sequence[Collective],
     copied: Sequence[HostCopy],
     rates: Rates,
-) -> Spent:
+) -> ProgramTime:
     """The time of a program, from its parsed text.
 
     Args:
@@ -75,12 +75,12 @@ def spend(
 
 
 def _run(
-    program: Program,
+    program: HloProgram,
     place: Computation,
     ways: Mapping[tuple[str, str], tuple[str, float]],
     rates: Rates,
-) -> Spent:
-    spent = Spent()
+) -> ProgramTime:
+    spent = ProgramTime()
     free: dict[str, float] = {}  # from when on each way is free
     over: dict[str, float] = {}  # when what was started is over
     for each in place.instructions:
@@ -110,12 +110,12 @@ def _run(
 
 
 def _compute(
-    program: Program,
+    program: HloProgram,
     place: Computation,
     each: Instruction,
     ways: Mapping[tuple[str, str], tuple[str, float]],
     rates: Rates,
-    spent: Spent,
+    spent: ProgramTime,
 ) -> None:
     work = work_of(program, place, each)
     seconds = rates.compute_seconds(work.flops, work.bytes)
@@ -132,7 +132,7 @@ def _compute(
                 _wait(spent, key, spent.seconds - seconds + under_way)
 
 
-def _wait(spent: Spent, key: tuple[str, str], until: float) -> None:
+def _wait(spent: ProgramTime, key: tuple[str, str], until: float) -> None:
     wait = max(0.0, until - spent.seconds)
     spent.seconds += wait
     spent.waited[key] = spent.waited.get(key, 0.0) + wait

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape, parse
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 
 # Bytes a device sends per byte of payload, in a ring of n.
 _RING = {
@@ -100,7 +100,7 @@ def moved_by_kind(found: Iterable[Collective]) -> dict[str, int]:
 
 
 def _walk(
-    program: Program, computation: Computation, *, times: int, exact: bool
+    program: HloProgram, computation: Computation, *, times: int, exact: bool
 ) -> Iterator[Collective]:
     for each in computation.instructions:
         kind = each.opcode.removesuffix("-done")

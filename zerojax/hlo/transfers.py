@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program, parse
+from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.work import FREE
 
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # not tuples: an array's own layout
@@ -76,7 +76,7 @@ def in_host(text: str) -> frozenset[str]:
 
 
 def _walk(
-    program: Program, place: Computation, host: frozenset[str], times: int
+    program: HloProgram, place: Computation, host: frozenset[str], times: int
 ) -> Iterator[HostCopy]:
     copies = {}
     for each in place.instructions:
@@ -124,7 +124,7 @@ def _computing(place: Computation, copies: Mapping[str, Instruction]) -> list[in
     ]
 
 
-def _multiplies(program: Program, each: Instruction) -> bool:
+def _multiplies(program: HloProgram, each: Instruction) -> bool:
     if each.opcode == "custom-call":
         return "gemm" in each.attributes
     inside = (i for callee in program.callees(each) for i in callee.instructions)

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 from zerojax.hlo.provenance import ALIASES, hands_on, moved_from, result
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ValueBuffer:
     """A buffer that holds the value: the array itself, or one converted or transposed from it.
 
     ``born`` is the position from which it is held.
@@ -22,14 +22,14 @@ class Form:
 class Use:
     """One use: of which form, at which position, and whether it is stacked by a loop's body."""
 
-    form: Form
+    form: ValueBuffer
     at: int
     op_name: str = ""
     stacks: bool = False
 
 
 def uses_of(
-    program: Program, place: Computation, name: str, element: int | None, form: Form
+    program: HloProgram, place: Computation, name: str, element: int | None, form: ValueBuffer
 ) -> Iterator[Use]:
     """Yield what uses the value ``name`` (or one element of that tuple) in ``place``."""
     for user in place.users[name]:
@@ -53,7 +53,7 @@ def uses_of(
         else:
             copies = list(_converted(program, place, user, name, form))
             for copied, shape, part in copies:
-                yield from uses_of(program, place, copied, part, Form(shape, at))
+                yield from uses_of(program, place, copied, part, ValueBuffer(shape, at))
             # A fusion that does nothing but convert belongs to no pass: its users do.
             converts = bool(copies) and len(place[copies[0][0]].shapes) == len(copies)
             op_name = "" if converts else user.op_name
@@ -61,12 +61,12 @@ def uses_of(
 
 
 def _loop_uses(
-    program: Program,
+    program: HloProgram,
     place: Computation,
     loop: Instruction,
     body: Computation,
     element: int | None,
-    form: Form,
+    form: ValueBuffer,
 ) -> Iterator[Use]:
     """Uses of an element of a loop's tuple in its body, and after it if the body hands it on."""
     at, parameter = place.position[loop.name], body.parameter(0)
@@ -79,7 +79,7 @@ def _loop_uses(
 
 
 def _converted(
-    program: Program, place: Computation, user: Instruction, name: str, form: Form
+    program: HloProgram, place: Computation, user: Instruction, name: str, form: ValueBuffer
 ) -> Iterator[tuple[str, Shape, int | None]]:
     """Yield the results of ``user`` that are the same value in another form.
 
@@ -111,7 +111,7 @@ def _end(place: Computation, user: Instruction) -> int:
     return place.position[user.name]
 
 
-def _stacks(program: Program, user: Instruction, name: str) -> bool:
+def _stacks(program: HloProgram, user: Instruction, name: str) -> bool:
     """Whether ``user`` writes the value itself, not something computed of it, into a stack."""
     if user.opcode == "dynamic-update-slice":
         return user.operands[1] == name

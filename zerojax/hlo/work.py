@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
 # These make no kernel: names for what is there, and the ends of what has been started.
 FREE = frozenset(
@@ -44,7 +44,7 @@ class Work:
     bytes: int
 
 
-def work_of(program: Program, place: Computation, each: Instruction) -> Work:
+def work_of(program: HloProgram, place: Computation, each: Instruction) -> Work:
     """Count one instruction, with everything that is fused into it."""
     flops = collections.Counter[str]()
     forward = 0
@@ -61,7 +61,7 @@ def is_forward(op_name: str) -> bool:
 
 
 def _products(
-    program: Program, place: Computation, each: Instruction
+    program: HloProgram, place: Computation, each: Instruction
 ) -> list[tuple[Computation, Instruction]]:
     library = _LIBRARY.search(_target(each)) or _target(each).startswith(_ATTENTION)
     if each.opcode in ("dot", "convolution") or library:
@@ -141,7 +141,7 @@ def _contracted(product: Instruction) -> list[int]:
     return [int(number) for number in listed.split(",") if number]
 
 
-def _bytes(program: Program, place: Computation, each: Instruction) -> int:
+def _bytes(program: HloProgram, place: Computation, each: Instruction) -> int:
     if each.opcode in FREE:
         return 0
     read = [place[name].shapes for name in each.operands if name in place.position]

@@ -19,8 +19,8 @@ from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import SECTIONS, Choice
 from zerojax.foresight.devices import rates_here
-from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.search import COMPILES, SECONDS, search
@@ -41,7 +41,7 @@ class Fitted:
 
     config: dict[str, Any]
     choice: Choice
-    ranking: tuple[Found, ...]
+    ranking: tuple[Trial, ...]
     compiled: int
     remembered: int
 

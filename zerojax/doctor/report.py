@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import jax
 
-from zerojax.doctor.installed import Extra, Package, extras, packages
-from zerojax.doctor.works import CHECKS, Check, Try, told, tried
+from zerojax.doctor.checks import CHECKS, Check, Try, told, tried
+from zerojax.doctor.packages import Extra, Package, extras, packages
 
 SETTINGS = (
     ("JAX_PLATFORMS", "backends that JAX may start, the first is the default", "all there are"),

@@ -10,12 +10,12 @@ from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
-from zerojax.foresight.forecast import Cost, Forecast
+from zerojax.foresight.forecast import Forecast, ProgramCost
 from zerojax.plan.plan import Plan
 from zerojax.xla.lowered import LoweredProgram
 
 
-class Built(NamedTuple):
+class BuiltStep(NamedTuple):
     """A step under one choice, not compiled yet.
 
     Attributes:
@@ -30,14 +30,14 @@ class Built(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Trial:
     """A choice that fits, and what it costs."""
 
     choice: Choice
     forecast: Forecast
 
 
-class Forecasts:
+class Trials:
     """The forecasts of a step, each compiled once.
 
     Args:
@@ -50,7 +50,7 @@ class Forecasts:
 
     def __init__(
         self,
-        build: Callable[[Choice], Built],
+        build: Callable[[Choice], BuiltStep],
         given: Choice,
         rates: Rates,
         note: Callable[[str], None] = lambda text: None,
@@ -59,10 +59,10 @@ class Forecasts:
         self.given, self.rates = given, rates
         self._build, self._note, self._measured = build, note, measured
         self._known: dict[Choice, Forecast] = {}
-        self._steps: dict[Choice, Built] = {}
+        self._steps: dict[Choice, BuiltStep] = {}
         self._failed: Exception | None = None
 
-    def _built(self, choice: Choice) -> Built:
+    def _built(self, choice: Choice) -> BuiltStep:
         """The step under a choice, traced no further than its state, once."""
         if choice not in self._steps:
             self._steps[choice] = self._build(choice)
@@ -119,5 +119,5 @@ class Forecasts:
         )
         return self._built(choice).plan.bytes_per_device + max(activations, default=0)
 
-    def _too_much(self, cost: Cost) -> bool:
+    def _too_much(self, cost: ProgramCost) -> bool:
         return cost.bytes > self.rates.room

@@ -6,10 +6,10 @@ import jax
 import pytest
 from packaging.requirements import Requirement
 
-from zerojax.doctor import works
-from zerojax.doctor.here import SETTINGS, devices, report, settings
-from zerojax.doctor.installed import CORE, Found, _declared_in, declared, extras, packages
-from zerojax.doctor.works import CHECKS, tried
+from zerojax.doctor import checks
+from zerojax.doctor.checks import CHECKS, tried
+from zerojax.doctor.packages import CORE, Found, _declared_in, declared, extras, packages
+from zerojax.doctor.report import SETTINGS, devices, report, settings
 
 ASKED = {
     CORE: [Requirement("jax>=0.10.2,<0.12")],
@@ -136,7 +136,7 @@ def test_what_was_tried() -> None:
 
 def test_what_works_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    on_any = (works.stages, works.to_host, works.to_disk)
+    on_any = (checks.stages, checks.to_host, checks.to_disk)
     found = report({}, [(name, check) for name, check in CHECKS if check in on_any])
     assert [(check.works, check.says) for check in found.works] == [
         (True, f"one step at each, over {jax.device_count()} devices"),
@@ -148,7 +148,7 @@ def test_what_works_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_cpu_cannot() -> None:
-    kernels, processes = tried([("kernels", works.kernels), ("processes", works.processes)])
+    kernels, processes = tried([("kernels", checks.kernels), ("processes", checks.processes)])
     assert not kernels.works
     assert "H100" in kernels.says
     assert "simulator" in kernels.says
@@ -159,6 +159,6 @@ def test_what_the_cpu_cannot() -> None:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_a_compile_for_a_gpu() -> None:
-    (check,) = tried([("compile", works.absent_gpus)])
+    (check,) = tried([("compile", checks.absent_gpus)])
     assert check.works, check.says
     assert "h100" in check.says

@@ -1,7 +1,6 @@
 """Hugging Face's Llama weights: the logits are transformers', and what does not fit is named."""
 
 import dataclasses
-import doctest
 import importlib.util
 import math
 from collections.abc import Callable
@@ -70,12 +69,6 @@ def transformers_logits() -> np.ndarray:
         with torch.no_grad():
             found.append(model(torch.from_numpy(TOKENS)).logits.numpy())
     return np.stack(found)
-
-
-def test_the_examples_in_the_docstrings_run() -> None:
-    result = doctest.testmod(hf_llama)
-    assert result.attempted
-    assert not result.failed
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import zerojax
-from zerojax.checkpoint.export import export
+from zerojax.checkpoint.exporter import export
 from zerojax.models import gpt_nnx
 from zerojax.models.gpt import GPT, GPTConfig, loss_fn, stack_blocks
 from zerojax.models.hugging_face import config as hf_config

@@ -15,16 +15,15 @@ import jax
 from etils import epath
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout, saved
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import saved, state_tree
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.extra import decoded, encoded
-from zerojax.checkpoint.lock import Lock
 from zerojax.checkpoint.pending import Pending
+from zerojax.checkpoint.record import decoded, encoded
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
-from zerojax.checkpoint.saved import Saved
-from zerojax.checkpoint.writer import Writer
+from zerojax.checkpoint.saved import SavedStep
+from zerojax.checkpoint.writer import Lock, Writer
 
 
 class Checkpointer:
@@ -193,14 +192,14 @@ class Checkpointer:
         """What :meth:`save` was given as ``extra``; None for a step of plain orbax."""
         return self._read(step, lambda there: decoded(there.record.extra if there.record else None))
 
-    def _read(self, step: int | None, act: Callable[[Saved], Any]) -> Any:
+    def _read(self, step: int | None, act: Callable[[SavedStep], Any]) -> Any:
         step = None if step is None else _whole(step)
         with self._alone:
             self.wait()
             while True:
                 folder = saved.at(self.directory, step)[-1]
                 try:
-                    return act(Saved(folder))
+                    return act(SavedStep(folder))
                 except DamagedCheckpointError as error:
                     if folder.exists():
                         raise self._with_offer(error, folder) from error
@@ -271,7 +270,7 @@ class Checkpointer:
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
-        if layout.form_of(state) is None:
+        if state_tree.form_of(state) is None:
             raise CheckpointError(
                 f"save takes a TrainState, or a tuple (model, optimizer, ...) of NNX, not "
                 f"{type(state).__name__}"
@@ -324,7 +323,7 @@ def _whole(step: Any) -> int:
 
 def _looks_whole(folder: epath.Path) -> bool:
     try:
-        Saved(folder)
+        SavedStep(folder)
     except CheckpointError:
         return False
     return True

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.checkpoint.extra import is_key
+from zerojax.checkpoint.state_tree import is_key
+from zerojax.plan import layout
 
 _BLOCK = 2**16
 """Words that the host mixes at once: they stay in its cache."""
@@ -142,6 +144,49 @@ def _places(shape: Sequence[int]) -> jax.Array:
 def _moved(index: Sequence[jax.Array]) -> jax.Array:
     """What an index contributes, uint32 []."""
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
+
+
+def begin_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Starts the checksums of arrays; :func:`finish_checksum` gives one from what is returned.
+
+    Arrays in host memory pass through the devices block by block.
+    """
+    parts = {name: _parts(x) for name, x in arrays.items()}
+    if jax.process_count() == 1:
+        return parts
+    return jax.jit(lambda t: jax.tree.map(lambda p: jnp.sum(p, dtype=jnp.uint32), t))(parts)
+
+
+def finish_checksum(parts: Any) -> int:
+    """The checksum, waiting for the devices."""
+    return int(np.sum(np.asarray(parts), dtype=np.uint32))
+
+
+def _parts(x: jax.Array) -> jax.Array:
+    """Uint32 [devices], or [] where the array lies on one device only."""
+    sharding = x.sharding
+    if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
+        return checksum(x)
+    return _sharded(x, sharding.mesh, sharding.spec)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    cuts = [layout.axes(entry) for entry in layout.full(spec, x.ndim)]
+    used = {axis for cut in cuts for axis in cut}
+
+    def of_shard(piece: jax.Array) -> jax.Array:
+        start = [
+            jax.lax.axis_index(cut) * size if cut else 0
+            for cut, size in zip(cuts, piece.shape, strict=True)
+        ]
+        first = jnp.asarray(True)
+        for axis in mesh.axis_names:
+            first = first if axis in used else first & (jax.lax.axis_index(axis) == 0)
+        return jnp.where(first, checksum(piece, start), jnp.uint32(0))[None]
+
+    parts = PartitionSpec(tuple(mesh.axis_names))
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=parts, check_vma=False)(x)
 
 
 def share(x: np.ndarray, start: Sequence[int] = ()) -> int:

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.extra import is_key
-from zerojax.checkpoint.layout import Path
-from zerojax.checkpoint.saved import Leaf
+from zerojax.checkpoint.saved import SavedArray
+from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.optim.wrap import ZeroOptState
 
 INNER, LOSS_SCALE = "inner", "loss_scale"
@@ -24,7 +23,7 @@ SHOWN = 8
 
 
 def match(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], optimizer: Path, *, where: str
+    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], optimizer: Path, *, where: str
 ) -> dict[Path, Path | None]:
     """Finds each wanted array among the saved ones.
 
@@ -68,7 +67,7 @@ def match(
 
 
 def match_params(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], *, where: str
+    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], *, where: str
 ) -> dict[Path, Path | None]:
     """The same for parameters alone: whatever else the checkpoint holds is left there."""
     problems = []
@@ -82,7 +81,7 @@ def match_params(
     return {path: path for path in wanted}
 
 
-def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
+def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
     if is_key(wanted):
         return []  # its data is what is on disk
     if tuple(wanted.shape) != saved.shape:

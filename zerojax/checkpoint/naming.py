@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.extra import decoded
-from zerojax.checkpoint.layout import PARAMS, Form, Path, unboxed
+from zerojax.checkpoint.record import decoded
 from zerojax.checkpoint.safetensors_files import DTYPES, TensorSpec
-from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.checkpoint.saved import SavedArray, SavedStep
+from zerojax.checkpoint.state_tree import PARAMS, Form, Path, unboxed
 
 
 class Renamed(NamedTuple):
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     at: int | None
 
 
-def parameters(saved: Saved) -> dict[str, Leaf]:
+def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     """The parameters by name: their keys, without flax's boxes, with dots between.
 
     Of a ``TrainState`` what is under ``params``, of NNX the model without its PRNG streams.
@@ -71,7 +71,7 @@ def parameters(saved: Saved) -> dict[str, Leaf]:
     }
 
 
-def _streams(leaves: Mapping[Path, Leaf]) -> set[Path]:
+def _streams(leaves: Mapping[Path, SavedArray]) -> set[Path]:
     """NNX's PRNG streams: modules of a key and a count."""
     held: dict[Path, dict[Path, str]] = defaultdict(dict)
     for path, leaf in leaves.items():
@@ -80,12 +80,12 @@ def _streams(leaves: Mapping[Path, Leaf]) -> set[Path]:
     return {path for path, dtypes in held.items() if dtypes == stream}
 
 
-def _is_key(saved: Saved, leaf: Leaf) -> bool:
+def _is_key(saved: SavedStep, leaf: SavedArray) -> bool:
     """On disk a key is but numbers."""
     return saved.record is not None and saved.record.leaves[leaf.name].dtype.startswith("key<")
 
 
-def rename(leaves: Mapping[str, Leaf], names: Names | None, saved: Saved) -> Renamed:
+def rename(leaves: Mapping[str, SavedArray], names: Names | None, saved: SavedStep) -> Renamed:
     """As ``names`` says, after a look at what it says.
 
     Raises:
@@ -112,7 +112,7 @@ def rename(leaves: Mapping[str, Leaf], names: Names | None, saved: Saved) -> Ren
     return renamed
 
 
-def parts(name: str, leaf: Leaf, renamed: Renamed, floats: np.dtype | None) -> Iterator[Part]:
+def parts(name: str, leaf: SavedArray, renamed: Renamed, floats: np.dtype | None) -> Iterator[Part]:
     """The tensors of a parameter; ``floats`` is the dtype of those that are floats, None as saved.
 
     Raises:

@@ -15,8 +15,9 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout, sums
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import state_tree
+from zerojax.checkpoint.checksum import begin_checksums, finish_checksum
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
@@ -48,16 +49,16 @@ class Pending:
         metrics: dict[str, float] | None,
     ) -> None:
         self.step, self.metrics, self._directory = step, metrics, directory
-        tree = layout.tree_of(state)
+        tree = state_tree.tree_of(state)
         _check_arrays(tree)
         self.tree = jax.tree.map(_array, tree)
-        leaves = layout.named(self.tree)
-        self._sums = sums.begin({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
+        leaves = state_tree.named(self.tree)
+        self._sums = begin_checksums({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
         }
-        form = layout.form_of(state)
+        form = state_tree.form_of(state)
         assert form is not None
         self._record = Record(
             step=step,
@@ -83,7 +84,7 @@ class Pending:
         Args:
           on_disk: the checksums of the arrays that lie on a disk.
         """
-        found = {**on_disk, **{name: sums.total(x) for name, x in self._sums.items()}}
+        found = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
             name: leaf.model_copy(update={"checksum": found[name]})
             for name, leaf in self._leaves.items()
@@ -102,7 +103,7 @@ def _check_arrays(tree: Any) -> None:
         alone, or would have the name of another one on disk.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [".".join(layout.strings(keys)) for keys, _ in leaves]
+    names = [".".join(state_tree.strings(keys)) for keys, _ in leaves]
     if twice := {name for name, n in Counter(names).items() if n > 1}:
         raise CheckpointError(
             f"{', '.join(sorted(twice))}: two arrays have this name, "

@@ -11,13 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pydantic
 from etils import epath
 
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.state_tree import is_key
 
 FORMAT = 1
 FILE = "zerojax.json"
@@ -28,6 +32,8 @@ WHOLE_FILE_BYTES = 16 * 2**20
 """Files up to this size are digested whole; larger ones hold arrays, which have checksums."""
 
 Spec = list[str | list[str] | None]
+
+_KEY = "$key"
 
 
 class _Strict(pydantic.BaseModel):
@@ -170,6 +176,48 @@ def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
             yield from ((f"{entry.name}/{name}", size) for name, size in sizes(entry))
         else:
             yield entry.name, entry.stat().length
+
+
+def encoded(value: Any, path: str = "extra") -> Any:
+    """``value`` as JSON has it.
+
+    Raises:
+      CheckpointError: something that is neither JSON nor a PRNG key; with its path.
+
+    Example:
+      >>> decoded(encoded({"key": jax.random.key(7), "row": 3}))
+      {'key': Array((), dtype=key<fry>) overlaying:
+      [0 7], 'row': 3}
+    """
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or key == _KEY:
+                raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
+        return {key: encoded(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, jax.Array) and is_key(value):
+        data = np.asarray(jax.random.key_data(value))
+        return {_KEY: str(jax.random.key_impl(value)), "data": data.tolist()}
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
+        return value.item()
+    raise CheckpointError(
+        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """The value again; tuples have become lists."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KEY in value:
+        data = jnp.asarray(value["data"], jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=value[_KEY])
+    return {key: decoded(item) for key, item in value.items()}
 
 
 def _crc32(file: epath.Path) -> int:

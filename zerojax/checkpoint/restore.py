@@ -13,19 +13,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
-from zerojax.checkpoint import disk, layout, sums
-from zerojax.checkpoint.checksum import share
+from zerojax.checkpoint import disk_arrays, state_tree
+from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.extra import is_key
-from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
-from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.checkpoint.saved import SavedArray, SavedStep
+from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, take_apart
 from zerojax.plan.places import DISK, PINNED
-from zerojax.plan.plan import Leaf as Planned
+from zerojax.plan.plan import Leaf
 from zerojax.train_state.state_parts import OpenedState
 
 _UNDER_WAY_GB = 0.5
@@ -38,10 +37,10 @@ class _Wanted(NamedTuple):
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
     close: Callable[[list[Any]], Any]
-    on_disk: Mapping[Path, Planned]
+    on_disk: Mapping[Path, Leaf]
 
 
-def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
+def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
     """The saved state, or parameters, in the form and with the shardings of ``abstract_state``.
 
     Every array is read in pieces by the devices that hold them, in the dtype that was saved;
@@ -52,15 +51,15 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
       CheckpointError: the arrays differ from those that are wanted.
       DamagedCheckpointError: they cannot be read, or are not what was saved.
     """
-    there = {layout.unboxed(leaf.path): leaf for leaf in saved.leaves()}
-    form = layout.form_of(abstract_state)
+    there = {state_tree.unboxed(leaf.path): leaf for leaf in saved.leaves()}
+    form = state_tree.form_of(abstract_state)
     if form is None:
         _check_params(abstract_state)
         wanted = _params_alone(abstract_state, there, zero)
         sources = match_params(wanted.leaves, there, where=str(saved.folder))
     else:
         wanted = _whole_state(abstract_state, form, zero)
-        optimizer = layout.OPTIMIZER[form]
+        optimizer = state_tree.OPTIMIZER[form]
         sources = match(wanted.leaves, there, optimizer, where=str(saved.folder))
     every = {path: there[source] for path, source in sources.items() if source is not None}
     leaves = {path: leaf for path, leaf in every.items() if path not in wanted.on_disk}
@@ -77,7 +76,7 @@ def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
     return wanted.close([found[path] for path in wanted.leaves])
 
 
-def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
+def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
     opened: OpenedState = take_apart(objects)
     if not isinstance(opened.tx, ZeroTransformation):
@@ -85,7 +84,7 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     leaves, tree = jax.tree.flatten(opened.parts)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
-    paths = layout.paths_of(opened.parts, form)
+    paths = state_tree.paths_of(opened.parts, form)
     return _Wanted(
         {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
@@ -93,7 +92,7 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     )
 
 
-def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Planned]:
+def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Leaf]:
     """The arrays that zero's config has on a disk, which has room for them.
 
     Raises:
@@ -117,14 +116,14 @@ def _check_params(params: Any) -> None:
         )
 
 
-def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
+def _params_alone(params: Any, there: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     nnx = all(path[0].isdecimal() for path in there)
-    prefix = layout.PARAMS["nnx" if nnx else "linen"]
+    prefix = state_tree.PARAMS["nnx" if nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in there):
         prefix = ()  # someone saved parameters and nothing else
     leaves, tree = jax.tree.flatten(params)
     whole = NamedSharding(zero.mesh, PartitionSpec())
-    paths = layout.below(prefix, params)
+    paths = state_tree.below(prefix, params)
     return _Wanted(
         {
             path: _struct(x, getattr(x, "sharding", None) or whole)
@@ -139,20 +138,20 @@ def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.ShapeDtypeStruct:
+def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeStruct:
     """Read in the dtype that its checksum is of, if JAX has it; keys are keys already."""
     if is_key(wanted):
         return wanted
     return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+def _read(saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
     """Through orbax, which reads for each device what it shall hold."""
     handler = ocp.PyTreeCheckpointHandler()
     try:
         tree = handler.metadata(saved.item).tree
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [layout.strings(keys) for keys, _ in leaves]
+        paths = [state_tree.strings(keys) for keys, _ in leaves]
         structs = [wanted.get(path) for path in paths]
         pieces = [
             _piece_bytes(struct, about)
@@ -197,17 +196,17 @@ def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
 
 
-def _verify(saved: Saved, arrays: dict[Leaf, jax.Array]) -> None:
+def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array]) -> None:
     """Compares checksums, of 64-bit numbers that JAX has made narrower on the host."""
     narrowed = [x for x in arrays if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
     sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
     if saved.record is None:
         return
-    begun = sums.begin({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
-    _compare(saved, sound | {name: sums.total(x) for name, x in begun.items()})
+    begun = begin_checksums({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
+    _compare(saved, sound | {name: finish_checksum(x) for name, x in begun.items()})
 
 
-def _compare(saved: Saved, found: Mapping[str, int]) -> None:
+def _compare(saved: SavedStep, found: Mapping[str, int]) -> None:
     """Whether checksums are those that were recorded."""
     recorded = saved.record.leaves if saved.record else None
     wrong = [name for name, x in found.items() if recorded and x != recorded[name].checksum]
@@ -217,7 +216,7 @@ def _compare(saved: Saved, found: Mapping[str, int]) -> None:
         )
 
 
-def _host_checksum(saved: Saved, leaf: Leaf) -> int:
+def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
     """Of what is on disk, having seen that whole numbers fit into the narrower dtype."""
     total = 0
     for start, block in saved.blocks(leaf.name):
@@ -227,7 +226,7 @@ def _host_checksum(saved: Saved, leaf: Leaf) -> int:
     return total % 2**32
 
 
-def _check_fits(saved: Saved, leaf: Leaf, block: np.ndarray, dtype: np.dtype) -> None:
+def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
     """Whether whole numbers are the same in another dtype."""
     if (block.astype(dtype) != block).any():
         raise CheckpointError(
@@ -257,7 +256,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _to_disk(
-    saved: Saved, leaves: Mapping[Path, Leaf], wanted: _Wanted, zero: Zero
+    saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
 ) -> dict[Path, DiskArray]:
     """Those that shall lie on a disk; no handle to any before all are sound."""
     placer = zero.states.placer
@@ -269,14 +268,14 @@ def _to_disk(
     if not made:
         return {}
     shares = {
-        leaves[path].name: disk.fill(target, _reader(saved, leaves[path], target.dtype))
+        leaves[path].name: disk_arrays.fill(target, _reader(saved, leaves[path], target.dtype))
         for path, target in made.items()
     }
-    _compare(saved, disk.over_processes(shares))
+    _compare(saved, disk_arrays.over_processes(shares))
     return {path: target.advance() for path, target in made.items()}
 
 
-def _reader(saved: Saved, leaf: Leaf, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
+def _reader(saved: SavedStep, leaf: SavedArray, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
     """Reads parts of an array; of whole numbers those that fit into ``dtype``."""
 
     def read(index: Any) -> np.ndarray:
@@ -289,13 +288,13 @@ def _reader(saved: Saved, leaf: Leaf, dtype: np.dtype) -> Callable[[Any], np.nda
 
 
 def _fresh(
-    wanted: _Wanted, found: Mapping[Path, Any], form: layout.Form, zero: Zero
+    wanted: _Wanted, found: Mapping[Path, Any], form: state_tree.Form, zero: Zero
 ) -> dict[Path, Any]:
     """What a plain state, or one of another precision, does not have."""
-    optimizer = layout.OPTIMIZER[form]
-    step = found[layout.STEP[form]]
+    optimizer = state_tree.OPTIMIZER[form]
+    step = found[state_tree.STEP[form]]
     made = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
-    values = dict(zip(layout.below(optimizer, made), jax.tree.leaves(made), strict=True))
+    values = dict(zip(state_tree.below(optimizer, made), jax.tree.leaves(made), strict=True))
     fresh: dict[Path, Any] = {}
     for path, struct in wanted.leaves.items():
         if path in found:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import pathlib
 import shutil
+import socket
 import threading
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -13,13 +18,14 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.disk import CHUNK_BYTES, DiskHandler
+from zerojax.checkpoint.disk_arrays import CHUNK_BYTES, DiskHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import Pending
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 
 DELETED = ".deleted"
+LOCK = ".writer"
 
 
 class Writer:
@@ -131,3 +137,47 @@ class Writer:
     def _sweep(self) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(self._directory / DELETED, ignore_errors=True)
+
+
+class Lock:
+    """The right to write to a folder, until :meth:`release`, or until this object or its process
+    is no more."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._directory = directory
+        self._held: weakref.finalize | None = None
+
+    def take(self) -> bool:
+        """Whether it is held now; False where another object of this process has it.
+
+        Raises:
+          CheckpointError: another process has it.
+        """
+        if self._held:
+            return True
+        file = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(file, 1000, 0).decode(errors="replace")
+            os.close(file)
+            if who == _me():
+                return False
+            raise CheckpointError(
+                f"another run writes to {self._directory} ({who or 'unknown process'}): give this "
+                "one a folder of its own, or stop the other; to read only, "
+                "Checkpointer(..., read_only=True)"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, _me().encode(), 0)
+        self._held = weakref.finalize(self, os.close, file)
+        return True
+
+    def release(self) -> None:
+        if self._held:
+            self._held()
+            self._held = None
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

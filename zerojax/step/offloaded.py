@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.run import accumulator
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.copies import lying
+from zerojax.offload.compute_copies import placement_of
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
 from zerojax.offload.update import Update
@@ -113,7 +113,13 @@ class Streamed:
         optimizer = self.config.offload_optimizer
         return Update(
             function,
-            [*grads, *map(lying, params), *map(lying, state), *sums, *self.copies.lying],
+            [
+                *grads,
+                *map(placement_of, params),
+                *map(placement_of, state),
+                *sums,
+                *self.copies.placements,
+            ],
             [False] * n + [True] * n + self.plan.streamed + [False] * n,
             [*range(n, 2 * n + m), *range(3 * n + m, 3 * n + m + len(self.copies.at))],
             self.plan,

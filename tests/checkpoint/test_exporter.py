@@ -28,7 +28,7 @@ from zerojax.checkpoint import (
     safetensors_files,
 )
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.export import export
+from zerojax.checkpoint.exporter import export
 from zerojax.checkpoint.naming import Renamed
 
 ROOT = Path(__file__).parents[2]
@@ -313,7 +313,7 @@ import sys
 import numpy as np
 import safetensors.numpy
 from zerojax.checkpoint.checksum import share
-from zerojax.checkpoint.export import export
+from zerojax.checkpoint.exporter import export
 
 def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10

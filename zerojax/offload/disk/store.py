@@ -1,7 +1,7 @@
 """Swap space of one run on a disk: blocks of bytes by key, written behind and read ahead.
 
-It is no checkpoint. Nothing is synced, the checksums lie in memory, and what a killed run leaves
-behind the next one removes.
+No checkpoint: nothing is synced, the checksums lie in memory, and the next run removes what a
+killed one leaves behind.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from zerojax.offload.disk import file as disk_file
-from zerojax.offload.disk.checksum import checksum
-from zerojax.offload.disk.errors import RESTORE, DiskError, DiskStateError
-from zerojax.offload.disk.folder import Folder
+from zerojax.offload.disk.folder import DiskError, Folder
 
-Event = Literal["read issued", "read done", "write issued", "write done"]
+RESTORE = "restore the last checkpoint (Checkpointer.restore)"
+
+
+class DiskStateError(DiskError):
+    """A state on the disk is lost, damaged or half updated: only a checkpoint brings it back."""
 
 
 class Data(Protocol):
-    """What can be written: a NumPy or a JAX array."""
+    """A NumPy or a JAX array."""
 
     @property
     def nbytes(self) -> int: ...
@@ -39,7 +39,7 @@ class Data(Protocol):
 
 @dataclass
 class _Block:
-    """A key's file: what was written to it, and what is under way with it."""
+    """A key's file: its size and checksum, and the write and reads under way."""
 
     file: Path
     nbytes: int = 0
@@ -54,14 +54,12 @@ class DiskStore:
     Args:
       nvme_path: a folder on the disk; runs may share it.
       buffer_count: blocks under way at most, in each direction.
-      on_event: called with what happens to which key, and ``time.perf_counter()``; from any
-        thread.
 
     Attributes:
       path: the folder of this store.
 
     Raises:
-      DiskError: ``nvme_path`` is not there, is no folder, or cannot be written.
+      DiskError: ``nvme_path`` does not exist, is no folder, or cannot be written.
 
     Example:
       >>> import numpy as np, tempfile
@@ -71,18 +69,11 @@ class DiskStore:
       array([0., 1., 2.])
     """
 
-    def __init__(
-        self,
-        nvme_path: str | os.PathLike[str],
-        *,
-        buffer_count: int,
-        on_event: Callable[[Event, str, float], None] | None = None,
-    ) -> None:
+    def __init__(self, nvme_path: str | os.PathLike[str], *, buffer_count: int) -> None:
         if buffer_count < 1:
             raise DiskError(f"buffer_count {buffer_count}: one buffer or more")
         self._folder = Folder(nvme_path)
         self.path = self._folder.path
-        self._on_event = on_event
         self._blocks: dict[str, _Block] = {}
         self._writing: set[Future[None]] = set()
         self._room = threading.BoundedSemaphore(buffer_count)
@@ -97,19 +88,14 @@ class DiskStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that the disk has room for so many bytes more.
+        """Checks that the disk has room for so many more bytes.
 
         Raises:
-          DiskError: it has not.
+          DiskError: the disk has less room.
         """
         wait(self._tidy())
         free = self._folder.free
@@ -120,10 +106,10 @@ class DiskStore:
             )
 
     def write(self, key: str, data: Data) -> Future[None]:
-        """Writes a block in the background, over what the key had.
+        """Writes a block in the background, over the key's earlier one.
 
         Waits while ``buffer_count`` blocks are being written. The data is not copied and must not
-        change until it is on the disk; one on a device is fetched in the background.
+        change until the write is done; data on a device is fetched in the background.
 
         Raises:
           DiskStateError: an earlier write failed.
@@ -132,7 +118,6 @@ class DiskStore:
         self._room.acquire()
         try:
             self._check()
-            self._tell("write issued", key)
             with self._alone:
                 if key not in self._blocks:
                     self._blocks[key] = _Block(self.path / f"{next(self._numbers):06}")
@@ -149,17 +134,16 @@ class DiskStore:
         return future
 
     def read(self, key: str) -> Future[np.ndarray]:
-        """A block, uint8 [bytes], once what was written last is on the disk.
+        """A block, uint8 [bytes], read after the key's last write.
 
-        ``buffer_count`` are read at a time, others wait in turn. The future raises DiskStateError
-        where the file is not what was written.
+        ``buffer_count`` blocks are read at a time, others wait in turn. The future raises
+        DiskStateError where the bytes are not those that were written.
 
         Raises:
           DiskStateError: an earlier write failed.
           KeyError: nothing was written for the key.
         """
         self._check()
-        self._tell("read issued", key)
         with self._alone:
             block = self._blocks[key]
             future = self._readers.submit(self._read, key, block, block.write)
@@ -170,13 +154,13 @@ class DiskStore:
     def forget(self, keys: Iterable[str]) -> None:
         """Has blocks removed at the next :meth:`write`, :meth:`reserve` or :meth:`wait`.
 
-        Safe in finalizers: they run at any moment, also while their thread holds a lock of the
-        store or of its threads, and this takes none.
+        Takes no lock: finalizers call this method at any moment, also while their thread holds a
+        lock of the store or of its threads.
         """
         self._forgotten.put(keys)
 
     def wait(self) -> None:
-        """Returns when all that was written is with the operating system.
+        """Returns when every write is with the operating system.
 
         Raises:
           DiskStateError: a write failed.
@@ -188,7 +172,7 @@ class DiskStore:
         self._check()
 
     def close(self) -> None:
-        """Removes the folder; what is under way is waited for."""
+        """Removes the folder, once no read or write is under way."""
         with self._alone:
             self._closed = True
         self._writers.shutdown()
@@ -196,7 +180,7 @@ class DiskStore:
         self._folder.remove()
 
     def _tidy(self) -> list[Future[None]]:
-        """Removes forgotten blocks in the background, once nothing is under way with them."""
+        """Removes forgotten blocks in the background, after their last read or write."""
         removed: list[Future[None]] = []
         while not self._closed:
             try:
@@ -216,25 +200,21 @@ class DiskStore:
         if self._failed:
             raise DiskStateError(self._failed)
 
-    def _tell(self, event: Event, key: str) -> None:
-        if self._on_event:
-            self._on_event(event, key, time.perf_counter())
-
     def _written(self, future: Future[None]) -> None:
         self._room.release()
         with self._alone:
             self._writing.discard(future)
 
     def _was_read(self, block: _Block, future: Future[np.ndarray]) -> None:
-        with self._alone:  # what was read is the caller's alone
+        with self._alone:  # the caller alone keeps what was read
             block.reads.discard(future)
 
     def _write(self, key: str, block: _Block, data: Data, before: list[Future[Any]]) -> None:
-        # They were submitted earlier, so that none of them waits for this one.
+        # Submitted earlier, so that none of them waits for this write.
         wait(before)
         try:
             flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            block.nbytes, block.checksum = flat.nbytes, checksum(flat)
+            block.nbytes, block.checksum = flat.nbytes, disk_file.checksum(flat)
             disk_file.write(block.file, flat)
         except Exception as error:
             self._failed = self._failed or (
@@ -243,8 +223,6 @@ class DiskStore:
                 f"lost: make room under {self.path.parent} and {RESTORE}"
             )
             raise DiskStateError(self._failed) from error
-        finally:
-            self._tell("write done", key)
 
     def _read(self, key: str, block: _Block, write: Future[None] | None) -> np.ndarray:
         if write:
@@ -254,9 +232,7 @@ class DiskStore:
             flat = disk_file.read(block.file, block.nbytes)
         except OSError as error:
             raise DiskStateError(_damaged(key, block, str(error))) from None
-        finally:
-            self._tell("read done", key)
-        if checksum(flat) != block.checksum:
+        if disk_file.checksum(flat) != block.checksum:
             raise DiskStateError(_damaged(key, block, "it is not what was written"))
         return flat
 

@@ -17,7 +17,7 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.naming import Names, Part, parameters, parts, rename
 from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.safetensors_files import Put, writing
-from zerojax.checkpoint.saved import Leaf, Saved, find
+from zerojax.checkpoint.saved import SavedArray, SavedStep, find
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
@@ -95,7 +95,7 @@ def export(
     )
 
 
-def _copy(saved: Saved, leaf: Leaf, parts: Sequence[Part], put: Put) -> Iterator[int]:
+def _copy(saved: SavedStep, leaf: SavedArray, parts: Sequence[Part], put: Put) -> Iterator[int]:
     """Writes a parameter, and yields the bytes of every block."""
     found = 0
     for start, block in saved.blocks(leaf.name):
@@ -113,7 +113,7 @@ def _copy(saved: Saved, leaf: Leaf, parts: Sequence[Part], put: Put) -> Iterator
         )
 
 
-def _cast(block: np.ndarray, dtype: np.dtype, leaf: Leaf) -> np.ndarray:
+def _cast(block: np.ndarray, dtype: np.dtype, leaf: SavedArray) -> np.ndarray:
     if block.dtype == dtype:
         return block
     with np.errstate(over="ignore", invalid="ignore"):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from zerojax.offload.disk import file as disk_file
-from zerojax.offload.disk.errors import DiskError, DiskStateError
-from zerojax.offload.disk.space import DiskStore
+from zerojax.offload.disk.folder import DiskError
+from zerojax.offload.disk.store import DiskStateError, DiskStore
 
 MEGABYTES = 24
 REMEDY = r"restore the last checkpoint \(Checkpointer.restore\)"
@@ -129,18 +129,6 @@ def test_a_leaf_may_be_collected_at_any_moment(store: DiskStore, lock: str | Non
         assert not forgotten.is_alive()
     store.wait()
     assert not [*store.path.glob("0*")]
-
-
-def test_events(tmp_path: Path) -> None:
-    told: list[tuple[str, str, float]] = []
-    with DiskStore(tmp_path, buffer_count=1, on_event=lambda *event: told.append(event)) as store:
-        store.write("w", noise(10))
-        store.wait()
-        store.read("w").result()
-    kinds = ["write issued", "write done", "read issued", "read done"]
-    assert [(kind, key) for kind, key, _ in told] == [(kind, "w") for kind in kinds]
-    times = [time for *_, time in told]
-    assert times == sorted(times)
 
 
 def flip(file: Path, other: Path) -> None:

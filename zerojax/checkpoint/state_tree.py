@@ -75,3 +75,8 @@ def unboxed(path: Path) -> Path:
 def strings(keys: Any) -> Path:
     """JAX's keys of a leaf as orbax writes them."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array, abstract or not, is of PRNG keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

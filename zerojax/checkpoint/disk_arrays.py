@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.boxes import Index, boxes, moved, shape_of
+from zerojax.offload.disk.pieces import Index, boxes, moved, shape_of
 
 CHUNK_BYTES = 64 * 2**20
 """Of what an array is cut into in a step at most: a small piece is read for a small shard."""
@@ -150,7 +150,7 @@ def _written(
         found = [*_chunks(shard_shape, chunk)]
         sizes = [math.prod(shape_of(box)) for box in found]
         for box, flat in zip(found, recut(_pieces(x.leaf, i), sizes), strict=True):
-            index, block = moved(box, x.leaf.shards[i].index), flat.reshape(shape_of(box))
+            index, block = moved(box, x.leaf.shards[i].box), flat.reshape(shape_of(box))
             transactions.write(spec, info.ts_context, index, block)
             yield index, block
 
@@ -234,7 +234,7 @@ def owned(leaf: DiskLeaf) -> list[int]:
     return [
         i
         for i, shard in enumerate(leaf.shards)
-        if first[tuple((s.start, s.stop) for s in shard.index)] == here
+        if first[tuple((s.start, s.stop) for s in shard.box)] == here
     ]
 
 
@@ -261,7 +261,7 @@ def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
         start, stop = leaf.cuts[k]
         flat, at, total = np.empty(stop - start, leaf.dtype), 0, 0
         for box in boxes(shape, start, stop):
-            index = moved(box, leaf.shards[i].index)
+            index = moved(box, leaf.shards[i].box)
             values = read(index)
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size

@@ -2,12 +2,9 @@
 
 import pytest
 
-from benchmarks.peers import DEVICES, PEERS, RECORDS, STAGES, distance
+from benchmarks.peers import DEVICES, RECORDS, STAGES, distance
 
-pytestmark = [
-    pytest.mark.skipif(not PEERS.exists(), reason=f"no records at {PEERS}"),
-    pytest.mark.usefixtures("quick_compile"),
-]
+pytestmark = pytest.mark.usefixtures("quick_compile")
 # Where one Python version alone does the sweep, the other does stage 3, where all is sharded.
 EACH_STAGE = [*(pytest.param(stage, marks=pytest.mark.sweep) for stage in STAGES[:-1]), STAGES[-1]]
 

@@ -13,7 +13,7 @@ import pytest
 from zerojax.config import ConfigError, SchedulerConfig
 from zerojax.optim.schedules import momentum_schedule, schedule
 
-RECORD = Path(__file__).parents[3] / "shared" / "peers" / "fp16_overflow_warmup.json"
+RECORD = Path(__file__).parents[1] / "data" / "peers" / "fp16_overflow_warmup.json"
 
 LINEAR = {"warmup_num_steps": 10, "warmup_type": "linear"}
 
@@ -104,27 +104,10 @@ def test_lr_range_test(stairs):
     np.testing.assert_allclose(rates("LRRangeTest", params, range(30)), want, rtol=0, atol=1e-9)
 
 
-# Recorded with DeepSpeed 0.19.8: fp16 with an initial scale of 2^24, WarmupLR, linear, 10 steps to
-# 1e-3. (lr used, skipped steps so far) by step.
-RECORDED_SKIPS = [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7, *[8] * 18]
-RECORDED_LR = [0.0] * 9 + [
-    1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 5e-4, 6e-4, 7e-4, 8e-4, 9e-4, *[1e-3] * 11
-]  # fmt: skip
-
-
 def test_a_recorded_run_with_skipped_steps():
-    # The updates made before a step: all steps before it but those that were skipped.
-    counts = [s - skipped for s, skipped in enumerate([0, *RECORDED_SKIPS[:-1]])]
-    np.testing.assert_allclose(
-        rates("WarmupLR", {**LINEAR, "warmup_max_lr": 1e-3}, counts), RECORDED_LR, rtol=0, atol=1e-9
-    )
-
-
-def test_the_record_itself():
-    if not RECORD.exists():
-        pytest.skip("the records of DeepSpeed are not beside this checkout")
     run = json.loads(RECORD.read_text())
     rate = schedule(run["config"]["scheduler"], run["config"]["optimizer"]["params"]["lr"])
+    # The updates made before a step: all steps before it but those that were skipped.
     skipped = [0, *(row["skipped_total"] for row in run["rows"][:-1])]
     got = [float(rate(step - gone)) for step, gone in enumerate(skipped)]
     np.testing.assert_allclose(got, [row["lr_used"] for row in run["rows"]], rtol=0, atol=1e-9)

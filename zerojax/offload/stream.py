@@ -23,6 +23,9 @@ from zerojax.offload.groups import ArrayPlacement, Group, Piece, goes_whole
 from zerojax.offload.separate import Separated
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.xla.compat import computed_on_host
+from zerojax.xla.lowered import LOADED, READ, WRITTEN, named
+
+_ARGUMENTS = WRITTEN, READ, LOADED, "starts", "next_starts", "scalars"
 
 
 class GroupArrays(NamedTuple):
@@ -224,7 +227,7 @@ class Programs:
             check_vma=False,
         )
         return jax.jit(
-            mapped,
+            named(mapped, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=(
@@ -259,7 +262,7 @@ class Programs:
             return [found[i] for i in ids.written], [], [found[i] for i in ids.going]
 
         return jax.jit(
-            run,
+            named(run, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=(

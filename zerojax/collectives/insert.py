@@ -56,13 +56,14 @@ class _Scope:
 
     share: bool
     replace: Replacements = field(default_factory=dict)
+    host: Host | None = None
     gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
     made: list[list[Made]] = field(default_factory=list)
 
     def inner(self) -> _Scope:
-        return _Scope(share=True, replace=self.replace)
+        return _Scope(share=True, replace=self.replace, host=self.host)
 
     def replaces(self, eqn: Any) -> bool:
         return any(marks.holds(eqn, name) for name in self.replace)
@@ -80,9 +81,6 @@ class Inserter:
         no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
-
-    Attributes:
-      host: how gradients leave for host memory, if they do.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Inserter:
     ) -> None:
         self.mesh, self.axis, self.keep, self.share = mesh, axis, keep, share or keep
         self.smallest = None if away is None else away * mesh.shape[axis]
-        self.host: Host | None = None
         self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
@@ -105,12 +102,14 @@ class Inserter:
         args: Sequence[Any],
         replace: Replacements | None = None,
         want: Sequence[Spec | None] = (),
+        host: Host | None = None,
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
 
-        ``want`` has the specs of those results that are gradients, None for the others.
+        ``want`` has the specs of those results that are gradients, None for the others. ``host``
+        says how gradients leave for host memory; None where they stay.
         """
-        scope = _Scope(share=self.share, replace=replace or {})
+        scope = _Scope(share=self.share, replace=replace or {}, host=host)
         outs = [_plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
             self._unused = False
@@ -402,9 +401,9 @@ class Inserter:
             specs_out.update({i: y.spec for i, y in enumerate(ys) if isinstance(y, Shard)})
             for i, spec in enumerate(want[n:]):
                 y, ys[i] = ys[i], _plain(ys[i])
-                if self.host and spec is not None and self.host.takes(ys[i], p["length"]):
+                if scope.host and spec is not None and scope.host.takes(ys[i], p["length"]):
                     gone[i] = spec
-                    ys[i] = self.host.send(ys[i])
+                    ys[i] = scope.host.send(ys[i])
                 elif stacks[i] in leaving and not isinstance(y, Shard):
                     gone[i], self._unused = None, False
                     ys[i] = sent(ys[i])

@@ -17,8 +17,7 @@ from zerojax.evaluation.program import EvaluationProgram
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments, is_train_state
-from zerojax.step.call import Call, Form, returned
-from zerojax.step.static_arguments import divide
+from zerojax.step.call import Call, Form, divide, returned
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import apply_settings, is_nnx
 from zerojax.xla.lowered import LoweredProgram

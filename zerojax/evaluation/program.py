@@ -21,15 +21,14 @@ from zerojax.offload.disk.params import Reader, Source
 from zerojax.placement.states import States
 from zerojax.plan.places import DISK, reaches_host
 from zerojax.plan.plan import DTYPES
-from zerojax.step.body import cast, constrainer
-from zerojax.step.call import Rearranged
-from zerojax.step.entering import entering
-from zerojax.step.static_arguments import Static, divide, join
+from zerojax.step.call import Rearranged, Static, divide, join
+from zerojax.step.evaluate_body import enter
+from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat
 from zerojax.xla.compiler import options, streaming
-from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
 
 class How(NamedTuple):
@@ -100,7 +99,7 @@ class EvaluationProgram:
         self._reading = Reading(states, plan)
         self._known: dict[Any, How] = {}
         self._jitted = jax.jit(
-            self._run,
+            named(self._run, "state", BATCH, "arrays", "static", "how"),
             static_argnums=(3, 4),
             compiler_options=(streaming if reaches_host(self._config) else options)(plan.mesh),
         )
@@ -142,7 +141,7 @@ class EvaluationProgram:
         traced = self._jitted.trace(values, shapes, arrays, static, how)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
-            "evaluation", compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
+            EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
     def _resting(self, opened: OpenedState) -> list[Any]:
@@ -244,23 +243,15 @@ class EvaluationProgram:
 
     def _entering(self, values: list[Any], how: How) -> list[Any]:
         """What the inserter is given of the state; None for what the function does not read."""
-        at = [i for i, used in enumerate(how.used) if used]
-        given = []
-        for i in at:
-            leaf, x = self._leaves[i], values[i]
-            if leaf.place == DISK:
-                sharding = self._plan.sharding(leaf)
-                x = Source(self._reader, i, leaf.shape, leaf.dtype, sharding)
-            elif self._reading.copies is None and i < len(self._plan.compute):
-                # Cut as at rest, else XLA gathers first and casts then.
-                x = constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
-            given.append(x)
-        found: list[Any] = [None] * len(values)
-        for i, x in zip(
-            at, entering(self._inserter, given, [self._leaves[i] for i in at]), strict=True
-        ):
-            found[i] = x
-        return found
+        cast_here = len(self._plan.compute) if self._reading.copies is None else 0
+        given = [
+            # Cut as at rest, else XLA gathers first and casts then.
+            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
+            if x is not None and i < cast_here
+            else x
+            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
+        ]
+        return enter(self._inserter, self._plan, self._leaves, given, self._reader)
 
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, cut: Cut

@@ -15,6 +15,7 @@ from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.provenance import Callers, is_argument
 from zerojax.hlo.transfers import in_host
 from zerojax.plan.plan import Leaf, Plan, layout
+from zerojax.xla import lowered
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"
@@ -22,16 +23,14 @@ BATCH, OTHER, GAPS = "batch", "other", "gaps"
 KINDS = (PARAMETERS, GRADIENTS, STATE, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
 """In the order in which they are shown. Gaps lie between buffers that do not fit together."""
 
-# What a program's arguments are called in :mod:`zerojax.step`, ``collect`` and ``offload.update``.
+# The first words of the names of a program's arguments.
 _ARGUMENTS = {
-    "parts.params": PARAMETERS,
-    "parts.opt_state": STATE,
-    "batch": BATCH,
-    "compute": PARAMETERS,
-    "light": STATE,
-    "loaded": STATE,
-    "written": PARAMETERS,
-    "read": GRADIENTS,
+    f"{lowered.STATE}.params": PARAMETERS,
+    f"{lowered.STATE}.opt_state": STATE,
+    lowered.BATCH: BATCH,
+    lowered.LOADED: STATE,
+    lowered.WRITTEN: PARAMETERS,
+    lowered.READ: GRADIENTS,
 }
 
 Dims = tuple[int, ...]

@@ -38,10 +38,8 @@ from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.plan import Plan
-from zerojax.xla.lowered import LoweredProgram
-
-STEP, FIRST = "step", "gradients"
-"""What a step's only program is called, and the first of several."""
+from zerojax.xla.lowered import GRADIENTS as FIRST
+from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +230,7 @@ def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
     return sum(
         shape.bytes
         for each in program.entry.instructions
-        if each.opcode == "parameter" and each.op_name.startswith(("written[", "read["))
+        if each.opcode == "parameter" and each.op_name.startswith((WRITTEN, READ))
         if each.name not in hosted
         for shape in each.shapes
     )

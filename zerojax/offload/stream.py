@@ -23,6 +23,9 @@ from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole
 from zerojax.offload.separate import Separated
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.xla.compat import computed_on_host
+from zerojax.xla.lowered import LOADED, READ, WRITTEN, named
+
+_ARGUMENTS = WRITTEN, READ, LOADED, "starts", "next_starts", "scalars"
 
 
 class GroupArrays(NamedTuple):
@@ -235,7 +238,7 @@ class GroupPrograms:
             check_vma=False,
         )
         return jax.jit(
-            mapped,
+            named(mapped, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(
@@ -277,7 +280,7 @@ class GroupPrograms:
             )
 
         return jax.jit(
-            run,
+            named(run, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(

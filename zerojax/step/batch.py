@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
-from zerojax.step.static_arguments import is_array
+from zerojax.step.call import is_array
 
 
 class BatchLayout:
@@ -23,7 +23,7 @@ class BatchLayout:
     """
 
     def __init__(self, mesh: Mesh, axis: str, sizes: BatchSizes) -> None:
-        self.sizes, self.world = sizes, mesh.shape[axis]
+        self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, mesh.shape[axis]
         rows = (None, axis) if sizes.accumulation > 1 else (axis,)
         self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -53,7 +53,7 @@ class BatchLayout:
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
         rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-        k = self.sizes.accumulation
+        k = self.accumulation
         if not rows or (len(rows) > 1 and k > 1):
             self._explain(batch)
         if 0 in rows and len(rows) == 1:
@@ -78,14 +78,14 @@ class BatchLayout:
         Raises:
           ValueError: one of them has a row for each of the batch's.
         """
-        if self.sizes.accumulation == 1:
+        if self.accumulation == 1:
             return
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if is_array(x) and np.ndim(x) and np.shape(x)[0] == rows:
                 raise ValueError(
                     f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
                     f"{np.shape(x)}, with the {rows} rows of the batch, which is cut into "
-                    f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
+                    f"{self.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
                     "needs all of it, pass it with a first dimension of 1 (x[None])."
                 )
@@ -107,7 +107,7 @@ class BatchLayout:
             )
         raise ValueError(
             f"the batch's leaves disagree on the leading dimension: {shapes}. To be cut into "
-            f"{self.sizes.accumulation} micro-batches every array of a batch has one row an "
+            f"{self.accumulation} micro-batches every array of a batch has one row an "
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
             "their own)."
@@ -119,14 +119,14 @@ class BatchLayout:
         return self.sharded if divides else self.replicated
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        k = self.sizes.accumulation
+        k = self.accumulation
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
     def _place(self, x: Any) -> jax.Array:
         sharding = self._sharding(x)
         if not np.ndim(x):
             return jax.device_put(x, sharding)
-        if self.sizes.accumulation > 1:
+        if self.accumulation > 1:
             x = x.reshape(self._cut(x.shape))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x

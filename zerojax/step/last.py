@@ -13,7 +13,7 @@ from flax import nnx
 from zerojax.train_state.state_parts import Parts
 
 
-class Found(NamedTuple):
+class Recognized(NamedTuple):
     """A state where the last step left it.
 
     Attributes:
@@ -36,9 +36,9 @@ class LastState:
     def __init__(self, state: Any, split: Callable[..., Parts]) -> None:
         self._state, self._split = weakref.ref(state), split
 
-    def found(self, objects: tuple[Any, ...]) -> Found | None:
+    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
         """None where the objects are others."""
-        return Found(self._split(*objects), None) if self._state() is objects[0] else None
+        return Recognized(self._split(*objects), None) if self._state() is objects[0] else None
 
 
 class LastObjects:
@@ -70,7 +70,7 @@ class LastObjects:
         whole = len(places) == len(flat.leaves) and -1 not in places
         return cls(graph, places, parts) if whole else None
 
-    def found(self, objects: tuple[Any, ...]) -> Found | None:
+    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
         """None where the objects are others, or something of them has changed."""
         graph, flat = nnx.graph.flatten(objects)
         if (hash(graph), graph) != self._graph:
@@ -86,4 +86,4 @@ class LastObjects:
                 variable.set_raw_value(x)
             self._arrays = [weakref.ref(x) for x in leaves]
 
-        return Found(jax.tree.unflatten(self._tree, arrays), write_back)
+        return Recognized(jax.tree.unflatten(self._tree, arrays), write_back)

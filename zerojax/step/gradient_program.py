@@ -28,7 +28,7 @@ from zerojax.trace.dependence import check_late
 from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 from zerojax.xla.compiler import streaming
 
 
@@ -187,7 +187,7 @@ class Collect:
         k = self.accumulation
         trace = functools.partial(self.body.trace, body, abstract)
         closed, shape = trace(batch if k == 1 else rows_together(batch))
-        jaxpr = compat.open_jaxpr(closed)[0]
+        jaxpr = jaxprs.open_jaxpr(closed)[0]
         self.body.check(jaxpr, len(self.plan.compute))
         check_late(jaxpr, abstract, shape, self.body.name)
         opt = parts.opt_state.opt

@@ -43,7 +43,7 @@ from zerojax.trace.explicit import Explicit, Types
 from zerojax.trace.loss_scaling import replacements
 from zerojax.train_state.nnx import apply_settings, from_cached_partial, is_nnx
 from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 from zerojax.xla.compiler import options
 from zerojax.xla.lowered import LoweredProgram
 
@@ -125,7 +125,7 @@ class Program:
         k = self.accumulation
         trace = functools.partial(self.body.trace, body, start)
         closed, shape = trace(batch if k == 1 else rows_together(batch))
-        self.body.check(compat.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
+        self.body.check(jaxprs.open_jaxpr(closed)[0], len(self.plan.leaves["params"]))
         replace = replacements(closed, start.opt_state.opt.loss_scale)
         others = jax.tree.leaves((start._replace(params=None), batch))
         if k == 1:

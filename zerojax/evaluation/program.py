@@ -26,7 +26,7 @@ from zerojax.step.evaluate_body import enter
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 from zerojax.xla.compiler import options, streaming
 from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
@@ -161,7 +161,7 @@ class EvaluationProgram:
     def _found_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> How:
         rows = rows_of(batch)
         traced = self._traced(_like(batch), arrays, static)
-        jaxpr = compat.open_jaxpr(traced.closed)[0]
+        jaxpr = jaxprs.open_jaxpr(traced.closed)[0]
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
         wanted = None if rows is None else cut(rows, self._micro, self._laying.devices)

@@ -17,10 +17,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax.trace import marks
 from zerojax.trace.elementwise import ELEMENTWISE
-from zerojax.trace.inline import inlined
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Separated:
         self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
     ) -> None:
         traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
-        flat = jax.make_jaxpr(lambda *a: inlined(traced, a))(*arguments)
-        self._jaxpr, self._consts = compat.open_jaxpr(flat)
+        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
         self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
@@ -177,17 +174,14 @@ class Separated:
                     needed[id(eqn)] = eqn
                     todo.extend(eqn.invars)
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
         for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
-            values = [read(v) for v in eqn.invars]
+            values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]
             else:
-                outs = [*marks.bind(eqn, values)]
+                outs = [*jaxprs.bind(eqn, values)]
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in targets]
+        return [jaxprs.read(v, env) for v in targets]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
 from zerojax.trace.loss_scaling import replacements
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 def evaluate_body(
@@ -66,7 +66,7 @@ def evaluate_body(
         body.trace, lambda parts, batch: body(parts, tx, batch, args, kwargs), start
     )
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
-    jaxpr = compat.open_jaxpr(closed)[0]
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)

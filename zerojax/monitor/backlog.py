@@ -14,7 +14,7 @@ from zerojax.monitor.tags import RATE, Event
 _LONGEST = 256  # steps
 
 
-class Writer(Protocol):
+class MetricsWriter(Protocol):
     """Takes metrics, in order. What it raises is reported, and training goes on."""
 
     where: str  # for messages: a folder, or what stands for it
@@ -55,9 +55,9 @@ class Backlog:
       open_writers: called before the first figures are taken, and anew after :meth:`close`.
     """
 
-    def __init__(self, open_writers: Callable[[], list[Writer]]) -> None:
+    def __init__(self, open_writers: Callable[[], list[MetricsWriter]]) -> None:
         self._open = open_writers
-        self._writers: list[Writer] | None = None
+        self._writers: list[MetricsWriter] | None = None
         self._waiting: deque[Figures] = deque()
         self._samples = 0
         self._said: set[str] = set()

@@ -7,7 +7,7 @@ import importlib
 import os
 
 from zerojax.config import MonitorConfig, ZeroConfig
-from zerojax.monitor.backlog import Writer
+from zerojax.monitor.backlog import MetricsWriter
 
 
 def check(config: ZeroConfig) -> None:
@@ -32,13 +32,13 @@ def _need(module: str, section: str, install: str) -> None:
         ) from error
 
 
-def open_writers(config: ZeroConfig) -> list[Writer]:
+def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
     """The writers that the config asks for, ready to take metrics.
 
     Raises:
       OSError: a folder cannot be made, or written; the message has the key and the path.
     """
-    opened: list[Writer] = []
+    opened: list[MetricsWriter] = []
     try:
         if (csv := config.csv_monitor) is not None:
             from zerojax.monitor.csv_files import CsvFiles

@@ -41,7 +41,7 @@ class Collected(NamedTuple):
       scalars, shared: the prelude of the update, see :class:`Separated`.
       rest, step, out: of the user's step.
       done: bool [], the gradients are finite, so that the update is to be made.
-      signals: for :class:`zerojax.monitor.after_step.Watch`.
+      signals: for :class:`zerojax.monitor.after_step.AfterStep`.
     """
 
     grads: list[Any]

@@ -16,7 +16,7 @@ from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
-from zerojax.monitor.after_step import Signals, Watch
+from zerojax.monitor.after_step import AfterStep, Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.placement.states import States, abstract
@@ -187,7 +187,7 @@ class Step:
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._attribute = arguments, arguments.name
         self._states, self._donate, self._guard = states, donate, guard
-        self._watch = Watch(states.config)
+        self._after_step = AfterStep(states.config)
         self._programs: dict[Any, Program | Streamed] = {}
         self._last: Last | None = None
 
@@ -230,14 +230,16 @@ class Step:
             parts = self._states.placed(opened, program.plan)
         _check_concrete(self._arguments.name, parts.step)
         _check_alive(parts.step)
-        watch = self._watch
-        watch.check()
-        placed = watch.phase("batch", program.layout.place(call.batch))
+        after_step = self._after_step
+        after_step.check()
+        placed = after_step.phase("batch", program.layout.place(call.batch))
         program.layout.check_more(call.args, call.kwargs, program.layout.rows(call.batch))
         if not program.checked:
             self._check_memory(program, call, parts, placed)
             program.checked = True
-        parts, out, signals = watch.phase("step", program(parts, placed, call.args, call.kwargs))
+        parts, out, signals = after_step.phase(
+            "step", program(parts, placed, call.args, call.kwargs)
+        )
         _check_concrete(self._arguments.name, parts.step)
         state, result = None, out
         left: LastState | LastObjects | None
@@ -256,7 +258,7 @@ class Step:
             left = LastState(state, program.split)
         if left is not None:
             self._last = Last(left, call.form, explicit, program)
-        watch.note(signals, out, program.layout.rows(call.batch))
+        after_step.note(signals, out, program.layout.rows(call.batch))
         return state, result
 
     def __set_name__(self, owner: Any, name: str) -> None:
@@ -303,7 +305,7 @@ class Step:
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does, and looks whether the
         last steps were finite. Steps may follow."""
-        self._watch.close()
+        self._after_step.close()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
@@ -343,7 +345,7 @@ class Step:
             made = Streamed if offloads(self._states.config) else Program
             function = self._arguments.rearranged(form)
             self._programs[key] = made(
-                function, self._states, opened, self._donate, self._watch.signals, explicit
+                function, self._states, opened, self._donate, self._after_step.signals, explicit
             )
         return self._programs[key]
 

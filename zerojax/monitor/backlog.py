@@ -6,22 +6,13 @@ import atexit
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from zerojax.monitor.tags import RATE, Event
+from zerojax.monitor.writers import MetricsWriter
 
 _LONGEST = 256  # steps
-
-
-class MetricsWriter(Protocol):
-    """Takes metrics, in order. What it raises is reported, and training goes on."""
-
-    where: str  # for messages: a folder, or what stands for it
-
-    def write(self, events: Sequence[Event]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Figures(NamedTuple):

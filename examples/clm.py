@@ -18,7 +18,7 @@ from rich.console import Console
 import zerojax
 from examples.job import Job
 from zerojax.config import ZeroConfig, load
-from zerojax.config.read import read_file
+from zerojax.config.json_file import read_file
 from zerojax.foresight.choice import BATCH
 from zerojax.models.gpt import GPT
 from zerojax.tuning.fit import undecided

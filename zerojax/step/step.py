@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
-from zerojax.monitor.after_step import Watch
+from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories, offloads
 from zerojax.step.arguments import Arguments, is_train_state
@@ -58,7 +58,7 @@ class Step(Generic[P, R]):
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._attribute = arguments, arguments.name
         self._states, self._donate, self._guard = states, donate, guard
-        self._watch = Watch(states.config)
+        self._watch = AfterStep(states.config)
         self._programs: dict[Any, StepProgram] = {}
         self._last: LastStep | None = None
 
@@ -205,7 +205,7 @@ class Step(Generic[P, R]):
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does, and looks whether the
         last steps were finite. Steps may follow."""
-        self._watch.close()
+        self._after_step.close()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.

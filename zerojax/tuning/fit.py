@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
-from zerojax.config.read import plain, read_file, repeated
-from zerojax.config.stand_in import stand_in
+from zerojax.config.auto import stand_in
+from zerojax.config.json_file import plain, read_file, repeated
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates

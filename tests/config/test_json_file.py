@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
-from zerojax.config.read import read_file
+from zerojax.config.json_file import read_file
 
 COMMENTED = """{
   // the stage

@@ -3,9 +3,10 @@
 import pytest
 
 from zerojax.config import load
-from zerojax.config.families import FAMILIES, known_types
 from zerojax.config.keys import KEYS, sections
-from zerojax.config.old_names import ALIASES, renamed
+from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.old_names import ALIASES, renamed
+from zerojax.config.named import known_types
 
 TOP = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
@@ -107,7 +108,7 @@ def test_the_default_is_deepspeeds(key):
     ("section", "names"), [("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)]
 )
 def test_every_type_is_known(section, names):
-    assert set(FAMILIES[section]) >= set(names.split())
+    assert set(NAMED_TYPES[section]) >= set(names.split())
     assert set(known_types(section).split(", ")) >= set(names.split()) - {
         "OneBitAdam",
         "ZeroOneAdam",

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
+from zerojax.config.errors import spelled
 from zerojax.config.explain import NOT_GIVEN, explain
 from zerojax.config.keys import KEYS
-from zerojax.config.unknown import spelled
 
 BAD = {
     "zero_optimisation": {"stage": 3},

@@ -1,11 +1,11 @@
-"""From a file or a mapping to plain dicts, with what JSON itself gets wrong."""
+"""A config as plain dicts, from JSON, HJSON or a mapping."""
 
 import json
 import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hjson
 
@@ -13,17 +13,17 @@ from zerojax.config.errors import ConfigError, shown
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers the names it saw twice."""
+    """A JSON object that remembers the names that occur more than once."""
 
     repeated: tuple[str, ...] = ()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> _Object:
-    made = _Object(pairs)
-    if len(made) < len(pairs):
+    values = _Object(pairs)
+    if len(values) < len(pairs):
         times = Counter(name for name, _ in pairs)
-        made.repeated = tuple(name for name, n in times.items() if n > 1)
-    return made
+        values.repeated = tuple(name for name, n in times.items() if n > 1)
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -31,10 +31,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON or HJSON file; `repeated` tells of the keys that stand there twice.
+    """The value in a JSON or HJSON file; `repeated` lists its repeated keys.
 
     Raises:
-      ConfigError: no such file, not text, or neither JSON nor HJSON (with line and column).
+      ConfigError: No such file, not text, or neither JSON nor HJSON (with line and column).
     """
     source = os.fspath(path)
     try:
@@ -55,9 +55,9 @@ def read_file(path: str | os.PathLike[str]) -> Any:
 
 
 def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
-    """The value of a text that is no JSON: with comments, say, or trailing commas.
+    """The value of a text that is not JSON: with comments, say, or trailing commas.
 
-    JSON is read by itself, since HJSON's reader turns 3.0 into 3 and tells less of an error.
+    HJSON comes second, since its reader turns 3.0 into 3 and says less about an error.
     """
     at = f"line {as_json.lineno}, column {as_json.colno}"
     broken = f"not valid JSON at {at}: {as_json.msg}"
@@ -74,21 +74,54 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
         raise ConfigError(f"not a usable HJSON file: {error}", source) from None
 
 
+def source_of(config: Any) -> str:
+    """The path of a config's file, for messages; "" where the config is no file."""
+    return os.fspath(config) if isinstance(config, str | os.PathLike) else ""
+
+
+class JsonConfig(NamedTuple):
+    """A config before its keys are checked: a deep copy, and a problem for each repeated key."""
+
+    raw: dict[str, Any]
+    problems: list[str]
+
+
+def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
+    """Reads a config.
+
+    Args:
+      config: The path of a JSON or HJSON file, or a mapping of the same form.
+
+    Raises:
+      ConfigError: Not a JSON file, not an object, or a key that is not a string.
+      RecursionError: A mapping within itself.
+    """
+    source = source_of(config)
+    value = read_file(config) if isinstance(config, str | os.PathLike) else config
+    if not isinstance(value, Mapping):
+        wanted = "an object" if source else "the path of a JSON file, a mapping or a ZeroConfig"
+        raise ConfigError(f"expected {wanted}, got {shown(value)}", source)
+    try:
+        return JsonConfig(plain(value), repeated(value))
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from None
+
+
 def repeated(value: Any, path: str = "") -> list[str]:
-    """What is wrong with a value of `read_file`: one sentence for each key that stands twice."""
-    found: list[str] = []
-    if isinstance(value, _Object):
-        found += [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
-        for name, child in value.items():
-            found += repeated(child, f"{path}{name}.")
-    return found
+    """The problems of a value from `read_file`: one sentence for each repeated key."""
+    if not isinstance(value, _Object):
+        return []
+    problems = [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
+    for name, child in value.items():
+        problems += repeated(child, f"{path}{name}.")
+    return problems
 
 
 def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
-    """A deep copy in plain dicts, so that a later change of the original changes nothing.
+    """A deep copy in plain dicts.
 
     Raises:
-      ConfigError: a key that is not a string.
+      ConfigError: A key that is not a string.
     """
     copy: dict[str, Any] = {}
     for name, child in value.items():

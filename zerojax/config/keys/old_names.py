@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-_ZERO = "zero_optimization"
+from zerojax.config.keys.row import ZERO
 
 ALIASES = {
     "bfloat16": "bf16",
-    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
-        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     ),
 } | {
-    f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}"
+    f"{ZERO}.{name}": f"{ZERO}.stage3_{name}"
     for name in (
         "prefetch_bucket_size",
         "param_persistence_threshold",
@@ -25,7 +25,13 @@ ALIASES = {
         "partition_stream_chunk_size",
     )
 }
-"""Other names, by dotted path; DeepSpeed takes these of stage 3 without their prefix."""
+"""Present names by old ones, as dotted paths; DeepSpeed takes those of stage 3 without prefix."""
+
+OLD_SWITCHES = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+"""Flags that once said `{"device": "cpu"}`, by section."""
 
 
 def renamed(path: str) -> str:
@@ -56,8 +62,8 @@ def rename(raw: dict[str, Any]) -> Iterator[str]:
       >>> raw
       {'zero_optimization': {'stage': 1}, 'bf16': {}}
     """
-    if isinstance(switch := raw.get(_ZERO), bool):
-        raw[_ZERO] = {"stage": int(switch)}
+    if isinstance(switch := raw.get(ZERO), bool):
+        raw[ZERO] = {"stage": int(switch)}
     for old, new in ALIASES.items():
         section, _, old_name = old.rpartition(".")
         where = raw.get(section) if section else raw

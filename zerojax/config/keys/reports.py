@@ -4,8 +4,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.config.errors import shown
-from zerojax.config.kinds import FLAG, INTEGER, NUMBER, TEXT, WHOLE, Kind, choice, optional
-from zerojax.config.row import ANYTHING, FLAG_OFF, TEXT_OR_NULL, Key, honoured, switched, taken
+from zerojax.config.keys.row import Key, honoured, no_effect, off_section
+from zerojax.config.keys.value_kinds import (
+    ANYTHING,
+    FLAG,
+    FLAG_OFF,
+    INTEGER,
+    NUMBER,
+    TEXT,
+    TEXT_OR_NULL,
+    WHOLE,
+    ValueKind,
+    choice,
+    optional,
+)
+
+_FREE: tuple[ValueKind, Any] = (ANYTHING, None)
+_INSTEAD = "use tensorboard, csv_monitor or wandb"
 
 _COMET = (
     "samples_log_interval",
@@ -19,68 +34,68 @@ _COMET = (
 )
 
 
-def reports() -> Iterator[Key]:
-    yield from honoured(
+def _monitor(section: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+    why = f"true: metrics are written to {section}"
+    yield honoured(f"{section}.enabled", FLAG, False, auto="off: not asked for", why=why)
+    for name, (kind, default) in keys.items():
+        auto, why = f"DeepSpeed's default, {shown(default)}", f"for {section}"
+        yield honoured(f"{section}.{name}", kind, default, auto=auto, why=why)
+
+
+REPORTS: tuple[Key, ...] = (
+    honoured(
         "steps_per_print",
         optional(WHOLE),
         None,
         field="steps_per_print",
         auto="off: not asked for",
         why="a line is printed every so many updates; 0 or null prints none",
-    )
-    yield from honoured(
+    ),
+    honoured(
         "wall_clock_breakdown",
         FLAG,
         False,
         field="wall_clock_breakdown",
         auto="off: not asked for",
         why="true: the time of a step, blocked on the device, is told with each line",
-    )
-    yield from taken(
+    ),
+    *no_effect(
         "",
-        "no effect",
         "train_step.lower(...).compile().memory_analysis() has the bytes before the run",
         memory_breakdown=FLAG_OFF,
-    )
-    yield from taken(
-        "", "no effect", "`python -m zerojax explain` shows the config", dump_state=FLAG_OFF
-    )
-    yield from taken(
+    ),
+    *no_effect("", "`python -m zerojax explain` shows the config", dump_state=FLAG_OFF),
+    *no_effect(
         "",
-        "no effect",
         "it sets DeepSpeed's own logger",
         log_level=(choice("info", "debug", "warning", "error", "critical"), "info"),
-    )
-    yield from taken(
+    ),
+    *no_effect(
         "timers.throughput",
-        "no effect",
         "wall_clock_breakdown times the steps",
         enabled=(FLAG, True),
         synchronized=(FLAG, True),
-    )
-    for section in ("tensorboard", "csv_monitor"):
-        yield from _monitor(section, output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName"))
-    yield from _monitor("wandb", group=TEXT_OR_NULL, team=TEXT_OR_NULL, project=(TEXT, "deepspeed"))
-    yield from taken(
+    ),
+    *_monitor("tensorboard", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
+    *_monitor("csv_monitor", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
+    *_monitor("wandb", group=TEXT_OR_NULL, team=TEXT_OR_NULL, project=(TEXT, "deepspeed")),
+    *no_effect(
         "wandb",
-        "no effect",
         "wandb tells runs apart by group, team and project",
         output_path=TEXT_OR_NULL,
         job_name=TEXT_OR_NULL,
-    )
-    free = (ANYTHING, None)
-    instead = "use tensorboard, csv_monitor or wandb"
-    yield from switched("comet", instead, **dict.fromkeys(_COMET, free))
-    yield from switched("trackio", instead, project=free)
-    yield from switched(
+    ),
+    *off_section("comet", _INSTEAD, **dict.fromkeys(_COMET, _FREE)),
+    *off_section("trackio", _INSTEAD, project=_FREE),
+    *off_section(
         "comms_logger",
         "read the collectives in the compiled text: train_step.lower(...).compile().as_text()",
         verbose=FLAG_OFF,
         prof_all=(FLAG, True),
         debug=FLAG_OFF,
         prof_ops=(ANYTHING, []),
-    )
-    yield from switched(
+    ),
+    *off_section(
         "flops_profiler",
         "use jax.profiler, or cost_analysis() of the compiled step",
         profile_step=(WHOLE, 1),
@@ -89,12 +104,5 @@ def reports() -> Iterator[Key]:
         detailed=(FLAG, True),
         output_file=TEXT_OR_NULL,
         recompute_fwd_factor=(NUMBER, 0.0),
-    )
-
-
-def _monitor(section: str, **rows: tuple[Kind, Any]) -> Iterator[Key]:
-    why = f"true: metrics are written to {section}"
-    yield from honoured(f"{section}.enabled", FLAG, False, auto="off: not asked for", why=why)
-    for name, (kind, default) in rows.items():
-        auto, why = f"DeepSpeed's default, {shown(default)}", f"for {section}"
-        yield from honoured(f"{section}.{name}", kind, default, auto=auto, why=why)
+    ),
+)

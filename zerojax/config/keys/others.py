@@ -1,24 +1,26 @@
 """Keys of what zerojax leaves to others or does not do."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from zerojax.config.kinds import (
+from zerojax.config.keys.row import Key, honoured, left_to_xla, no_effect, off_only, off_section
+from zerojax.config.keys.value_kinds import (
+    ANYTHING,
     FLAG,
+    FLAG_OFF,
     NUMBER,
     OBJECT,
     POSITIVE,
     SIZE,
     TEXT,
+    TEXT_OR_NULL,
     WHOLE,
-    Kind,
+    ValueKind,
     choice,
     optional,
 )
-from zerojax.config.row import ANYTHING, FLAG_OFF, TEXT_OR_NULL, Key, honoured, off, switched, taken
 
-_FREE: tuple[Kind, Any] = (ANYTHING, None)
-_EMPTY: tuple[Kind, Any] = (OBJECT, {})
+_FREE: tuple[ValueKind, Any] = (ANYTHING, None)
+_EMPTY: tuple[ValueKind, Any] = (OBJECT, {})
 
 _AUTOTUNING = (
     "fast",
@@ -41,10 +43,13 @@ _AUTOTUNING = (
     "model_info",
     "mp_size",
 )
+_AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
+_EXPERTS = "experts are sharded by the model's own specs"
+_INPUT = "the input pipeline is the user's own"
 
-
-def model() -> Iterator[Key]:
-    yield from off(
+OTHERS: tuple[Key, ...] = (
+    # The model.
+    *off_only(
         "activation_checkpointing",
         "rematerialisation is the model's: use flax's nn.remat or jax.checkpoint",
         partition_activations=FLAG_OFF,
@@ -52,28 +57,28 @@ def model() -> Iterator[Key]:
         number_checkpoints=(optional(WHOLE), None),
         synchronize_checkpoint_boundary=FLAG_OFF,
         profile=FLAG_OFF,
-    )
-    yield from honoured(
+    ),
+    honoured(
         "activation_checkpointing.cpu_checkpointing",
         FLAG,
         False,
         field="cpu_checkpointing",
         auto="off: not asked for",
         why="true: residuals of rematerialised blocks in a scan are kept in host memory",
-    )
-    yield from off(
+    ),
+    *off_only(
         "", "sparse attention belongs in the model", sparse_attention=(optional(OBJECT), None)
-    )
-    yield from switched(
+    ),
+    *off_section(
         "progressive_layer_drop",
         "drop layers in the model",
         theta=(NUMBER, 1.0),
         gamma=(NUMBER, 0.001),
-    )
-    yield from off("", "compression is not supported", compression_training=_EMPTY)
-    yield from off("", "inference is not supported", weight_quantization=(optional(OBJECT), None))
-    yield from switched("hybrid_engine", "inference is not supported")
-    yield from switched(
+    ),
+    *off_only("", "compression is not supported", compression_training=_EMPTY),
+    *off_only("", "inference is not supported", weight_quantization=(optional(OBJECT), None)),
+    *off_section("hybrid_engine", "inference is not supported"),
+    *off_section(
         "eigenvalue",
         "it is not supported",
         verbose=FLAG_OFF,
@@ -83,23 +88,15 @@ def model() -> Iterator[Key]:
         gas_boundary_resolution=_FREE,
         layer_name=_FREE,
         layer_num=_FREE,
-    )
-    yield from taken(
-        "", "no effect", "the model knows its own", vocabulary_size=(optional(WHOLE), None)
-    )
-
-
-def parallel() -> Iterator[Key]:
-    axis = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
-    yield from off("tensor_parallel", axis, autotp_size=(WHOLE, 0, 1), tp_size=(WHOLE, 1))
-    yield from off(
-        "", "shard the sequence in the model's own specs", sequence_parallel_size=(WHOLE, 1)
-    )
-    yield from off("", "pipeline parallelism is not supported", pipeline=_EMPTY)
-    experts = "experts are sharded by the model's own specs"
-    yield from switched("expert_parallel", experts)
-    yield from off("", experts, use_data_before_expert_parallelism=FLAG_OFF)
-    yield from switched(
+    ),
+    *no_effect("", "the model knows its own", vocabulary_size=(optional(WHOLE), None)),
+    # Parallelism other than ZeRO.
+    *off_only("tensor_parallel", _AXIS, autotp_size=(WHOLE, 0, 1), tp_size=(WHOLE, 1)),
+    *off_only("", "shard the sequence in the model's own specs", sequence_parallel_size=(WHOLE, 1)),
+    *off_only("", "pipeline parallelism is not supported", pipeline=_EMPTY),
+    *off_section("expert_parallel", _EXPERTS),
+    *off_only("", _EXPERTS, use_data_before_expert_parallelism=FLAG_OFF),
+    *off_section(
         "elasticity",
         "a run restores its checkpoint on any number of devices; set the batch sizes by hand",
         max_train_batch_size=(POSITIVE, 2000),
@@ -112,16 +109,14 @@ def parallel() -> Iterator[Key]:
         ignore_non_elastic_batch_info=FLAG_OFF,
         num_gpus_per_node=(POSITIVE, 1),
         model_parallel_size=(POSITIVE, 1),
-    )
-    yield from switched(
+    ),
+    *off_section(
         "autotuning",
         "autotuning is not supported; compile the step for each setting and compare",
         **dict.fromkeys(_AUTOTUNING, _FREE),
-    )
-
-
-def gradients() -> Iterator[Key]:
-    yield from off(
+    ),
+    # Gradients.
+    *off_only(
         "",
         "gradients are averaged once, in the compute dtype, by the compiler's reduce-scatter",
         prescale_gradients=FLAG_OFF,
@@ -132,36 +127,30 @@ def gradients() -> Iterator[Key]:
         seq_parallel_communication_data_type=(optional(TEXT), None, "fp32"),
         sparse_gradients=FLAG_OFF,
         disable_allgather=FLAG_OFF,
-    )
-    yield from off(
+    ),
+    *off_only(
         "",
         "the decorated step cuts the batch into micro-batches itself",
         managed_gradient_accumulation=(FLAG, True),
-    )
-    yield from switched(
-        "amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', opt_level=_FREE
-    )
-    yield from taken(
+    ),
+    *off_section("amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', opt_level=_FREE),
+    *no_effect(
         "",
-        "no effect",
         "any optax optimizer may be sharded",
         zero_allow_untested_optimizer=FLAG_OFF,
         zero_force_ds_cpu_optimizer=(FLAG, True),
-    )
-
-
-def storage() -> Iterator[Key]:
-    yield from taken(
+    ),
+    # Checkpoints and disks.
+    *no_effect(
         "checkpoint",
-        "no effect",
         "orbax saves and restores, on any number of devices",
         tag_validation=(TEXT, "Warn"),
         load_universal=FLAG_OFF,
         use_node_local_storage=FLAG_OFF,
         parallel_write=_EMPTY,
         writer=_FREE,
-    )
-    yield from switched(
+    ),
+    *off_section(
         "nebula",
         "orbax saves and restores, asynchronously too",
         persistent_storage_path=_FREE,
@@ -169,10 +158,9 @@ def storage() -> Iterator[Key]:
         num_of_version_in_retention=_FREE,
         enable_nebula_load=_FREE,
         load_path=_FREE,
-    )
-    yield from taken(
+    ),
+    *no_effect(
         "aio",
-        "no effect",
         "tensorstore schedules the disk by itself",
         block_size=(SIZE, 1_048_576),
         queue_depth=(POSITIVE, 8),
@@ -181,31 +169,26 @@ def storage() -> Iterator[Key]:
         single_submit=FLAG_OFF,
         overlap_events=(FLAG, True),
         use_gds=FLAG_OFF,
-    )
-
-
-def data() -> Iterator[Key]:
-    why = "the input pipeline is the user's own"
-    yield from off("", why, dataloader_drop_last=FLAG_OFF)
-    yield from switched(
-        "data_efficiency", why, seed=(WHOLE, 1234), data_sampling=_FREE, data_routing=_FREE
-    )
-    yield from switched(
+    ),
+    # Data.
+    *off_only("", _INPUT, dataloader_drop_last=FLAG_OFF),
+    *off_section(
+        "data_efficiency", _INPUT, seed=(WHOLE, 1234), data_sampling=_FREE, data_routing=_FREE
+    ),
+    *off_section(
         "curriculum_learning",
-        why,
+        _INPUT,
         curriculum_type=TEXT_OR_NULL,
         min_difficulty=_FREE,
         max_difficulty=_FREE,
         schedule_type=TEXT_OR_NULL,
         schedule_config=_FREE,
-    )
-
-
-def compiler() -> Iterator[Key]:
-    yield from taken(
+    ),
+    # The compiler.
+    *left_to_xla(
         "",
-        "left to XLA",
         "every step is one compiled program",
         graph_harvesting=FLAG_OFF,
         compile=_EMPTY,
-    )
+    ),
+)

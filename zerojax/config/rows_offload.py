@@ -18,7 +18,8 @@ def offload() -> Iterator[Key]:
     )
     yield from _section(
         "offload_param",
-        "parameters lie in host memory (cpu) or on disk (nvme), and come in before their use",
+        "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "
+        "their use",
         buffers=5,
     )
     yield from _optimizer(f"{_ZERO}.offload_optimizer")

@@ -17,7 +17,7 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import Reading
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.placement.states import States
 from zerojax.plan.places import DISK, reaches_host
 from zerojax.plan.plan import DTYPES
@@ -96,7 +96,7 @@ class EvaluationProgram:
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         param = self._config.offload_param
-        self._reader = Reader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
         self._reading = Reading(states, plan)
         self._known: dict[Any, How] = {}
         self._jitted = jax.jit(
@@ -250,7 +250,7 @@ class EvaluationProgram:
             leaf, x = self._leaves[i], values[i]
             if leaf.place == DISK:
                 sharding = self._plan.sharding(leaf)
-                x = Source(self._reader, i, leaf.shape, leaf.dtype, sharding)
+                x = DiskParam(self._reader, i, leaf.shape, leaf.dtype, sharding)
             elif self._reading.copies is None and i < len(self._plan.compute):
                 # Cut as at rest, else XLA gathers first and casts then.
                 x = constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
@@ -301,7 +301,7 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
+        return [x.whole() if isinstance(x, DiskParam) else x for x in outs]  # returned as it is
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

@@ -15,7 +15,7 @@ from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.offload.separate import Separated
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import ZeroOptState, choose, unscaled
@@ -89,7 +89,7 @@ class Collect:
         shardings = plan.shardings()
         grads = [plan.sharding(leaf) for leaf in plan.gradients()]
         param = self.config.offload_param
-        self.reader = Reader(2 if param is None else param.buffer_count)
+        self.reader = ParamReader(2 if param is None else param.buffer_count)
         self.jitted = jax.jit(
             self._run,
             static_argnums=6,
@@ -130,7 +130,7 @@ class Collect:
 
         there = iter(compute)
         all_ = [
-            Source(self.reader, i, leaf.shape, leaf.dtype, self.plan.sharding(leaf))
+            DiskParam(self.reader, i, leaf.shape, leaf.dtype, self.plan.sharding(leaf))
             if leaf.place == DISK
             else next(there)
             for i, leaf in enumerate(self.plan.compute)

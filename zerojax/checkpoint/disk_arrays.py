@@ -186,7 +186,7 @@ def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
 
 def _pieces(leaf: DiskLeaf, i: int) -> Iterator[np.ndarray]:
     """A shard, flat, piece by piece; one is read ahead."""
-    reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.cuts)))
+    reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.pieces)))
     for read in _ahead(reads, 2):
         yield read.view(leaf.dtype)
 
@@ -258,9 +258,9 @@ def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
     shape = leaf.sharding.shard_shape(leaf.shape)
 
     def one(k: int, i: int) -> tuple[np.ndarray, int]:
-        start, stop = leaf.cuts[k]
-        flat, at, total = np.empty(stop - start, leaf.dtype), 0, 0
-        for box in boxes(shape, start, stop):
+        piece = leaf.pieces[k]
+        flat, at, total = np.empty(len(piece), leaf.dtype), 0, 0
+        for box in boxes(shape, piece.start, piece.stop):
             index = moved(box, leaf.shards[i].box)
             values = read(index)
             flat[at : at + values.size] = values.reshape(-1)
@@ -270,9 +270,9 @@ def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
 
     total = 0
     with ThreadPoolExecutor(_THREADS, "zerojax-restore") as pool:
-        jobs = itertools.product(range(len(leaf.cuts)), range(len(leaf.shards)))
+        jobs = itertools.product(range(len(leaf.pieces)), range(len(leaf.shards)))
         made = _ahead((functools.partial(pool.submit, one, *job) for job in jobs), _THREADS)
-        for k in range(len(leaf.cuts)):
+        for k in range(len(leaf.pieces)):
             given = {}
             for shard in leaf.shards:
                 given[shard.devices[0]], part = next(made)

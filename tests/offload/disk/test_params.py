@@ -26,7 +26,7 @@ class Stored:
 
     def __init__(self, store: WatchedStore) -> None:
         leaf = DiskLeaf(store, "w", VALUES.shape, VALUES.dtype, SHARDING,
-                        [(6 * i, 6 * i + 6) for i in range(5)])  # fmt: skip
+                        [range(6 * i, 6 * i + 6) for i in range(5)])  # fmt: skip
         leaf.fill(jax.device_put(VALUES, SHARDING))
         store.wait()
         self.array: DiskArray = leaf.advance()

@@ -34,8 +34,8 @@ class DiskLeaf:
       store: The disk.
       name: For messages; unique in the store.
       shape, dtype, sharding: Of the whole array.
-      cuts: ``(start, stop)`` of each piece of a flat shard, in elements, one after the other; the
-        same for every shard.
+      pieces: The elements of each piece of a flat shard, one after the other; the same for every
+        shard.
 
     Attributes:
       shards: The distinct shards of this process.
@@ -43,7 +43,7 @@ class DiskLeaf:
       half: Whether pieces were written since the last complete update.
 
     Raises:
-      ValueError: ``cuts`` do not cover a shard.
+      ValueError: ``pieces`` are not the elements of a shard.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class DiskLeaf:
         shape: Sequence[int],
         dtype: Any,
         sharding: NamedSharding,
-        cuts: Sequence[tuple[int, int]],
+        pieces: Sequence[range],
     ) -> None:
         self.store, self.name = store, name
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.sharding, self.cuts = sharding, tuple(cuts)
+        self.sharding, self.pieces = sharding, tuple(pieces)
         self.shards = stored_shards(sharding, self.shape)
         self.generation, self.half = 0, False
         self._torn = False
-        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.cuts))]
+        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.pieces))]
         # At exit the store is removed as a whole.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(stop for _, stop in self.cuts)]
-        if [start for start, _ in self.cuts] != ends[:-1] or ends[-1] != size:
-            raise ValueError(f"{name}: {self.cuts} do not cut a shard of {size} elements")
+        ends = [0, *(piece.stop for piece in self.pieces)]
+        if [piece.start for piece in self.pieces] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
         """Writes a whole array of the same shape, dtype and sharding, piece by piece.
@@ -83,8 +83,8 @@ class DiskLeaf:
             )
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
-        for k, cut in enumerate(self.cuts):
-            self.write(k, {device: flat_piece(data[device], *cut) for device in firsts})
+        for k, piece in enumerate(self.pieces):
+            self.write(k, {device: flat_piece(data[device], piece) for device in firsts})
         self._torn = False
 
     def read(self, k: int) -> StoredPiece:
@@ -116,11 +116,11 @@ class DiskLeaf:
         """
         if isinstance(piece, jax.Array):
             piece = {shard.device: shard.data for shard in piece.addressable_shards}
-        start, stop = self.cuts[k]
+        size = len(self.pieces[k])
         given = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
-        if wrong := [x.nbytes for x in given if x.nbytes != (stop - start) * self.dtype.itemsize]:
+        if wrong := [x.nbytes for x in given if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
-                f"{self.name}: piece {k} has {stop - start} elements of {self.dtype}, and "
+                f"{self.name}: piece {k} has {size} elements of {self.dtype}, and "
                 f"{wrong[0]} bytes were given"
             )
         self.half = True
@@ -246,8 +246,8 @@ class DiskArray:
         shape = self.sharding.shard_shape(self.shape)
         ahead: deque[tuple[Future[np.ndarray], list[Index], Index]] = deque()
         for i, shard in enumerate(self.leaf.shards):
-            for k, (start, stop) in enumerate(self.leaf.cuts):
-                parts = [*boxes(shape, start, stop)]
+            for k, piece in enumerate(self.leaf.pieces):
+                parts = [*boxes(shape, piece.start, piece.stop)]
                 if any(meet(moved(box, shard.box), wanted) is not None for box in parts):
                     self._check()
                     ahead.append((self.leaf.read_shard(i, k), parts, shard.box))

@@ -118,15 +118,15 @@ class StoredPiece(NamedTuple):
         }
 
 
-def flat_piece(x: jax.Array, start: int, stop: int) -> Data:
-    """Elements ``start:stop`` of a flattened shard.
+def flat_piece(x: jax.Array, piece: range) -> Data:
+    """A piece of a flattened shard.
 
-    They are sliced on the device, where the host would have to fetch the whole shard.
+    The piece is sliced on the device, where the host would have to fetch the whole shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:
-        return np.asarray(x).reshape(-1)[start:stop]
-    return _slice(x, start, stop - start)
+        return np.asarray(x).reshape(-1)[piece.start : piece.stop]
+    return _slice(x, piece.start, len(piece))
 
 
 @functools.partial(jax.jit, static_argnums=2)

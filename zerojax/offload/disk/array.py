@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +21,7 @@ from zerojax.offload.disk.pieces import (
     flat_piece,
     meet,
     moved,
+    results,
     shape_of,
     stored_shards,
     whole,
@@ -243,31 +245,31 @@ class DiskArray:
 
     def _blocks(self, wanted: Index) -> Iterator[tuple[Index, np.ndarray]]:
         """The blocks of those pieces that meet a box."""
+        shards, pieces = self.leaf.shards, self.leaf.pieces
         shape = self.sharding.shard_shape(self.shape)
-        ahead: deque[tuple[Future[np.ndarray], list[Index], Index]] = deque()
-        for i, shard in enumerate(self.leaf.shards):
-            for k, piece in enumerate(self.leaf.pieces):
-                parts = [*boxes(shape, piece.start, piece.stop)]
-                if any(meet(moved(box, shard.box), wanted) is not None for box in parts):
-                    self._check()
-                    ahead.append((self.leaf.read_shard(i, k), parts, shard.box))
-                if len(ahead) == 2:
-                    yield from self._split(*ahead.popleft())
-        while ahead:
-            yield from self._split(*ahead.popleft())
 
-    def _split(
-        self, read: Future[np.ndarray], parts: list[Index], shard: Index
-    ) -> Iterator[tuple[Index, np.ndarray]]:
-        """The boxes of one piece of a shard, and their values."""
-        values = read.result().view(self.dtype)
+        def blocks_of(i: int, k: int) -> list[Index]:
+            parts = boxes(shape, pieces[k].start, pieces[k].stop)
+            return [moved(box, shards[i].box) for box in parts]
+
+        needed = [
+            (i, k)
+            for i, k in itertools.product(range(len(shards)), range(len(pieces)))
+            if any(meet(box, wanted) is not None for box in blocks_of(i, k))
+        ]
+        reads = results((functools.partial(self._read_shard, i, k) for i, k in needed), 2)
+        for at, read in zip(needed, reads, strict=True):
+            self._check()
+            values, begin = read.view(self.dtype), 0
+            for box in blocks_of(*at):
+                block_shape = shape_of(box)
+                end = begin + math.prod(block_shape)
+                yield box, values[begin:end].reshape(block_shape)
+                begin = end
+
+    def _read_shard(self, i: int, k: int) -> Future[np.ndarray]:
         self._check()
-        begin = 0
-        for box in parts:
-            shape = shape_of(box)
-            end = begin + math.prod(shape)
-            yield moved(box, shard), values[begin:end].reshape(shape)
-            begin = end
+        return self.leaf.read_shard(i, k)
 
     def _check(self) -> None:
         if self.is_deleted():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -116,6 +117,17 @@ class StoredPiece(NamedTuple):
             for shard, value in zip(self.shards, values, strict=True)
             for device in shard.devices
         }
+
+
+def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
+    """The results of futures that ``begin`` starts, in order; ``n`` are under way or in memory."""
+    under_way: deque[Future[Any]] = deque()
+    for start in begin:
+        if len(under_way) == n:
+            yield under_way.popleft().result()
+        under_way.append(start())
+    while under_way:
+        yield under_way.popleft().result()
 
 
 def flat_piece(x: jax.Array, piece: range) -> Data:

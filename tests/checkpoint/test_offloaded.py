@@ -284,10 +284,10 @@ def test_every_chunk_is_written_once_and_whole(
 
 def on_disk(zero: zerojax.Zero, x: jax.Array, piece: int, name: str) -> DiskArray:
     size = int(np.prod(x.sharding.shard_shape(x.shape)))
-    cuts = [(start, min(start + piece, size)) for start in range(0, size, piece)]
+    pieces = [range(start, min(start + piece, size)) for start in range(0, size, piece)]
     assert isinstance(x.sharding, NamedSharding)
     store = zero.states.placer.store
-    leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, cuts)
+    leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, pieces)
     leaf.fill(x)
     return leaf.advance()
 
@@ -375,7 +375,7 @@ def test_a_half_updated_leaf_is_not_saved(tmp_path: Path, swap: Path) -> None:
     zero = zero_of(("disk", 8, "fp32"), swap)
     state = zero.init(create_trainable, KEY)
     leaf = state.params["w"].leaf
-    leaf.write(0, {d: np.zeros(leaf.cuts[0][1], np.float32) for d in jax.devices()})
+    leaf.write(0, {d: np.zeros(len(leaf.pieces[0]), np.float32) for d in jax.devices()})
     with Checkpointer(tmp_path, zero) as checkpointer:
         with pytest.raises(CheckpointError, match="is half updated"):
             checkpointer.save(1, state)

@@ -83,7 +83,7 @@ def test_whoever_wrote_it(tmp_path: Path, writer: str) -> None:
     folder = folders(tmp_path)[5]
     for saved in find(tmp_path), find(tmp_path, 5), find(folder), SavedStep(folder):
         assert (saved.record is None) == (writer != "ours")
-        leaves = {leaf.name: leaf for leaf in saved.leaves()}
+        leaves = {leaf.name: leaf for leaf in saved.arrays()}
         assert [*leaves] == ["opt_state.0.mu", "params.b", "params.w", "step"]
         assert leaves["opt_state.0.mu"].path == ("opt_state", "0", "mu")
         assert (leaves["params.w"].shape, leaves["params.w"].dtype) == ((3, 4), np.float32)
@@ -130,7 +130,7 @@ def test_blocks_add_up(
     with ocp.Checkpointer(handler) as made:
         made.save(tmp_path / "5", args=ocp.args.PyTreeSave(tree()))
     saved = find(tmp_path)
-    for leaf in saved.leaves():
+    for leaf in saved.arrays():
         whole = saved.read(leaf.name)
         got, seen = np.zeros_like(whole), np.zeros(whole.shape, int)
         cut = 8 if leaf.name in ("params.wide", "params.half") else 1
@@ -261,7 +261,7 @@ def test_all_that_differs_is_told_at_once(tmp_path: Path) -> None:
 def test_an_array_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     saved = SavedStep(save_plain(tmp_path, 5, STATE))
     (saved.item / "manifest.ocdbt").unlink()
-    for access in saved.leaf, saved.read, lambda name: [*saved.blocks(name)]:
+    for access in saved.array, saved.read, lambda name: [*saved.blocks(name)]:
         with pytest.raises(
             DamagedCheckpointError, match=r"state: params\.w cannot be read"
         ) as error:
@@ -297,4 +297,4 @@ def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax, "devices", pytest.fail)
     monkeypatch.setattr(jnp, "asarray", pytest.fail)
     saved = find(tmp_path)
-    assert sum(leaf.bytes for leaf in saved.leaves()) == 48 + 6 + 16 + 4
+    assert sum(leaf.bytes for leaf in saved.arrays()) == 48 + 6 + 16 + 4

@@ -69,7 +69,7 @@ def stopped(step: int, *signals: int, job: list[str | pathlib.Path]) -> tuple[in
 
 def parameters(out: pathlib.Path, step: int) -> dict[str, bytes]:
     saved = find(out / "checkpoints", step)
-    return {leaf.name: saved.read(leaf.name).tobytes() for leaf in saved.leaves()}
+    return {leaf.name: saved.read(leaf.name).tobytes() for leaf in saved.arrays()}
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""Leaves that lie on a disk, from there into a step and back, a few pieces in memory at a time."""
+"""A state's arrays on a disk, written into a checkpoint and read back, a few pieces at a time."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,24 +18,24 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.pieces import Index, boxes, moved, shape_of
+from zerojax.offload.disk.pieces import Index, boxes, moved, results, shape_of
 
 CHUNK_BYTES = 64 * 2**20
-"""Of what an array is cut into in a step at most: a small piece is read for a small shard."""
+"""The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
 
 _TOGETHER = 128 * 2**20
-"""Bytes that go to a step in one transaction; while one does, the next is read."""
+"""Bytes written in one transaction; during it the next ones are read."""
 
 _THREADS = 2
 
 
 class DiskHandler(ocp.type_handlers.TypeHandler):
-    """Writes :class:`DiskArray` as orbax writes NumPy arrays, and as such they are read again.
+    """Writes :class:`DiskArray` as orbax writes NumPy arrays; orbax's own handler reads them.
 
-    The next step writes over them, so that whoever saves has to :meth:`wait`.
+    The next training step overwrites the arrays: :meth:`wait` before it.
 
     Attributes:
-      sums: the checksums of those that were written last, by orbax's name.
+      sums: The checksums of the arrays written last, by orbax's name.
     """
 
     def __init__(self) -> None:
@@ -49,14 +48,14 @@ class DiskHandler(ocp.type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[DiskArray], infos: Sequence[Any], args: Any = None
     ) -> Sequence[ocp.future.Future]:
-        # Before that, orbax's folder is not there.
+        # Orbax makes its folder first.
         self._writing = ocp.future.CommitFutureAwaitingContractedSignals(
             self._write(values, infos), name="disk"
         )
         return [self._writing]
 
     def wait(self) -> None:
-        """Returns when all that was begun is in the step; raises what went wrong."""
+        """Returns when all arrays are in the checkpoint; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
@@ -72,7 +71,7 @@ class DiskHandler(ocp.type_handlers.TypeHandler):
                     for index, block in _written(value, info, transactions)
                 ]
             transactions.finish()
-        mine = {name: sum(x.result() for x in found) for name, found in shares.items()}
+        mine = {name: sum(x.result() for x in parts) for name, parts in shares.items()}
         self.sums = over_processes(mine)
 
     async def metadata(self, infos: Any) -> Any:
@@ -83,7 +82,7 @@ class DiskHandler(ocp.type_handlers.TypeHandler):
 
 
 class _Transactions:
-    """Writes are put together: each transaction costs ocdbt a new root."""
+    """Combines writes, as each transaction costs ocdbt a new root."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -92,14 +91,14 @@ class _Transactions:
         self._staged: list[Any] = []
 
     def create(self, spec: Any, context: Any) -> None:
-        """Makes an array."""
+        """Creates an array."""
         store = tensorstore.open(
             spec, create=True, open=True, context=context, transaction=self._open
         )
         store.result()
 
     def write(self, spec: Any, context: Any, index: Index, block: np.ndarray) -> None:
-        """Puts a block there, which must not change any more."""
+        """Writes a block, which must not change afterwards."""
         store = tensorstore.open(
             spec, open=True, assume_metadata=True, context=context, transaction=self._open
         ).result()
@@ -125,7 +124,7 @@ class _Transactions:
         self._under_way = None
 
     def finish(self) -> None:
-        """All is there."""
+        """Returns when every write is committed."""
         self._send()
         self._settle()
 
@@ -133,7 +132,7 @@ class _Transactions:
 def _written(
     x: DiskArray, info: Any, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """Writes an array chunk by chunk; gives those of this process, and where they are."""
+    """Writes this process's chunks of an array, and yields the box and values of each."""
     chunk = chunk_of(x.shape, x.sharding, x.dtype.itemsize)
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
@@ -147,16 +146,16 @@ def _written(
         transactions.create(spec, info.ts_context)
     shard_shape = x.sharding.shard_shape(x.shape)
     for i in owned(x.leaf):
-        found = [*_chunks(shard_shape, chunk)]
-        sizes = [math.prod(shape_of(box)) for box in found]
-        for box, flat in zip(found, recut(_pieces(x.leaf, i), sizes), strict=True):
+        chunks = [*_chunks(shard_shape, chunk)]
+        sizes = [math.prod(shape_of(box)) for box in chunks]
+        for box, flat in zip(chunks, recut(_pieces(x.leaf, i), sizes), strict=True):
             index, block = moved(box, x.leaf.shards[i].box), flat.reshape(shape_of(box))
             transactions.write(spec, info.ts_context, index, block)
             yield index, block
 
 
 def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple[int, ...]:
-    """The chunk on disk: a run of a flat shard, so that every chunk is written once and whole.
+    """The shape of a chunk: a run of a flat shard, so that every chunk is written once and whole.
 
     Example:
       >>> import jax, zerojax
@@ -171,12 +170,13 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     most = max(1, CHUNK_BYTES // itemsize)
     inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= most)
     rows = max(1, min(shard[inner], most // math.prod(shard[inner + 1 :])))
-    if shard[inner] != shape[inner]:  # the next shard has to begin with a chunk of its own
+    if shard[inner] != shape[inner]:  # each shard begins with a chunk of its own
         rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
     return (*[1] * inner, rows, *shard[inner + 1 :])
 
 
 def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
+    """The boxes of an array's chunks, in C order."""
     steps = [range(0, n, size) for n, size in zip(shape, chunk, strict=True)]
     for start in itertools.product(*steps):
         yield tuple(
@@ -185,25 +185,14 @@ def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
 
 
 def _pieces(leaf: DiskLeaf, i: int) -> Iterator[np.ndarray]:
-    """A shard, flat, piece by piece; one is read ahead."""
-    reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.cuts)))
-    for read in _ahead(reads, 2):
+    """A flat shard piece by piece; one piece is read ahead."""
+    reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.pieces)))
+    for read in results(reads, 2):
         yield read.view(leaf.dtype)
 
 
-def _ahead(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
-    """The results of what is begun, in order; ``n`` are under way or in memory."""
-    under_way: deque[Future[Any]] = deque()
-    for one in begin:
-        if len(under_way) == n:
-            yield under_way.popleft().result()
-        under_way.append(one())
-    while under_way:
-        yield under_way.popleft().result()
-
-
 def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
-    """A flat array that comes in pieces, in pieces of other sizes.
+    """A flat array, given piece by piece, in pieces of other sizes.
 
     Example:
       >>> import numpy as np
@@ -222,7 +211,7 @@ def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
 
 
 def owned(leaf: DiskLeaf) -> list[int]:
-    """The shards of this process that none before it has."""
+    """Numbers of this process's shards that no lower process has."""
     first: dict[Any, int] = {}
     device: Any
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -239,7 +228,7 @@ def owned(leaf: DiskLeaf) -> list[int]:
 
 
 def over_processes(shares: Mapping[str, int]) -> dict[str, int]:
-    """Checksums, from what each process has of them."""
+    """The checksums of whole arrays, from each process's shares."""
     if jax.process_count() == 1 or not shares:
         return {name: x % 2**32 for name, x in shares.items()}
     mine = np.array([x % 2**32 for x in shares.values()], np.uint32)
@@ -248,19 +237,19 @@ def over_processes(shares: Mapping[str, int]) -> dict[str, int]:
 
 
 def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
-    """Writes all pieces of a leaf; its checksum's share of this process.
+    """Writes all pieces of a leaf, and returns this process's share of the checksum.
 
     Args:
-      leaf: to be filled.
-      read: gives a part of the whole array, in any float or integer dtype.
+      leaf: The leaf.
+      read: Returns a box of the whole array, in any float or integer dtype.
     """
     mine = set(owned(leaf))
     shape = leaf.sharding.shard_shape(leaf.shape)
 
-    def one(k: int, i: int) -> tuple[np.ndarray, int]:
-        start, stop = leaf.cuts[k]
-        flat, at, total = np.empty(stop - start, leaf.dtype), 0, 0
-        for box in boxes(shape, start, stop):
+    def read_piece(k: int, i: int) -> tuple[np.ndarray, int]:
+        piece = leaf.pieces[k]
+        flat, at, total = np.empty(len(piece), leaf.dtype), 0, 0
+        for box in boxes(shape, piece.start, piece.stop):
             index = moved(box, leaf.shards[i].box)
             values = read(index)
             flat[at : at + values.size] = values.reshape(-1)
@@ -270,12 +259,14 @@ def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
 
     total = 0
     with ThreadPoolExecutor(_THREADS, "zerojax-restore") as pool:
-        jobs = itertools.product(range(len(leaf.cuts)), range(len(leaf.shards)))
-        made = _ahead((functools.partial(pool.submit, one, *job) for job in jobs), _THREADS)
-        for k in range(len(leaf.cuts)):
-            given = {}
+        jobs = itertools.product(range(len(leaf.pieces)), range(len(leaf.shards)))
+        reads = results(
+            (functools.partial(pool.submit, read_piece, *job) for job in jobs), _THREADS
+        )
+        for k in range(len(leaf.pieces)):
+            piece = {}
             for shard in leaf.shards:
-                given[shard.devices[0]], part = next(made)
+                piece[shard.devices[0]], part = next(reads)
                 total += part
-            leaf.write(k, given)
+            leaf.write(k, piece)
     return total

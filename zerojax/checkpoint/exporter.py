@@ -14,7 +14,7 @@ import numpy as np
 
 from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.naming import Names, Part, parameters, parts, rename
+from zerojax.checkpoint.naming import Names, TensorPart, parameters, rename, tensor_parts
 from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.safetensors_files import Put, writing
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
@@ -24,7 +24,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
 
 
 class Exported(NamedTuple):
-    """What was written; ``dtypes`` has each of the tensors' once."""
+    """Files, tensors, bytes and distinct dtypes that were written."""
 
     files: tuple[str, ...]
     tensors: int
@@ -44,25 +44,25 @@ def export(
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
 
-    Of a ``TrainState`` those are ``params``, of NNX the model with its batch statistics, without
-    its PRNG streams. They are read, checked against the record and written 4 MB at a time,
-    whatever the size of an array or a file.
+    The parameters are ``params`` of a ``TrainState``, and an NNX model with its batch statistics
+    and without its PRNG streams. They are read, checked against the record and written 4 MB at a
+    time, whatever the size of an array or a file.
 
     Args:
-      checkpoint: a folder of steps, or a step's.
-      out: the folder to be written, which must be empty or not there.
-      step: which; the newest by default.
-      dtype: of the float tensors: "float32", "bfloat16" or "float16". By default as saved, or of
+      checkpoint: A folder of steps, or one step's folder.
+      out: The folder to write; empty, or it does not exist.
+      step: The step; the newest by default.
+      dtype: Of the float tensors: "float32", "bfloat16" or "float16". By default as saved, or of
         16 bits where the run's config has ``stage3_gather_16bit_weights_on_model_save``.
-      max_shard_size: of a file; bytes, or a text such as "500MB" or "1GiB".
-      names: what tensors and other files there are; by default a tensor for each parameter, called
-        by its keys with dots between.
-      progress: called with the bytes read so far, and all of them.
+      max_shard_size: The largest size of a file; bytes, or a text such as "500MB" or "1GiB".
+      names: The tensors and other files; by default a tensor for each parameter, named by its keys
+        with dots between.
+      progress: Called with the bytes read so far, and all bytes.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it does not fit the arguments, or ``out``
-        cannot be written; ``out`` is as it was.
-      DamagedCheckpointError: an array is not what was saved; likewise.
+      CheckpointError: no such checkpoint exists, it does not fit the arguments, or ``out`` cannot
+        be written; ``out`` is as before.
+      DamagedCheckpointError: an array is not as it was saved; ``out`` is as before.
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
     _check_free(out)
@@ -72,14 +72,14 @@ def export(
     leaves = parameters(saved)
     renamed = rename(leaves, names, saved)
     floats = floats or _default(saved.record)
-    plan = {name: [*parts(name, leaves[name], renamed, floats)] for name in leaves}
-    plan = {name: found for name, found in plan.items() if found}
-    tensors = [part.tensor for found in plan.values() for part in found]
-    done, total = 0, sum(leaves[name].bytes for name in plan)
+    by_name = {name: [*tensor_parts(name, leaves[name], renamed, floats)] for name in leaves}
+    by_name = {name: parts for name, parts in by_name.items() if parts}
+    tensors = [part.tensor for parts in by_name.values() for part in parts]
+    done, total = 0, sum(leaves[name].bytes for name in by_name)
     try:
         with writing(out, tensors, max_bytes=max_bytes, texts=renamed.texts) as put:
-            for name, found in plan.items():
-                for nbytes in _copy(saved, leaves[name], found, put):
+            for name, parts in by_name.items():
+                for nbytes in _copy(saved, leaves[name], parts, put):
                     done += nbytes
                     if progress:
                         progress(done, total)
@@ -95,19 +95,21 @@ def export(
     )
 
 
-def _copy(saved: SavedStep, leaf: SavedArray, parts: Sequence[Part], put: Put) -> Iterator[int]:
+def _copy(
+    saved: SavedStep, leaf: SavedArray, parts: Sequence[TensorPart], put: Put
+) -> Iterator[int]:
     """Writes a parameter, and yields the bytes of every block."""
-    found = 0
+    checksum = 0
     for start, block in saved.blocks(leaf.name):
         if saved.record:
-            found += share(block, start)
+            checksum += share(block, start)
         for tensor, at in parts:
             if at is None:
                 put(tensor.name, _cast(block, tensor.dtype, leaf), start)
             elif 0 <= at - start[0] < len(block):
                 put(tensor.name, _cast(block[at - start[0]], tensor.dtype, leaf), start[1:])
         yield block.nbytes
-    if saved.record and found % 2**32 != saved.record.leaves[leaf.name].checksum:
+    if saved.record and checksum % 2**32 != saved.record.leaves[leaf.name].checksum:
         raise DamagedCheckpointError(
             f"{saved.item}: {leaf.name} holds other numbers than were saved: export another step"
         )
@@ -137,7 +139,7 @@ def _float(dtype: str | None) -> np.dtype | None:
 
 
 def _default(record: Record | None) -> np.dtype | None:
-    """As saved, unless the run's config asks for 16 bits."""
+    """The dtype of 16 bits that the run's config asks for; None for the saved one."""
     if record is None or not record.config.get("stage3_gather_16bit_weights_on_model_save"):
         return None
     return jnp.dtype("float16" if record.compute_dtype == "fp16" else "bfloat16")
@@ -151,10 +153,10 @@ def _bytes(size: int | str) -> int:
       (1500000000, 500000000, 1073741824, 4096)
     """
     value = 0
-    found = _SIZE.fullmatch(str(size).upper()) if isinstance(size, int | str) else None
-    if found:
-        unit = found[2] or " "
-        value = int(float(found[1]) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[0]))
+    match = _SIZE.fullmatch(str(size).upper()) if isinstance(size, int | str) else None
+    if match:
+        unit = match[2] or " "
+        value = int(float(match[1]) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[0]))
     if value < 1:
         raise CheckpointError(f'max_shard_size {size!r}: give bytes, or a size such as "5GB"')
     return value

@@ -24,15 +24,19 @@ from zerojax.checkpoint.writer import DELETED
 Status = Literal["whole", "files whole", "not verifiable", "damaged"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of arrays that are read, and with all there are to read."""
+"""Called with the bytes of arrays read so far, and the bytes of all arrays."""
 
 _TMP = ".orbax-checkpoint-tmp"
 
 
 @dataclass(frozen=True)
 class InspectedArray:
-    """An array of a step: ``group`` is "parameters", "optimizer state" or "other state"; ``spec``
-    None where it is not known."""
+    """An array of a step.
+
+    Attributes:
+      spec: Its PartitionSpec when it was saved; None where unknown.
+      group: "parameters", "optimizer state" or "other state".
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -47,17 +51,17 @@ class InspectedStep:
     """A step as it stands on disk.
 
     Attributes:
-      step: its number; None for a folder that is not named by one and has no record.
-      folder: where.
-      status: "whole": every array is what was saved; "files whole": as far as sizes and digests
-        of files tell; "not verifiable": it can be read, and there is no record to compare it with.
-      saved: when, ISO 8601 in UTC, if that is known.
-      form: how its arrays are arranged, if they are as zerojax arranges them.
-      record: all else that was noted when it was saved; None for plain orbax.
-      arrays: those that can be opened.
-      bytes_on_disk: of its files.
-      problems: everything that is wrong, each with the file or the array.
-      notes: why it could not be verified.
+      step: Its number; None for a folder without a record that no number names.
+      folder: Its path.
+      status: "whole": every array is as it was saved; "files whole": sizes and digests of files
+        are, and arrays were not read; "not verifiable": no record exists to compare with.
+      saved: The time, ISO 8601 in UTC; None where unknown.
+      form: The arrangement of its arrays; None where zerojax has no such arrangement.
+      record: Zerojax's; None for plain orbax.
+      arrays: Those that can be opened.
+      bytes_on_disk: Of its files.
+      problems: All that is wrong, each with the file or the array.
+      notes: Why the step could not be verified.
     """
 
     step: int | None
@@ -90,13 +94,13 @@ class InspectedStep:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found.
+    """The steps at a path.
 
     Attributes:
-      checkpoint: the path that was given.
-      steps: oldest first.
-      unfinished: names of folders that a save is writing, or a killed run left.
-      deleted: names of steps that wait for their removal.
+      checkpoint: The path that was given.
+      steps: Oldest first.
+      unfinished: Names of folders that a save is writing, or a killed run left.
+      deleted: Names of steps that wait for their removal.
     """
 
     checkpoint: str
@@ -111,7 +115,7 @@ class Inspection:
 
     @property
     def newest_whole(self) -> InspectedStep | None:
-        """The newest step that is what was saved, as far as was looked."""
+        """The newest step without problems that could be verified."""
         whole = (step for step in reversed(self.steps) if step.status in ("whole", "files whole"))
         return next(whole, None)
 
@@ -126,29 +130,29 @@ def inspect(
     """Reads every step at a path and lists all that is wrong with it; no device is touched.
 
     Args:
-      checkpoint: a folder of steps, or one step's folder.
-      quick: look at records and files, and do not read the arrays. Files of up to 16 MB are
-        compared whole even so, larger ones by their size.
-      step: only this one.
-      progress: see ``Progress``.
+      checkpoint: A folder of steps, or one step's folder.
+      quick: Read records and files, and no arrays. Files of up to 16 MB are compared whole even
+        so, larger ones by their size.
+      step: Only this step.
+      progress: See ``Progress``.
 
     Raises:
-      CheckpointError: nothing is there, it is no checkpoint, or it has no such step.
+      CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
     """
     root = epath.Path(checkpoint)
-    found = [StepInspector(folder) for folder in _at(root, step)]
-    todo = 0 if quick else sum(leaf.bytes for look in found for leaf in look.leaves)
+    steps = [StepInspector(folder) for folder in _at(root, step)]
+    todo = 0 if quick else sum(array.bytes for one in steps for array in one.arrays)
     done = 0
-    for look in found if not quick else ():
-        for n in look.read():
+    for one in steps if not quick else ():
+        for n in one.read():
             done += n
             if progress:
                 progress(done, todo)
-    # A run that goes on may have removed one meanwhile, which is no damage.
-    removed = [look.folder.name for look in found if not look.folder.exists()]
+    # A run that goes on may have removed a step meanwhile, which is no damage.
+    removed = [one.folder.name for one in steps if not one.folder.exists()]
     return Inspection(
         checkpoint=str(checkpoint),
-        steps=tuple(look.found(quick) for look in found if look.folder.name not in removed),
+        steps=tuple(one.result(quick) for one in steps if one.folder.name not in removed),
         unfinished=tuple(_unfinished(root)),
         deleted=(*_names(root / DELETED), *removed),
     )
@@ -174,21 +178,21 @@ def _unfinished(root: epath.Path) -> list[str]:
 
 
 class StepInspector:
-    """A look at one step: whatever is wrong with it is noted, and the look goes on.
+    """Inspects one step: collects all that is wrong, and goes on.
 
     Attributes:
-      folder: of the step.
-      leaves: the arrays that can be opened.
+      folder: Of the step.
+      arrays: Those that can be opened.
     """
 
     def __init__(self, folder: epath.Path) -> None:
         self.folder = folder
         self._record: Record | None = None
-        self._arrays: SavedArrays | None = None
+        self._saved: SavedArrays | None = None
         self._problems: list[str] = []
         self._notes: list[str] = []
         self._bytes = 0
-        self.leaves: list[SavedArray] = []
+        self.arrays: list[SavedArray] = []
         with self._noted():
             self._bytes = sum(size for _, size in records.sizes(folder))
         with self._noted():
@@ -196,46 +200,46 @@ class StepInspector:
         if self._record:
             self._problems += records.changed(folder, self._record)
         with self._noted():
-            self._arrays = SavedArrays(folder)
-            self._problems += unlike(self._arrays, self._record)
-            for name in self._arrays.names:
+            self._saved = SavedArrays(folder)
+            self._problems += unlike(self._saved, self._record)
+            for name in self._saved.names:
                 with self._noted():
-                    self.leaves.append(self._arrays.leaf(name))
+                    self.arrays.append(self._saved.array(name))
         if not (self._record or self._problems or self._notes):
             self._notes.append(f"no {records.FILE}, as with plain orbax: nothing to compare with")
 
     def read(self) -> Iterator[int]:
-        """Reads every array and compares it with the record; gives bytes as they are done."""
-        for leaf in self.leaves:
-            todo = leaf.bytes
+        """Reads every array and compares it with the record; yields the bytes of each block."""
+        for array in self.arrays:
+            todo = array.bytes
             with self._noted():
-                for n in self._read(leaf):
+                for n in self._read(array):
                     todo -= n
                     yield n
             yield todo
 
-    def _read(self, leaf: SavedArray) -> Iterator[int]:
-        assert self._arrays
-        where = f"{self._arrays.item}: {leaf.name}"
+    def _read(self, array: SavedArray) -> Iterator[int]:
+        assert self._saved
+        where = f"{self._saved.item}: {array.name}"
         checksum = 0
-        for start, block in self._arrays.blocks(leaf.name):
+        for start, block in self._saved.blocks(array.name):
             checksum = (checksum + share(block, start)) % 2**32
             yield block.nbytes
-        recorded = self._record.leaves.get(leaf.name) if self._record else None
+        recorded = self._record.leaves.get(array.name) if self._record else None
         if recorded is None:
             return
-        if not _alike(leaf, recorded):
+        if not _alike(array, recorded):
             self._problems.append(
-                f"{where} is {leaf.dtype}{[*leaf.shape]}, saved was "
+                f"{where} is {array.dtype}{[*array.shape]}, saved was "
                 f"{recorded.dtype}{[*recorded.shape]}"
             )
         elif checksum != recorded.checksum:
             self._problems.append(f"{where} holds other numbers than were saved")
 
-    def found(self, quick: bool) -> InspectedStep:
-        """All that is known now."""
+    def result(self, quick: bool) -> InspectedStep:
+        """The step as inspected so far; ``quick`` where :meth:`read` was left out."""
         record = self._record
-        form = record.form if record else _form(self.leaves)
+        form = record.form if record else _form(self.arrays)
         whole: Status = "files whole" if quick else "whole"
         named = int(self.folder.name) if self.folder.name.isdecimal() else None
         return InspectedStep(
@@ -245,7 +249,7 @@ class StepInspector:
             saved=record.saved if record else _committed(self.folder),
             form=form,
             record=record,
-            arrays=tuple(_array(leaf, form, record) for leaf in self.leaves),
+            arrays=tuple(_inspected(array, form, record) for array in self.arrays),
             bytes_on_disk=self._bytes,
             problems=tuple(self._problems),
             notes=tuple(self._notes),
@@ -253,6 +257,7 @@ class StepInspector:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
+        """Collects an error in place of raising it."""
         try:
             yield
         except (DamagedCheckpointError, OSError) as error:
@@ -261,38 +266,38 @@ class StepInspector:
             self._notes.append(str(error))
 
 
-def _alike(leaf: SavedArray, recorded: LeafRecord) -> bool:
-    if recorded.dtype.startswith("key<"):  # on disk its data is
-        return leaf.shape[: len(recorded.shape)] == recorded.shape and leaf.dtype == "uint32"
-    return leaf.shape == recorded.shape and str(leaf.dtype) == recorded.dtype
+def _alike(array: SavedArray, recorded: LeafRecord) -> bool:
+    if recorded.dtype.startswith("key<"):  # its data is on disk
+        return array.shape[: len(recorded.shape)] == recorded.shape and array.dtype == "uint32"
+    return array.shape == recorded.shape and str(array.dtype) == recorded.dtype
 
 
-def _array(leaf: SavedArray, form: Form | None, record: Record | None) -> InspectedArray:
-    recorded = record.leaves.get(leaf.name) if record else None
+def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> InspectedArray:
+    recorded = record.leaves.get(array.name) if record else None
     group = "other state"
     for prefixes, called in ((PARAMS, "parameters"), (OPTIMIZER, "optimizer state")):
-        if form and leaf.path[: len(prefixes[form])] == prefixes[form]:
+        if form and array.path[: len(prefixes[form])] == prefixes[form]:
             group = called
     return InspectedArray(
-        name=leaf.name,
-        shape=recorded.shape if recorded else leaf.shape,
-        dtype=recorded.dtype if recorded else str(leaf.dtype),
+        name=array.name,
+        shape=recorded.shape if recorded else array.shape,
+        dtype=recorded.dtype if recorded else str(array.dtype),
         spec=recorded.spec if recorded else None,
-        bytes=leaf.bytes,
+        bytes=array.bytes,
         group=group,
     )
 
 
-def _form(leaves: list[SavedArray]) -> Form | None:
-    """Of a step without a record, by its names."""
-    first = {leaf.path[0] for leaf in leaves}
+def _form(arrays: list[SavedArray]) -> Form | None:
+    """The arrangement of a step without a record, by the names of its arrays."""
+    first = {array.path[0] for array in arrays}
     if first >= {"0", "1"} and all(name.isdecimal() for name in first):
         return "nnx"
     return "linen" if "params" in first else None
 
 
 def _committed(folder: epath.Path) -> str | None:
-    """When orbax says that it was done."""
+    """The time of orbax's commit, ISO 8601 in UTC; None where unknown."""
     try:
         about = json.loads((folder / "_CHECKPOINT_METADATA").read_text())
         at = datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)

@@ -20,18 +20,18 @@ from zerojax.checkpoint.record import Record
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
-"""Where orbax keeps a tree: as we and v1 do, the manager, an older v1, and the folder itself."""
+"""Where orbax keeps a tree: zerojax and v1, the manager, an older v1, the step's folder itself."""
 
 _METADATA = "_METADATA"
 _STEP = re.compile(r"\d+")
 _BLOCK_BYTES = 4 * 2**20
 _INDEX = "cache_pool#index"
-"""Where ocdbt's index is kept, so that it is not read anew for every array."""
+"""The cache of ocdbt's index, which would be read anew for every array."""
 
 
 @dataclass(frozen=True)
 class SavedArray:
-    """An array on disk: ``path`` is its keys from the root, ``name`` orbax's name of it."""
+    """An array on disk: ``path`` is its keys from the root, ``name`` its name in orbax."""
 
     path: tuple[str, ...]
     name: str
@@ -47,13 +47,13 @@ class SavedArrays:
     """The arrays of the step in ``folder``.
 
     Attributes:
-      folder: of the step.
-      item: the folder of its tree.
-      names: of the arrays, as orbax has them, sorted.
-      recorded: zerojax wrote it, so that there has to be a record.
+      folder: Of the step.
+      item: The folder of orbax's tree.
+      names: Orbax's names of the arrays, sorted.
+      recorded: Whether zerojax wrote the step, so that a record must exist.
 
     Raises:
-      DamagedCheckpointError: it has none, or what orbax says of them cannot be read.
+      DamagedCheckpointError: the step has no arrays, or orbax's metadata cannot be read.
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
@@ -70,7 +70,7 @@ class SavedArrays:
             about = json.loads((item / _METADATA).read_text())
             self._driver = "zarr3" if about.get("use_zarr3") else "zarr"
             self._ocdbt = bool(about.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
-            # Chunks of zeros are there too: one that is not was lost.
+            # Chunks of zeros are stored too: a missing chunk was lost.
             self._filled = bool(about.get("store_array_data_equal_to_fill_value"))
             self.recorded = about.get("custom_metadata") == records.MARK
             paths = [
@@ -85,28 +85,39 @@ class SavedArrays:
         self._paths = {".".join(path): path for path in paths}
         self.names = sorted(self._paths)
 
-    def leaf(self, name: str) -> SavedArray:
-        """What is known of one array."""
-        return self._leaf(name, self._begin(name))
+    def array(self, name: str) -> SavedArray:
+        """Path, shape and dtype of an array.
 
-    def _leaf(self, name: str, opening: Any) -> SavedArray:
+        Raises:
+          DamagedCheckpointError: the array cannot be opened.
+        """
+        return self._array(name, self._begin(name))
+
+    def _array(self, name: str, opening: Any) -> SavedArray:
         store = self._result(name, opening)
         return SavedArray(self._paths[name], name, tuple(store.shape), store.dtype.numpy_dtype)
 
-    def leaves(self) -> Iterator[SavedArray]:
-        """Every array, in the order of their names."""
+    def arrays(self) -> Iterator[SavedArray]:
+        """Every array, sorted by name."""
         opening = [self._begin(name) for name in self.names]
-        return map(self._leaf, self.names, opening)
+        return map(self._array, self.names, opening)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A slice of an array, as ``index`` has it."""
+        """The elements of an array at an index.
+
+        Raises:
+          DamagedCheckpointError: they cannot be read.
+        """
         return self._result(name, self._open(name)[index].read())
 
     def blocks(self, name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """An array piece by piece, each with the index at which it begins.
+        """Blocks of an array, each with the index of its first element.
 
-        A piece is of 4 MB at most, or one chunk on disk where that is larger and compressed; two
-        are in memory.
+        A block has 4 MB at most, or is one chunk on disk where a larger one is compressed. Two
+        blocks are in memory at a time.
+
+        Raises:
+          DamagedCheckpointError: a block cannot be read.
         """
         store = self._open(name)
         plain = self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
@@ -116,9 +127,9 @@ class SavedArrays:
         ahead = None
         for start in itertools.product(*steps):
             index = tuple(slice(i, i + n) for i, n in zip(start, sizes, strict=True))
-            here, ahead = ahead, (start, store[tuple(map(_within, index, store.shape))].read())
-            if here:
-                yield here[0], self._result(name, here[1])
+            now, ahead = ahead, (start, store[tuple(map(_within, index, store.shape))].read())
+            if now:
+                yield now[0], self._result(name, now[1])
         if ahead:
             yield ahead[0], self._result(name, ahead[1])
 
@@ -126,7 +137,7 @@ class SavedArrays:
         return self._result(name, self._begin(name))
 
     def _begin(self, name: str) -> Any:
-        # Mapped into memory, an uncompressed chunk costs no more than the part that is read.
+        # Of an uncompressed chunk that is mapped into memory, only the part that is needed is read.
         mapped = {"mode": "memmap"}
         kvstore: Any = {"driver": "file", "path": f"{self.item}/", "file_io_mode": mapped}
         if self._ocdbt:
@@ -150,14 +161,14 @@ class SavedArrays:
 
 
 class SavedStep(SavedArrays):
-    """The step in ``folder``, written by zerojax or by plain orbax.
+    """A step whose files are those that were written, by zerojax or by plain orbax.
 
     Attributes:
-      record: zerojax's; None where plain orbax wrote the step.
+      record: Zerojax's; None where plain orbax wrote the step.
 
     Raises:
       CheckpointError: a newer zerojax wrote it.
-      DamagedCheckpointError: there are no arrays, the record is missing or cannot be read, or
+      DamagedCheckpointError: the step has no arrays, the record is missing or cannot be read, or
         files differ from it.
     """
 
@@ -171,7 +182,7 @@ class SavedStep(SavedArrays):
 
 
 def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
-    """What the record and orbax's own list of the arrays do not agree on, one line each."""
+    """Differences between the record and orbax's own list of the arrays, one line each."""
     if record is None:
         file = arrays.folder / records.FILE
         return [f"{file} is missing"] if arrays.recorded and not file.exists() else []
@@ -181,27 +192,27 @@ def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
 
 
 def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The steps below ``directory`` that were written to the end, in order, and where."""
+    """The folders of complete steps below ``directory``, by step, in order."""
     root = epath.Path(directory)
-    there = root.iterdir() if root.is_dir() else ()
-    found = {int(entry.name): entry for entry in there if _STEP.fullmatch(entry.name)}
-    return dict(sorted(found.items()))
+    entries = root.iterdir() if root.is_dir() else ()
+    numbered = {int(entry.name): entry for entry in entries if _STEP.fullmatch(entry.name)}
+    return dict(sorted(numbered.items()))
 
 
 def steps(directory: epath.PathLike) -> list[int]:
-    """The steps below ``directory`` that were written to the end, in order."""
+    """The complete steps below ``directory``, in order."""
     return [*folders(directory)]
 
 
 def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
-    """The folders of the steps at a path, in order: itself, or those within a folder of steps.
+    """The folders of the steps at a path, in order: the path itself, or its steps.
 
     Args:
-      checkpoint: the path.
-      step: only this one.
+      checkpoint: A step's folder, or a folder of steps.
+      step: Only this step.
 
     Raises:
-      CheckpointError: nothing is there, it is no checkpoint, or it has no such step.
+      CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
     """
     root = epath.Path(checkpoint)
     if not root.exists():
@@ -210,18 +221,18 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
         root = root.parent
     if step is None and root.is_dir() and (item_of(root) or (root / records.FILE).exists()):
         return [root]
-    there = folders(root)
-    if not there:
+    by_step = folders(root)
+    if not by_step:
         raise CheckpointError(
             f"{root} holds no checkpoint: {contents(root)}; expected folders named by step, as 100/"
         )
-    if step is not None and step not in there:
-        raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, there))}")
-    return [folder for n, folder in there.items() if step in (None, n)]
+    if step is not None and step not in by_step:
+        raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, by_step))}")
+    return [folder for n, folder in by_step.items() if step in (None, n)]
 
 
 def find(checkpoint: epath.PathLike, step: int | None = None) -> SavedStep:
-    """The step at a path: a step's folder, or a folder of steps, of which the newest by default.
+    """The step at a path: a step's folder, or a folder of steps; the newest by default.
 
     Raises:
       CheckpointError: see :func:`at`.
@@ -231,14 +242,14 @@ def find(checkpoint: epath.PathLike, step: int | None = None) -> SavedStep:
 
 
 def item_of(folder: epath.Path) -> epath.Path | None:
-    """The folder of the tree in a step's folder; None where there is none."""
+    """The folder of orbax's tree in a step's folder; None where none exists."""
     known = (folder / n for n in ITEMS if (folder / n / _METADATA).exists())
     named = (file.parent for file in sorted(folder.glob(f"*/{_METADATA}")))
     return next(known, next(named, None))
 
 
 def contents(folder: epath.Path) -> str:
-    """For messages: what a folder holds instead of what was expected."""
+    """For messages: the contents of a folder that is no checkpoint."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "it does not exist"
     names = sorted(entry.name for entry in folder.iterdir())
@@ -249,7 +260,7 @@ def contents(folder: epath.Path) -> str:
 
 
 def _block(shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype) -> list[int]:
-    """How much of each dimension to read at once: whole chunks, where a chunk is given."""
+    """The shape of a block to read: whole chunks, where a chunk is given."""
     sizes = [max(1, min(n, c or 1)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
     for d in reversed(range(len(shape))):
         room = _BLOCK_BYTES // (math.prod(sizes) * dtype.itemsize)
@@ -258,5 +269,5 @@ def _block(shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtyp
 
 
 def _within(index: slice, n: int) -> slice:
-    """tensorstore takes no slice beyond the end."""
+    """A slice that ends within ``n``, as tensorstore requires."""
     return slice(index.start, min(index.stop, n))

@@ -1,7 +1,7 @@
-"""A training state as the tree that orbax writes, and where each array stands in it.
+"""A training state as the tree that orbax writes, and the path of each array in it.
 
-A flax ``TrainState`` is written as it is. Of NNX ``nnx.state((model, optimizer, ...))`` is, so that
-names begin with ``0`` for the model, ``1`` for the optimizer, and ``2`` and so on for the others.
+A flax ``TrainState`` is written as it is, and NNX as ``nnx.state((model, optimizer, ...))``: names
+begin with ``0`` for the model, ``1`` for the optimizer, and ``2`` and so on for other objects.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
 def form_of(state: Any) -> Form | None:
-    """A TrainState, or a tuple of NNX; None for anything else, such as parameters alone."""
+    """The kind of a state: a TrainState, or a tuple of NNX; None for others, such as parameters."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
         return "nnx"
     return "linen" if hasattr(state, "params") and hasattr(state, "opt_state") else None
 
 
 def tree_of(state: Any) -> Any:
-    """What orbax writes; arrays without elements, which it refuses, are left out."""
+    """The tree that orbax writes, without arrays of no elements, which orbax refuses."""
     nnx_form = form_of(state) == "nnx"
     tree = nnx.state(tuple(state[i] for i in ordered(state))) if nnx_form else state
     return jax.tree.map(lambda x: None if 0 in getattr(x, "shape", ()) else x, tree)
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of such a tree by orbax's name of them."""
+    """The arrays of such a tree by orbax's names."""
     return {
         ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
 def paths_of(parts: Parts, form: Form) -> list[Path]:
-    """Where each array of a state that was taken apart stands on disk, in the order of leaves."""
+    """The path on disk of each array of a state that was taken apart, in the order of leaves."""
     rest: dict[str, Path] = {name: (name,) for name in parts.rest}
     if form == "nnx":
         rest[MODEL] = PARAMS[form]
@@ -57,7 +57,7 @@ def paths_of(parts: Parts, form: Form) -> list[Path]:
 
 
 def below(prefix: Path, tree: Any) -> list[Path]:
-    """The paths of a tree's arrays that stand under ``prefix``."""
+    """The paths of a tree's arrays under ``prefix``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]
 

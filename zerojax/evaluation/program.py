@@ -17,7 +17,7 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import Reading
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.placement.states import States
 from zerojax.plan.places import DISK, reaches_host
 from zerojax.plan.plan import DTYPES
@@ -95,7 +95,7 @@ class EvaluationProgram:
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         param = self._config.offload_param
-        self._reader = Reader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
         self._reading = Reading(states, plan)
         self._known: dict[Any, How] = {}
         self._jitted = jax.jit(
@@ -292,7 +292,7 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
+        return [x.whole() if isinstance(x, DiskParam) else x for x in outs]  # returned as it is
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

@@ -105,22 +105,23 @@ def _split(
         if not cluster.elementwise or len({a.spec for a in arrays}) > 1:
             yield GroupRows(cluster, 0, None)
             continue
-        for start, stop in _row_ranges(arrays[0], mesh, half):
-            yield GroupRows(cluster, start, stop - start)
+        for rows in _row_ranges(arrays[0], mesh, half):
+            yield GroupRows(cluster, rows.start, len(rows))
 
 
-def cuts(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[tuple[int, int]]:
-    """Where an array's shards are cut into pieces: ``(start, stop)``, in elements."""
+def disk_pieces(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
+    """The pieces of an array's flat shards on a disk, in elements."""
     width = math.prod(placement.rows(mesh)[1:])
-    return [(a * width, b * width) for a, b in _row_ranges(placement, mesh, _half(largest))]
+    rows = _row_ranges(placement, mesh, _half(largest))
+    return [range(r.start * width, r.stop * width) for r in rows]
 
 
-def _row_ranges(placement: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[tuple[int, int]]:
-    """The same in rows."""
+def _row_ranges(placement: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[range]:
+    """The rows of an array's shards that are updated together."""
     shape = placement.rows(mesh)
     rows = _even(shape[0], max(1, half // math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
+        yield range(start, min(start + rows, shape[0]))
 
 
 def _half(largest: int) -> int:

@@ -1,18 +1,18 @@
-"""An optimizer's update taken apart, so that it can be made a few leaves at a time.
+"""An optimizer's update taken apart, so that a few leaves can be updated at a time.
 
-The update of the whole state is traced once. What depends on nothing but gradients and scalars
-(a norm, a schedule, a bias correction) is the *prelude*, made once a step. The rest falls into
+The update of the whole state is traced once. Scalars that depend on gradients and scalars alone
+(a norm, a schedule, a bias correction) are the *prelude*, computed once a step. The rest falls into
 *clusters*: leaves that go into each other's results, as a rule one parameter with its gradient
-and its moments. Where a cluster's arithmetic is element by element, any piece of it can be
-updated alone; where it is not (a trust ratio, an orthogonalisation), the cluster is updated whole.
-Whatever the optimizer is made of, its own equations are run, so the numbers are its own.
+and its moments. Where a cluster's arithmetic is element by element, any rows of the cluster can be
+updated alone; otherwise (a trust ratio, an orthogonalisation) the cluster is updated whole. The
+optimizer's own equations are run, so that the numbers are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -26,10 +26,10 @@ class Cluster:
     """Leaves that are updated together.
 
     Attributes:
-      inputs: positions among the update's arguments.
-      outputs: positions among its results.
-      elementwise: any piece of it can be updated alone. All its arrays then have one shape.
-      key: equal for clusters that run the same program on the same shapes.
+      inputs: Positions among the update's arguments.
+      outputs: Positions among the update's results.
+      elementwise: Any rows can be updated alone; all arrays then have one shape.
+      key: Equal for clusters that run the same program on the same shapes.
     """
 
     inputs: tuple[int, ...]
@@ -38,14 +38,47 @@ class Cluster:
     key: str
 
 
+class Prelude(NamedTuple):
+    """Results of the prelude.
+
+    Attributes:
+      scalars: Arrays [] that the clusters need.
+      shared: The update's results at the positions :attr:`Separated.shared`.
+    """
+
+    scalars: list[Any]
+    shared: list[Any]
+
+
+class _Slice(NamedTuple):
+    """A result's arguments (positions), equations, and scalars of the prelude (variables)."""
+
+    inputs: set[int]
+    eqns: list[Any]
+    scalars: list[Any]
+
+
+class _Connected(NamedTuple):
+    """Arguments and results (positions) that equations connect."""
+
+    inputs: set[int]
+    outputs: set[int]
+    eqns: list[Any]
+
+
 class Separated:
     """``update(*leaves) -> results`` taken apart.
 
     Args:
-      update: a function of flat arguments, with flat results.
-      arguments: their shapes and dtypes.
-      own: for each argument, whether it is one of many that should not be needed at once
-        (parameters, moments). Gradients are not, nor are scalars.
+      update: A function of flat arguments, with flat results.
+      arguments: Their shapes and dtypes.
+      own: For each argument, whether it is one of many that should not be needed at once
+        (parameters and moments are, gradients and scalars are not).
+
+    Attributes:
+      clusters: Leaves that are updated together.
+      scalars: Variables that the prelude computes for the clusters, all of shape [].
+      shared: Positions of the results that the prelude computes.
     """
 
     def __init__(
@@ -57,9 +90,9 @@ class Separated:
         self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
         self._own = list(own)
-        self._find()
+        self._separate()
 
-    def _find(self) -> None:
+    def _separate(self) -> None:
         invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
         heavy = {v for v, own in zip(invars, self._own, strict=True) if own}
         for eqn in self._jaxpr.eqns:
@@ -68,31 +101,30 @@ class Separated:
         self._heavy = heavy
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
         light = [i for i in range(len(outvars)) if i not in leaves]
-        groups: list[tuple[set[int], set[int], list[Any]]] = []
+        groups: list[_Connected] = []
         needed: dict[Any, None] = {}
         for i in leaves:
             inputs, eqns, scalars = self._slice(outvars[i])
             needed.update(dict.fromkeys(scalars))
             outputs = {i}
-            for other in [g for g in groups if g[0] & inputs]:
+            for other in [g for g in groups if g.inputs & inputs]:
                 groups.remove(other)
-                inputs |= other[0]
-                outputs |= other[1]
-                eqns += other[2]
-            groups.append((inputs, outputs, eqns))
+                inputs |= other.inputs
+                outputs |= other.outputs
+                eqns += other.eqns
+            groups.append(_Connected(inputs, outputs, eqns))
         self.shared = tuple(light)
         self.scalars = tuple(needed)
-        self.clusters = tuple(self._cluster(*g) for g in groups)
+        self.clusters = tuple(map(self._cluster, groups))
 
     def _of_leaf(self, v: Any) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
 
     def _is_scalar(self, v: Any) -> bool:
-        """Made once a step: it depends on no parameter and no moment, and is one number."""
+        """Whether a variable belongs to the prelude: one number, of no parameter and no moment."""
         return v not in self._heavy and v.aval.ndim == 0
 
-    def _slice(self, v: Any) -> tuple[set[int], list[Any], list[Any]]:
-        """The arguments, equations and prelude's scalars that a result is made from."""
+    def _slice(self, v: Any) -> _Slice:
         inputs: set[int] = set()
         eqns: dict[int, Any] = {}
         scalars: dict[Any, None] = {}
@@ -109,10 +141,11 @@ class Separated:
             elif x in self._maker:
                 eqns[id(self._maker[x])] = self._maker[x]
                 todo.extend(self._maker[x].invars)
-        return inputs, list(eqns.values()), list(scalars)
+        return _Slice(inputs, list(eqns.values()), list(scalars))
 
-    def _cluster(self, inputs: set[int], outputs: set[int], eqns: list[Any]) -> Cluster:
-        ins, outs = tuple(sorted(inputs)), tuple(sorted(outputs))
+    def _cluster(self, connected: _Connected) -> Cluster:
+        eqns = connected.eqns
+        ins, outs = tuple(sorted(connected.inputs)), tuple(sorted(connected.outputs))
         arrays = [self._jaxpr.invars[i] for i in ins] + [self._jaxpr.outvars[i] for i in outs]
         shape = arrays[0].aval.shape
         constants = set(self._jaxpr.constvars)
@@ -128,19 +161,16 @@ class Separated:
         own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
         return Cluster(ins, outs, elementwise, str(traced) + own)
 
-    def prelude(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs what comes before all clusters.
+    def prelude(self, arguments: Sequence[Any]) -> Prelude:
+        """Runs the prelude.
 
         Args:
-          arguments: those of ``update``; parameters and moments are not read and may be None.
-
-        Returns:
-          The scalars that the clusters need, and the results at the positions ``shared``.
+          arguments: The update's; parameters and moments are not read and may be None.
         """
         env = dict(zip(self._jaxpr.invars, arguments, strict=True))
         targets = [*self.scalars, *(self._jaxpr.outvars[i] for i in self.shared)]
         values = self._evaluate(targets, env, None)
-        return values[: len(self.scalars)], values[len(self.scalars) :]
+        return Prelude(values[: len(self.scalars)], values[len(self.scalars) :])
 
     def run(
         self,
@@ -150,12 +180,13 @@ class Separated:
         scalars: Sequence[Any],
         shape: tuple[int, ...] | None = None,
     ) -> list[Any]:
-        """Runs one cluster, or a piece of it.
+        """The results of a cluster, or of rows of it.
 
         Args:
-          outputs, inputs: of the cluster.
-          values: its arguments; pieces of one ``shape`` where that is given.
-          scalars: the prelude's.
+          outputs, inputs: The cluster's.
+          values: The arguments; rows of one ``shape`` where ``shape`` is given.
+          scalars: The prelude's.
+          shape: Of the rows; None for a whole cluster.
         """
         env = dict(zip(self.scalars, scalars, strict=True))
         env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
@@ -189,7 +220,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
-    """Whether a piece of the result needs no more than the same piece of the operands."""
+    """Whether rows of the result need no more than the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     if any(v in constants and v.aval.ndim for v in _variables(eqn.invars)):
         return False

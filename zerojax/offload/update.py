@@ -240,8 +240,8 @@ def _write(
 def _pieces(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
     """Numbers of the pieces on disk that a part of the group is."""
     if part.rows is None:
-        return list(range(len(leaf.cuts)))
-    return [[start for start, _ in leaf.cuts].index(part.start * programs.row_size(i))]
+        return list(range(len(leaf.pieces)))
+    return [[piece.start for piece in leaf.pieces].index(part.start * programs.row_size(i))]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

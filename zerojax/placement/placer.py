@@ -17,7 +17,7 @@ from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.disk.store import DiskStore
-from zerojax.offload.groups import ArrayPlacement, cuts
+from zerojax.offload.groups import ArrayPlacement, disk_pieces
 from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.train_state.state_parts import Parts
@@ -112,7 +112,7 @@ class Placer:
     ) -> DiskLeaf:
         """A new leaf on the disk, not yet written."""
         placement = ArrayPlacement(tuple(shape), jnp.dtype(dtype), sharding.spec, DISK)
-        pieces = cuts(placement, self._mesh, self._config.sub_group_size)
+        pieces = disk_pieces(placement, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
         return DiskLeaf(store or self.store, name, shape, dtype, sharding, pieces)
 

@@ -13,7 +13,7 @@ from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.host import Host
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import ParamReader, DiskParam
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
@@ -94,7 +94,7 @@ def enter(
     plan: Plan,
     leaves: Sequence[Leaf],
     values: Sequence[Any],
-    reader: Reader | None = None,
+    reader: ParamReader | None = None,
 ) -> list[Any]:
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
@@ -112,7 +112,7 @@ def enter(
         spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
-            x = Source(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
+            x = DiskParam(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
         cut = away or (leaf.sharded and x is not None)
         entered.append(Shard(x, spec, host=away) if cut else x)
     return [

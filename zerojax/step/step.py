@@ -58,7 +58,7 @@ class Step(Generic[P, R]):
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._attribute = arguments, arguments.name
         self._states, self._donate, self._guard = states, donate, guard
-        self._watch = AfterStep(states.config)
+        self._after_step = AfterStep(states.config)
         self._programs: dict[Any, StepProgram] = {}
         self._last: LastStep | None = None
 
@@ -85,7 +85,7 @@ class Step(Generic[P, R]):
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[Any, Any]:
         """The state after the step, None for NNX objects, and what else the step returns."""
         program, parts, recognized = self._begin(call, explicit)
-        layout, watch = program.setting.layout, self._watch
+        layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
         _check_alive(parts.step)
         watch.check()
@@ -156,7 +156,7 @@ class Step(Generic[P, R]):
                 opened,
                 explicit,
                 self._donate,
-                self._watch.signals,
+                self._after_step.signals,
             )
             self._programs[key] = (OffloadedStep if offloads(config) else ResidentStep)(setting)
         return self._programs[key]

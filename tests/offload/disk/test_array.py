@@ -35,8 +35,8 @@ def array(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32)
 
 def leaf_of(store: DiskStore, x: jax.Array, piece: int = 29, name: str = "mu.w") -> DiskLeaf:
     size = int(np.prod(x.sharding.shard_shape(x.shape)))
-    cuts = [(start, min(start + piece, size)) for start in range(0, size, piece)]
-    return DiskLeaf(store, name, x.shape, x.dtype, x.sharding, cuts)
+    pieces = [range(start, min(start + piece, size)) for start in range(0, size, piece)]
+    return DiskLeaf(store, name, x.shape, x.dtype, x.sharding, pieces)
 
 
 def filled(store: DiskStore, x: jax.Array) -> tuple[DiskLeaf, DiskArray]:
@@ -114,7 +114,7 @@ def test_what_nobody_holds_leaves_the_disk(store: DiskStore, mesh: Mesh) -> None
     del leaf, handle
     gc.collect()
     store.reserve(1)
-    assert len(list(store.path.glob("0*"))) == len(kept.cuts)
+    assert len(list(store.path.glob("0*"))) == len(kept.pieces)
 
 
 def test_one_device(store: DiskStore) -> None:
@@ -129,7 +129,7 @@ def test_pieces_updated_one_by_one(store: DiskStore, mesh: Mesh) -> None:
     x = array(mesh, (12, 16), P("a"))
     leaf, first = filled(store, x)
     rows = NamedSharding(mesh, P("a"))
-    for k in range(len(leaf.cuts)):
+    for k in range(len(leaf.pieces)):
         read = leaf.read(k)
         piece = read.result()
         assert all(future.done() for future in read.reads)
@@ -196,5 +196,5 @@ def test_what_does_not_fit(store: DiskStore, mesh: Mesh) -> None:
         leaf.fill(jax.device_put(x, NamedSharding(mesh, P("b"))))
     with pytest.raises(ValueError, match=r"piece 0 has 16 elements of float32, and 4 bytes"):
         leaf.write(0, dict.fromkeys(jax.devices(), np.zeros(1, np.float32)))
-    with pytest.raises(ValueError, match=r"mu\.w: .* do not cut a shard of 16 elements"):
-        DiskLeaf(store, "mu.w", x.shape, x.dtype, x.sharding, [(0, 8), (9, 16)])
+    with pytest.raises(ValueError, match=r"mu\.w: .* are not a shard of 16 elements"):
+        DiskLeaf(store, "mu.w", x.shape, x.dtype, x.sharding, [range(8), range(9, 16)])

@@ -144,7 +144,8 @@ OFFLOAD: tuple[Key, ...] = (
     *_both(
         "offload_param",
         5,
-        "parameters lie in host memory (cpu) or on disk (nvme), and come in before their use",
+        "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "
+        "their use",
     ),
     honoured(
         f"{_OPTIMIZER}.ratio",

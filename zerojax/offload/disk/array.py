@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +21,7 @@ from zerojax.offload.disk.pieces import (
     flat_piece,
     meet,
     moved,
+    results,
     shape_of,
     stored_shards,
     whole,
@@ -34,8 +36,8 @@ class DiskLeaf:
       store: The disk.
       name: For messages; unique in the store.
       shape, dtype, sharding: Of the whole array.
-      cuts: ``(start, stop)`` of each piece of a flat shard, in elements, one after the other; the
-        same for every shard.
+      pieces: The elements of each piece of a flat shard, one after the other; the same for every
+        shard.
 
     Attributes:
       shards: The distinct shards of this process.
@@ -43,7 +45,7 @@ class DiskLeaf:
       half: Whether pieces were written since the last complete update.
 
     Raises:
-      ValueError: ``cuts`` do not cover a shard.
+      ValueError: ``pieces`` are not the elements of a shard.
     """
 
     def __init__(
@@ -53,21 +55,21 @@ class DiskLeaf:
         shape: Sequence[int],
         dtype: Any,
         sharding: NamedSharding,
-        cuts: Sequence[tuple[int, int]],
+        pieces: Sequence[range],
     ) -> None:
         self.store, self.name = store, name
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.sharding, self.cuts = sharding, tuple(cuts)
+        self.sharding, self.pieces = sharding, tuple(pieces)
         self.shards = stored_shards(sharding, self.shape)
         self.generation, self.half = 0, False
         self._torn = False
-        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.cuts))]
+        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.pieces))]
         # At exit the store is removed as a whole.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(stop for _, stop in self.cuts)]
-        if [start for start, _ in self.cuts] != ends[:-1] or ends[-1] != size:
-            raise ValueError(f"{name}: {self.cuts} do not cut a shard of {size} elements")
+        ends = [0, *(piece.stop for piece in self.pieces)]
+        if [piece.start for piece in self.pieces] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
         """Writes a whole array of the same shape, dtype and sharding, piece by piece.
@@ -83,8 +85,8 @@ class DiskLeaf:
             )
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
-        for k, cut in enumerate(self.cuts):
-            self.write(k, {device: flat_piece(data[device], *cut) for device in firsts})
+        for k, piece in enumerate(self.pieces):
+            self.write(k, {device: flat_piece(data[device], piece) for device in firsts})
         self._torn = False
 
     def read(self, k: int) -> StoredPiece:
@@ -116,11 +118,11 @@ class DiskLeaf:
         """
         if isinstance(piece, jax.Array):
             piece = {shard.device: shard.data for shard in piece.addressable_shards}
-        start, stop = self.cuts[k]
+        size = len(self.pieces[k])
         given = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
-        if wrong := [x.nbytes for x in given if x.nbytes != (stop - start) * self.dtype.itemsize]:
+        if wrong := [x.nbytes for x in given if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
-                f"{self.name}: piece {k} has {stop - start} elements of {self.dtype}, and "
+                f"{self.name}: piece {k} has {size} elements of {self.dtype}, and "
                 f"{wrong[0]} bytes were given"
             )
         self.half = True
@@ -243,31 +245,31 @@ class DiskArray:
 
     def _blocks(self, wanted: Index) -> Iterator[tuple[Index, np.ndarray]]:
         """The blocks of those pieces that meet a box."""
+        shards, pieces = self.leaf.shards, self.leaf.pieces
         shape = self.sharding.shard_shape(self.shape)
-        ahead: deque[tuple[Future[np.ndarray], list[Index], Index]] = deque()
-        for i, shard in enumerate(self.leaf.shards):
-            for k, (start, stop) in enumerate(self.leaf.cuts):
-                parts = [*boxes(shape, start, stop)]
-                if any(meet(moved(box, shard.box), wanted) is not None for box in parts):
-                    self._check()
-                    ahead.append((self.leaf.read_shard(i, k), parts, shard.box))
-                if len(ahead) == 2:
-                    yield from self._split(*ahead.popleft())
-        while ahead:
-            yield from self._split(*ahead.popleft())
 
-    def _split(
-        self, read: Future[np.ndarray], parts: list[Index], shard: Index
-    ) -> Iterator[tuple[Index, np.ndarray]]:
-        """The boxes of one piece of a shard, and their values."""
-        values = read.result().view(self.dtype)
+        def blocks_of(i: int, k: int) -> list[Index]:
+            parts = boxes(shape, pieces[k].start, pieces[k].stop)
+            return [moved(box, shards[i].box) for box in parts]
+
+        needed = [
+            (i, k)
+            for i, k in itertools.product(range(len(shards)), range(len(pieces)))
+            if any(meet(box, wanted) is not None for box in blocks_of(i, k))
+        ]
+        reads = results((functools.partial(self._read_shard, i, k) for i, k in needed), 2)
+        for at, read in zip(needed, reads, strict=True):
+            self._check()
+            values, begin = read.view(self.dtype), 0
+            for box in blocks_of(*at):
+                block_shape = shape_of(box)
+                end = begin + math.prod(block_shape)
+                yield box, values[begin:end].reshape(block_shape)
+                begin = end
+
+    def _read_shard(self, i: int, k: int) -> Future[np.ndarray]:
         self._check()
-        begin = 0
-        for box in parts:
-            shape = shape_of(box)
-            end = begin + math.prod(shape)
-            yield moved(box, shard), values[begin:end].reshape(shape)
-            begin = end
+        return self.leaf.read_shard(i, k)
 
     def _check(self) -> None:
         if self.is_deleted():

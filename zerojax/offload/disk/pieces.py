@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -118,15 +119,26 @@ class StoredPiece(NamedTuple):
         }
 
 
-def flat_piece(x: jax.Array, start: int, stop: int) -> Data:
-    """Elements ``start:stop`` of a flattened shard.
+def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
+    """The results of futures that ``begin`` starts, in order; ``n`` are under way or in memory."""
+    under_way: deque[Future[Any]] = deque()
+    for start in begin:
+        if len(under_way) == n:
+            yield under_way.popleft().result()
+        under_way.append(start())
+    while under_way:
+        yield under_way.popleft().result()
 
-    They are sliced on the device, where the host would have to fetch the whole shard.
+
+def flat_piece(x: jax.Array, piece: range) -> Data:
+    """A piece of a flattened shard.
+
+    The piece is sliced on the device, where the host would have to fetch the whole shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:
-        return np.asarray(x).reshape(-1)[start:stop]
-    return _slice(x, start, stop - start)
+        return np.asarray(x).reshape(-1)[piece.start : piece.stop]
+    return _slice(x, piece.start, len(piece))
 
 
 @functools.partial(jax.jit, static_argnums=2)

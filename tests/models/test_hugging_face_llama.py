@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from zerojax.models.gpt import stack_blocks
-from zerojax.models.hugging_face import llama as hf_llama
 from zerojax.models.hugging_face.llama import from_hf, shapes_of
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 

@@ -1,4 +1,4 @@
-"""The console command ``zerojax``, and ``python -m zerojax``: a command for each file in ``cli``."""
+"""The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
 
 import os
 

@@ -1,44 +1,53 @@
 """What is here: devices, settings, packages, extras, and what was tried."""
 
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
-from packaging.requirements import Requirement
 
 from zerojax.doctor import checks
 from zerojax.doctor.checks import CHECKS, tried
-from zerojax.doctor.packages import CORE, Found, _declared_in, declared, extras, packages
+from zerojax.doctor.packages import Package, extras, packages
 from zerojax.doctor.report import SETTINGS, devices, report, settings
 
-ASKED = {
-    CORE: [Requirement("jax>=0.10.2,<0.12")],
-    "monitor": [Requirement("tensorboard>=2.16")],
-    "cuda13": [Requirement("jax[cuda13]>=0.10.2")],
-    "all": [Requirement("zerojax[monitor,cuda13]")],
-}
-JAX = Found(
-    "0.11.2",
-    (
-        "numpy>=2",
-        'jax-cuda13-plugin[with-cuda]==0.11.2; extra == "cuda13"',
-        'requests; extra == "tpu"',
-    ),
+ZEROJAX = (
+    "jax<0.12,>=0.10.2",
+    "of-windows; sys_platform == 'win32'",
+    'tensorboard>=2.16; extra == "monitor"',
+    'jax[cuda13]>=0.10.2; extra == "cuda13"',
+    'zerojax[cuda13,monitor]; extra == "all"',
 )
-PLUGIN = Found(
-    "0.11.1",
-    (
-        'nvidia-nvvm; extra == "with-cuda"',
-        'of-windows; sys_platform == "win32" and extra == "with-cuda"',
-    ),
+JAX = (
+    "numpy>=2",
+    'jax-cuda13-plugin[with-cuda]==0.11.2; extra == "cuda13"',
+    'requests; extra == "tpu"',
 )
-PYPROJECT = """
-[project]
-name = "zerojax"
-dependencies = ["jax>=0.10.2", "of-windows; sys_platform == 'win32'"]
-[project.optional-dependencies]
-compile = ["jax==0.1; python_version < '3'", "jax==0.11.2; python_version >= '3'"]
-"""
+PLUGIN = (
+    'nvidia-nvvm; extra == "with-cuda"',
+    'of-windows; sys_platform == "win32" and extra == "with-cuda"',
+)
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """``install(name, version, *requires)``; nothing but what it installs is found."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+    def install(name: str, version: str, *requires: str) -> None:
+        extras = {m for each in requires for m in re.findall('extra == "(.*?)"', each)}
+        fields = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
+        fields += [f"Provides-Extra: {extra}" for extra in sorted(extras)]
+        fields += [f"Requires-Dist: {each}" for each in requires]
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("\n".join(fields) + "\n")
+
+    install("zerojax", "1", *ZEROJAX)
+    return install
 
 
 def test_the_devices_of_the_tests() -> None:
@@ -59,18 +68,17 @@ def test_settings_say_what_holds() -> None:
     assert "not set: 0.75" in found["XLA_PYTHON_CLIENT_MEM_FRACTION"].says
 
 
-def test_nothing_is_missing() -> None:
-    there = {
-        "jax": JAX,
-        "jax-cuda13-plugin": PLUGIN._replace(version="0.11.2"),
-        "nvidia-nvvm": Found("13.5"),
-        "tensorboard": Found("2.16"),
-    }
-    assert all(extra.installed and not extra.remedy for extra in extras(ASKED, there.get))
+def test_nothing_is_missing(install: Install) -> None:
+    install("jax", "0.11.2", *JAX)
+    install("jax-cuda13-plugin", "0.11.2", *PLUGIN)
+    install("nvidia-nvvm", "13.5")
+    install("tensorboard", "2.16")
+    assert all(extra.installed and not extra.remedy for extra in extras())
 
 
-def test_a_missing_extra_is_named_with_its_remedy() -> None:
-    found = {extra.name: extra for extra in extras(ASKED, {"jax": JAX}.get)}
+def test_a_missing_extra_is_named_with_its_remedy(install: Install) -> None:
+    install("jax", "0.11.2", *JAX)
+    found = {extra.name: extra for extra in extras()}
     assert set(found) == {"monitor", "cuda13", "all"}
     assert not found["monitor"].installed
     assert found["monitor"].missing == ("tensorboard>=2.16",)
@@ -79,38 +87,38 @@ def test_a_missing_extra_is_named_with_its_remedy() -> None:
     assert set(found["all"].missing) == {"tensorboard>=2.16", "jax-cuda13-plugin==0.11.2"}
 
 
-def test_an_old_version_counts_as_missing() -> None:
-    there = {"jax": JAX, "jax-cuda13-plugin": PLUGIN, "tensorboard": Found("2.9")}
-    found = {extra.name: extra for extra in extras(ASKED, there.get)}
+def test_an_old_version_counts_as_missing(install: Install) -> None:
+    install("jax", "0.11.2", *JAX)
+    install("jax-cuda13-plugin", "0.11.1", *PLUGIN)
+    install("tensorboard", "2.9")
+    found = {extra.name: extra for extra in extras()}
     assert found["monitor"].missing == ("tensorboard>=2.16 (found 2.9)",)
     assert found["cuda13"].missing == ("jax-cuda13-plugin==0.11.2 (found 0.11.1)", "nvidia-nvvm")
 
 
 @pytest.mark.parametrize(("version", "fits"), [("0.11.2", True), ("0.12.0", False), (None, False)])
-def test_packages(version: str | None, fits: bool) -> None:
-    there = {"libtpu": Found("0.0.48"), "jaxlib": Found("1")}
-    there |= {"jax": Found(version)} if version else {}
-    own, found, jaxlib, libtpu = packages(ASKED, there.get)
-    assert (own.name, own.version) == ("zerojax", None)
-    assert (found.name, found.version, found.wanted) == ("jax", version, "<0.12,>=0.10.2")
-    assert found.remedy == ("" if fits else "pip install 'jax<0.12,>=0.10.2'")
+def test_packages(install: Install, version: str | None, fits: bool) -> None:
+    install("libtpu", "0.0.48")
+    install("jaxlib", "1")
+    if version:
+        install("jax", version)
+    own, jax, jaxlib, libtpu = packages()
+    assert (own.name, own.version) == ("zerojax", "1")
+    assert (jax.name, jax.version, jax.wanted) == ("jax", version, "<0.12,>=0.10.2")
+    assert jax.remedy == ("" if fits else "pip install 'jax<0.12,>=0.10.2'")
     assert (jaxlib.version, libtpu.version) == ("1", "0.0.48")
 
 
-def test_run_from_its_folder(tmp_path: Path) -> None:
-    path = tmp_path / "pyproject.toml"
-    assert _declared_in(path) == {}
-    path.write_text(PYPROJECT)
-    found = {extra: [*map(str, asked)] for extra, asked in _declared_in(path).items()}
-    assert found == {CORE: ["jax>=0.10.2"], "compile": ["jax==0.11.2"]}
-    path.write_text("[project]\nname = 'other'\ndependencies = ['x']")
-    assert _declared_in(path) == {}
+def test_run_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    assert packages() == (Package("zerojax", None),)
+    assert extras() == ()
 
 
-def test_the_extras_of_this_installation() -> None:
-    assert {"cuda13", "tpu", "compile", "monitor", "export", "examples", "test"} <= set(declared())
-    assert "jax" in [requirement.name for requirement in declared()[CORE]]
-    assert "pytest" in [requirement.name for requirement in declared()["test"]]
+def test_this_installation() -> None:
+    names = {extra.name for extra in extras()}
+    assert {"cuda13", "tpu", "compile", "monitor", "export", "examples", "test"} <= names
+    assert all(package.version and not package.remedy for package in packages())
 
 
 def test_what_was_tried() -> None:

@@ -134,7 +134,7 @@ def _kind(
 
 def _loop_name(callers: Callers, place: Computation) -> str:
     """Where the loop comes from whose body this is: what it carries has no name of its own."""
-    return callers[place.name][1].op_name if place.name in callers else ""
+    return callers[place.name].loop.op_name if place.name in callers else ""
 
 
 def _reformed(place: Computation, made: Instruction) -> bool:

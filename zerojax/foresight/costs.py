@@ -33,7 +33,7 @@ from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traff
 from zerojax.foresight.refused import refused
 from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.program import HloProgram, parse
-from zerojax.hlo.timeline import INWARD, OUTWARD, ProgramTime, program_time
+from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
@@ -249,17 +249,15 @@ def _traffic(
     # What stands in a computation that is called from two places comes twice, its time once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(
-        kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: tuple[str, str]
-    ) -> None:
+    def add(kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: Place) -> None:
         seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
         parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
 
     for each in sent:
-        key = each.computation, each.name
+        key = Place(each.computation, each.name)
         add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
     for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, (copy.computation, copy.name))
+        add(kind, (), copy.times, copy.times * copy.bytes, Place(copy.computation, copy.name))
     for same in parts.values():
         yield sum_traffic(same)

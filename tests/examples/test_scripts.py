@@ -1,7 +1,6 @@
 """The examples to copy: each ends with the number that its docstring promises."""
 
 import ast
-import os
 import re
 import runpy
 import subprocess
@@ -39,25 +38,14 @@ def test_it_ends_as_its_docstring_says(name: str, capsys: pytest.CaptureFixture[
 
 def test_killed_and_run_again_it_ends_as_its_docstring_says(
     tmp_path: Path,
-    compiled: Path,
+    environment: dict[str, str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, folder = FOLDER / "resume.py", str(tmp_path)
-    environment = {
-        "PYTHONPATH": str(FOLDER.parent),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as `quick_compile`, whose programs it shares
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     before = []
-    with subprocess.Popen(
-        [sys.executable, str(path), folder],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as run:
+    command = [sys.executable, str(path), folder]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         for line in run.stdout:
             before.append(line.strip())

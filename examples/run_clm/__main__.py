@@ -19,107 +19,18 @@ on other devices and at another stage. At SIGTERM it saves and exits with status
 ends it at once.
 """
 
-import dataclasses
 import pathlib
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
-import jax
 import typer
-from flax.training.train_state import TrainState
 from rich.console import Console
 from rich.markup import escape
 
 import zerojax
-from examples import clm, curve, data, report
-from examples.devices import data_mesh
-from examples.job import DEFAULT_CONFIG, Fused, Job, size_of
-from examples.progress import Progress
-from examples.run_folder import History, RunFolder
-from zerojax.checkpoint import PREEMPTED, CheckpointError, Preemption
+from examples.run_clm.job import DEFAULT_CONFIG, Fused, Job, size_of
+from examples.run_clm.train import train
+from zerojax.checkpoint import PREEMPTED, CheckpointError
 from zerojax.models.gpt import SIZES
-
-EVAL_BATCHES = 4
-
-
-class Outcome(NamedTuple):
-    """Losses of every step, the speed of this run's own steps (0 without any), and whether it was
-    told to stop before the last one."""
-
-    history: History
-    tokens_per_second: float
-    preempted: bool = False
-
-
-def train(job: Job, console: Console) -> Outcome:
-    """The whole job, from text to curve."""
-    text = job.read_text()
-    mesh = data_mesh(job.devices)
-    config = clm.resolved(job, mesh, console)
-    rows = job.rows(config, mesh.size)
-    zero = zerojax.zero(config, mesh=mesh)
-    made, model = clm.workload(job, zero, rows), clm.model(job, zero)
-    create_state, train_step = made.create_state, zero(made.train_step)
-    batches = data.Batches(text.train, rows, job.block_size, job.seed)
-    unseen = data.Batches(text.held_out, rows, job.block_size)
-    init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
-
-    @zero.evaluate
-    def eval_step(state: TrainState, batch: Any) -> jax.Array:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        losses: Any = model.apply({"params": state.params}, inputs, targets=targets)
-        return losses.mean()
-
-    def held_out_loss(state: TrainState) -> float:
-        some = list(unseen.spread(EVAL_BATCHES))
-        return sum(float(eval_step(state, batch)) for batch in some) / len(some)
-
-    identity = job.identity(config, rows, text)
-    about = dataclasses.asdict(job.model_config) | {"dtype": None}
-    options: Any = {"restart": job.restart, "from_step": job.from_step}
-    with RunFolder(job.out, zero, identity, about, **options) as folder, Preemption() as preemption:
-        history, start = folder.history(), folder.step or 0
-        if start >= job.steps:
-            console.print(report.already_done(folder, start, job.steps))
-            return Outcome(history, 0.0)
-        if start:
-            dropout_key = folder.key()
-            state = folder.restore(zero.abstract_state(create_state, init_key))
-            console.print(f"Continuing from step {start} in {folder.checkpoints}")
-        else:
-            state = zero.init(create_state, init_key)
-        console.print(str(zero.plan(state)), markup=False)
-        console.print(report.bytes_by_stage(config, mesh, create_state, init_key))
-
-        tokens = rows * job.block_size
-        with Progress(console, job.steps, done=start, step_tokens=tokens, mesh=mesh) as progress:
-            if start == 0:
-                history.held_out.append((0, held_out_loss(state)))
-                progress.held_out(*history.held_out[-1])
-            for step in range(start, job.steps):
-                key = jax.random.fold_in(dropout_key, step)
-                state, metrics = train_step(state, batches.batch_at(step), key)
-                history.train.append(metrics["loss"])
-                done = step + 1
-                progress.advance(done, metrics["loss"], state)
-                if done % job.eval_every == 0 or done == job.steps:
-                    history.held_out.append((done, held_out_loss(state)))
-                    progress.held_out(*history.held_out[-1])
-                stop = preemption.notice or done == job.steps
-                if stop or done % job.save_every == 0:
-                    trouble = folder.save(done, state, history, dropout_key)
-                    if trouble:
-                        console.print(report.not_saved(trouble))
-                if stop:
-                    break
-        folder.wait()
-        outcome = Outcome(history, progress.tokens_per_second, preempted=done < job.steps)
-        curve.draw(folder.curve, history, report.title(job, config, mesh))
-        if outcome.preempted:
-            console.print(report.preempted(folder, job.steps))
-        else:
-            console.print(report.summary(history, progress, folder))
-        return outcome
-
 
 app = typer.Typer(add_completion=False)
 

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import numpy.typing as npt
 
-from examples.run_folder import History
+from examples.run_clm.run_folder import History
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

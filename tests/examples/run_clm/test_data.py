@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from examples.data import Batches, TextError, python_sources, read_text, split
+from examples.run_clm.data import Batches, TextError, python_sources, read_text, split
 
 
 def test_python_sources_are_capped_and_repeatable() -> None:

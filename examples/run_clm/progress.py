@@ -19,7 +19,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 import zerojax
-from examples.devices import Memory, device_bytes
+from examples.run_clm.devices import Memory, device_bytes
 
 PLAIN_LINES = 20
 

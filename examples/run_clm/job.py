@@ -4,7 +4,7 @@ Example::
 
     job = Job(model="mini", steps=300, block_size=128, ...)
     job.model_config.n_layer                          # 4
-    job.rows(load("configs/zero3.json"), world=8)     # 16
+    job.rows(zerojax.zero(job.config).config, world=8)  # 16
 """
 
 import dataclasses
@@ -14,16 +14,21 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from examples import data
-from zerojax.config import ZeroConfig
-from zerojax.foresight.choice import BATCH, SECTIONS
+import zerojax
+from examples.run_clm import data
 from zerojax.models.gpt import SIZES, GPTConfig
 from zerojax.models.kernels import Kernels
 
-DEFAULT_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "zero3.json"
+DEFAULT_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
 Fused = Literal["auto", "mosaic_gpu", "xla"]
-OFFLOAD = (*SECTIONS, "sub_group_size", "cpu_checkpointing")
+
+# Keys and fields of a config by what they decide.
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OFFLOAD = ("offload_optimizer", "offload_param")
+MEMORY = (
+    "stage", "stage3_param_persistence_threshold", "sub_group_size", "cpu_checkpointing",
+)  # fmt: skip
 LOGS = ("steps_per_print", "wall_clock_breakdown", "csv_monitor", "tensorboard", "wandb")
 
 
@@ -66,7 +71,7 @@ class Job:
         documents = [data.read_text(path) for path in self.text] or data.python_sources()
         return data.split(documents, self.block_size)
 
-    def rows(self, config: ZeroConfig, world: int) -> int:
+    def rows(self, config: zerojax.ZeroConfig, world: int) -> int:
         """Rows per update: `--batch-size`, else what the JSON says, else about 16."""
         sizes = config.batch(world)
         if self.batch_size is not None and sizes.train not in (None, self.batch_size):
@@ -83,12 +88,12 @@ class Job:
             )
         return rows
 
-    def identity(self, config: ZeroConfig, rows: int, text: data.Text) -> dict[str, Any]:
+    def identity(self, config: zerojax.ZeroConfig, rows: int, text: data.Text) -> dict[str, Any]:
         """What a continued run must share, as JSON. Stage, offload, devices, micro-batches,
         remat and kernels may change."""
         model = dataclasses.asdict(self.model_config)
         del model["remat"], model["dtype"]
-        free = {"notes", "stage", "stage3_param_persistence_threshold", *BATCH, *OFFLOAD, *LOGS}
+        free = {*BATCH, *OFFLOAD, *MEMORY, *LOGS, "notes"}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {

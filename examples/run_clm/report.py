@@ -2,36 +2,35 @@
 
 Example::
 
-    console.print(bytes_by_stage(config, mesh, create_state, key))
+    console.print(bytes_by_stage(zero, create_state, key))
     console.print(summary(history, progress, folder))
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 import zerojax
-from examples.job import Job
-from examples.progress import Progress, told
-from examples.run_folder import History, RunFolder
-from zerojax.config import ZeroConfig
-from zerojax.plan.table import size
+from examples.run_clm.job import Job
+from examples.run_clm.progress import Progress, told
+from examples.run_clm.run_folder import History, RunFolder
 
 GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
 AWAY = {"host": "in host memory", "disk": "on disk"}
 
 
 def bytes_by_stage(
-    config: ZeroConfig, mesh: Mesh, create_state: Callable[[jax.Array], Any], key: jax.Array
+    zero: zerojax.Zero, create_state: Callable[[jax.Array], Any], key: jax.Array
 ) -> Table:
-    """What one device holds at each ZeRO stage, from the plans alone; and what host memory and the
-    disk hold for it, where the config offloads what a stage has sharded."""
+    """Bytes on one device at each ZeRO stage, from the plans alone; where the config offloads,
+    bytes in host memory and on disk too."""
+    config, mesh = zero.config, zero.mesh
     zeros = [zerojax.zero(at_stage(config, stage), mesh=mesh) for stage in range(len(GATHERED))]
     plans = [zero.plan(zero.abstract_state(create_state, key)) for zero in zeros]
     away = [place for place in AWAY if any(sum(bytes_in(p, place)) for p in plans)]
@@ -62,7 +61,7 @@ def bytes_by_stage(
     return table
 
 
-def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+def at_stage(config: zerojax.ZeroConfig, stage: int) -> zerojax.ZeroConfig:
     """The config at another stage, with as much of its offload as that stage can have."""
     return dataclasses.replace(
         config,
@@ -73,8 +72,8 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
 
 
 def bytes_in(plan: zerojax.Plan, place: str) -> tuple[int, int]:
-    """What one device has in a place: at rest (the state, and copies to compute with), and
-    gradients."""
+    """Bytes of one device in a place: at rest (the state, and copies in the compute dtype), and
+    of gradients."""
     copies, grads = (
         sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place)
         for leaves in (plan.copies(), plan.gradients())
@@ -82,13 +81,20 @@ def bytes_in(plan: zerojax.Plan, place: str) -> tuple[int, int]:
     return plan.bytes_in(place) + copies, grads
 
 
-def title(job: Job, config: ZeroConfig, mesh: Mesh) -> str:
+def size(n_bytes: int) -> str:
+    """Three digits in powers of 1000.
+
+    Example: size(1_235_152_404) == "1.24 GB".
+    """
+    power = min(int(math.log10(max(n_bytes, 1))) // 3, 4)
+    return f"{n_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def title(job: Job, zero: zerojax.Zero) -> str:
     """The curve's title."""
-    device = mesh.devices.flat[0]
+    kind = zero.mesh.devices.flat[0].device_kind
     text = ", ".join(path.name for path in job.text) or "the Python library's sources"
-    return (
-        f"GPT {job.model} on {text}\nZeRO stage {config.stage}, {mesh.size} x {device.device_kind}"
-    )
+    return f"GPT {job.model} on {text}\nZeRO stage {zero.config.stage}, {zero.mesh.size} x {kind}"
 
 
 def already_done(folder: RunFolder, done: int, steps: int) -> str:

@@ -53,7 +53,7 @@ def each(
     cases, are no part of the sweep."""
 
     def marks(name: str, stage: int) -> Any:
-        return () if name == "mlp" or stage == 3 and name in common else pytest.mark.sweep
+        return () if name == "mlp" or (stage == 3 and name in common) else pytest.mark.sweep
 
     return pytest.mark.parametrize(
         ("name", "stage"),

@@ -104,7 +104,10 @@ CASES = [
     Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16),
     Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
     Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
-    Case("both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500, sweep=True),
+    Case(
+        "both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500,
+        sweep=True,
+    ),
     Case("both, scanned, accumulation", BOTH, 3, "scanned", base=CLIP | TWICE),
     Case("both, unrolled", BOTH, 3, "unrolled", base=CLIP, sweep=True),
     Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16, sweep=True),

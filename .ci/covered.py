@@ -1,4 +1,4 @@
-"""Fails for files of which the tests run hardly a line: `coverage json -o - | python covered.py`."""
+"""Fails for files of which the tests run hardly a line; reads what `coverage json -o -` says."""
 
 import json
 import sys

@@ -76,6 +76,10 @@ def test_auto_is_chosen_by_compiles(
     auto: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = {"train_micro_batch_size_per_gpu": 2}
+    none = {"device": "none"}
+    zero = {"stage": "auto", "offload_param": none, "offload_optimizer": none}
+    auto.write_text(json.dumps(json.loads(auto.read_text()) | sizes | {"zero_optimization": zero}))
     console = Console(file=io.StringIO(), width=200)
     made = resolved(job(auto), zerojax.topology("h100", 8), console)
     assert made.batch(8).train == 16  # the job's own rows

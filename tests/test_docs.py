@@ -90,9 +90,7 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     # Drawn by the site out of other files, see docs/site/pages.py.
     made = {"changelog.md", "contributing.md", "configs.md", "records/README.md"}
     assert [
-        path
-        for path in local
-        if path and path not in made and not (page.parent / path).exists()
+        path for path in local if path and path not in made and not (page.parent / path).exists()
     ] == []
 
 

@@ -167,7 +167,9 @@ def test_what_was_saved_is_loaded(config: GPTConfig, folder: pathlib.Path) -> No
     assert_same(load(folder.parent / "again", config), expected)
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "config", [pytest.param(TINY, marks=pytest.mark.sweep), SCANNED], ids=["unrolled", "scanned"]
+)
 def test_a_state_at_stage_3_trains_on_from_loaded_weights(
     config: GPTConfig, folder: pathlib.Path
 ) -> None:

@@ -53,7 +53,7 @@ def told(
 
 
 def marked(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.repeats else [])
+    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.sweep else [])
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])

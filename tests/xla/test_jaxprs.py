@@ -234,7 +234,9 @@ def test_the_backward_pass_is_known() -> None:
     product = jax.make_jaxpr(jax.grad(lambda x: (x @ np.ones((6, 2), np.float32)).sum()))(X)
     made = {e.primitive.name: jaxprs.is_transposed(e) for e in product.jaxpr.eqns}
     assert made["broadcast_in_dim"]
-    dots = [jaxprs.is_transposed(e) for e in product.jaxpr.eqns if e.primitive.name == "dot_general"]
+    dots = [
+        jaxprs.is_transposed(e) for e in product.jaxpr.eqns if e.primitive.name == "dot_general"
+    ]
     assert dots[-1]
     assert not jaxprs.is_transposed(traced(lambda x: x.sum(0), "reduce_sum"))
 
@@ -275,7 +277,9 @@ def test_equations_made_anew_come_from_the_same_line() -> None:
 
     def again(x: jax.Array) -> Any:
         with jaxprs.traced_where(eqn):
-            return jaxprs.bind(eqn, [v.val if isinstance(v, core.Literal) else x for v in eqn.invars])
+            return jaxprs.bind(
+                eqn, [v.val if isinstance(v, core.Literal) else x for v in eqn.invars]
+            )
 
     (copy,) = jax.make_jaxpr(again)(X).jaxpr.eqns
     assert copy.source_info.name_stack == eqn.source_info.name_stack

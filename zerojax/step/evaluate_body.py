@@ -13,7 +13,7 @@ from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.host import Host
-from zerojax.offload.disk.params import ParamReader, DiskParam
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout

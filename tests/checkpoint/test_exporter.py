@@ -24,8 +24,8 @@ from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
-    arrays,
     safetensors_files,
+    saved,
 )
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.exporter import export
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(saved, "_BLOCK_BYTES", 200)
 
 
 def loaded(folder: Path) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ def by_layer(seed: int) -> dict[str, np.ndarray]:
 def test_stacked_layers_apart(
     block: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(saved, "_BLOCK_BYTES", block)
     told = export(folder, tmp_path / "out", names=layers, max_shard_size="1KB")
     assert_same(loaded(tmp_path / "out"), by_layer(2))
     assert told.tensors == 10
@@ -280,7 +280,7 @@ def test_a_full_disk(
 
 def test_a_wrong_number_is_found(tmp_path: Path) -> None:
     step = recorded.save(tmp_path / "in", 1, tree())
-    leaves = records.read(arrays.epath.Path(step)).leaves
+    leaves = records.read(saved.epath.Path(step)).leaves
     wrong = leaves["params.h.w"].model_copy(update={"checksum": 1})
     recorded.write(step, tree(), leaves=leaves | {"params.h.w": wrong})
     with pytest.raises(DamagedCheckpointError, match=r"params\.h\.w holds other numbers than were"):

@@ -365,7 +365,7 @@ def test_a_damaged_disk_is_told_and_the_last_step_stays(
 
 def damage(x: DiskArray) -> None:
     """Every file of the store in which it lies that has the bytes of its first shard."""
-    wanted = next(iter(x.blocks()))[1].tobytes()
+    wanted = x.leaf.read_shard(0, 0).result().tobytes()
     for file in Path(x.leaf.store.path).iterdir():
         if file.read_bytes().startswith(wanted):
             flip(file, 0, 1)

@@ -145,11 +145,13 @@ def _written(
     if jax.process_index() == 0:
         transactions.create(spec, info.ts_context)
     shard_shape = x.sharding.shard_shape(x.shape)
-    for i in owned(x.leaf):
+    for i, shard in enumerate(x.leaf.shards):
+        if shard.owner != jax.process_index():
+            continue
         chunks = [*_chunks(shard_shape, chunk)]
         sizes = [math.prod(shape_of(box)) for box in chunks]
         for box, flat in zip(chunks, recut(_pieces(x.leaf, i), sizes), strict=True):
-            index, block = moved(box, x.leaf.shards[i].box), flat.reshape(shape_of(box))
+            index, block = moved(box, shard.box), flat.reshape(shape_of(box))
             transactions.write(spec, info.ts_context, index, block)
             yield index, block
 
@@ -210,23 +212,6 @@ def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def owned(leaf: DiskLeaf) -> list[int]:
-    """Numbers of this process's shards that no lower process has."""
-    first: dict[Any, int] = {}
-    device: Any
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        assert index is not None
-        at = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
-        process = int(device.process_index)
-        first[at] = min(first.get(at, process), process)
-    here = jax.process_index()
-    return [
-        i
-        for i, shard in enumerate(leaf.shards)
-        if first[tuple((s.start, s.stop) for s in shard.box)] == here
-    ]
-
-
 def over_processes(shares: Mapping[str, int]) -> dict[str, int]:
     """The checksums of whole arrays, from each process's shares."""
     if jax.process_count() == 1 or not shares:
@@ -243,18 +228,18 @@ def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
       leaf: The leaf.
       read: Returns a box of the whole array, in any float or integer dtype.
     """
-    mine = set(owned(leaf))
     shape = leaf.sharding.shard_shape(leaf.shape)
 
     def read_piece(k: int, i: int) -> tuple[np.ndarray, int]:
-        piece = leaf.pieces[k]
+        piece, shard = leaf.pieces[k], leaf.shards[i]
         flat, at, total = np.empty(len(piece), leaf.dtype), 0, 0
         for box in boxes(shape, piece.start, piece.stop):
-            index = moved(box, leaf.shards[i].box)
+            index = moved(box, shard.box)
             values = read(index)
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size
-            total += share(values, [s.start for s in index]) if i in mine else 0
+            if shard.owner == jax.process_index():
+                total += share(values, [s.start for s in index])
         return flat, total
 
     total = 0

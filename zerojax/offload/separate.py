@@ -50,20 +50,13 @@ class Prelude(NamedTuple):
     shared: list[Any]
 
 
-class _Slice(NamedTuple):
-    """A result's arguments (positions), equations, and scalars of the prelude (variables)."""
-
-    inputs: set[int]
-    eqns: list[Any]
-    scalars: list[Any]
-
-
 class _Connected(NamedTuple):
-    """Arguments and results (positions) that equations connect."""
+    """Arguments and results (positions) that equations connect, and the prelude's scalars there."""
 
     inputs: set[int]
     outputs: set[int]
     eqns: list[Any]
+    scalars: dict[Any, None]
 
 
 class Separated:
@@ -104,15 +97,14 @@ class Separated:
         groups: list[_Connected] = []
         needed: dict[Any, None] = {}
         for i in leaves:
-            inputs, eqns, scalars = self._slice(outvars[i])
-            needed.update(dict.fromkeys(scalars))
-            outputs = {i}
-            for other in [g for g in groups if g.inputs & inputs]:
+            new = self._connected(i)
+            needed |= new.scalars
+            for other in [g for g in groups if g.inputs & new.inputs]:
                 groups.remove(other)
-                inputs |= other.inputs
-                outputs |= other.outputs
-                eqns += other.eqns
-            groups.append(_Connected(inputs, outputs, eqns))
+                new.inputs.update(other.inputs)
+                new.outputs.update(other.outputs)
+                new.eqns.extend(other.eqns)
+            groups.append(new)
         self.shared = tuple(light)
         self.scalars = tuple(needed)
         self.clusters = tuple(map(self._cluster, groups))
@@ -124,11 +116,12 @@ class Separated:
         """Whether a variable belongs to the prelude: one number, of no parameter and no moment."""
         return v not in self._heavy and v.aval.ndim == 0
 
-    def _slice(self, v: Any) -> _Slice:
+    def _connected(self, i: int) -> _Connected:
+        """The arguments, equations and scalars that a result is made from."""
         inputs: set[int] = set()
         eqns: dict[int, Any] = {}
         scalars: dict[Any, None] = {}
-        todo, seen = [v], set()
+        todo, seen = [self._jaxpr.outvars[i]], set()
         while todo:
             x = todo.pop()
             if isinstance(x, core.Literal) or x in seen:
@@ -141,7 +134,7 @@ class Separated:
             elif x in self._maker:
                 eqns[id(self._maker[x])] = self._maker[x]
                 todo.extend(self._maker[x].invars)
-        return _Slice(inputs, list(eqns.values()), list(scalars))
+        return _Connected(inputs, {i}, list(eqns.values()), scalars)
 
     def _cluster(self, connected: _Connected) -> Cluster:
         eqns = connected.eqns

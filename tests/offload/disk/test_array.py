@@ -75,19 +75,6 @@ def test_it_holds_the_array(
     np.testing.assert_array_equal(whole, x)
 
 
-@pytest.mark.parametrize(("shape", "spec", "dtype"), CASES)
-def test_its_blocks_are_all_of_it_once(
-    store: DiskStore, mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any
-) -> None:
-    x = array(mesh, shape, spec, dtype)
-    _, got = filled(store, x)
-    seen = np.zeros(shape, int)
-    for index, values in got.blocks():
-        seen[index] += 1
-        np.testing.assert_array_equal(values, np.asarray(x)[index])
-    assert (seen == 1).all()
-
-
 def test_a_slice_reads_its_pieces_alone(tmp_path: Path, mesh: Mesh) -> None:
     x = array(mesh, (16, 6), P("a"))
     told: list[str] = []
@@ -146,7 +133,7 @@ def test_pieces_updated_one_by_one(store: DiskStore, mesh: Mesh) -> None:
     np.testing.assert_array_equal(second, np.asarray(x) + 1)
     assert first.is_deleted()
     assert not second.is_deleted()
-    for act in (first.__array__, first.load, lambda: [*first.blocks()]):
+    for act in (first.__array__, first.load):
         with pytest.raises(ValueError, match=r"mu\.w: this state was passed to an earlier step"):
             act()
     assert "deleted" in repr(first)

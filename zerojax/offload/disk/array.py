@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -204,7 +204,7 @@ class DiskArray:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read_slice(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The elements at an index of the whole array; only their pieces are read.
+        """The elements at an index of the whole array; only their pieces are read, two at a time.
 
         Raises:
           DiskStateError: the bytes are not those that were written.
@@ -212,27 +212,28 @@ class DiskArray:
             elements.
         """
         wanted = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, self.shape, strict=True))
-        out = np.empty(shape_of(wanted), self.dtype)
-        filled = 0
-        for here, values in self._blocks(wanted):
-            if (both := meet(here, wanted)) is not None:
-                part = values[moved(both, here, -1)]
-                out[moved(both, wanted, -1)] = part
-                filled += part.size
+        needed = [
+            (i, k)
+            for i, k in itertools.product(
+                range(len(self.leaf.shards)), range(len(self.leaf.pieces))
+            )
+            if any(meet(box, wanted) is not None for box in self._boxes(i, k))
+        ]
+        reads = results((functools.partial(self._read_shard, i, k) for i, k in needed), 2)
+        out, filled = np.empty(shape_of(wanted), self.dtype), 0
+        for at, read in zip(needed, reads, strict=True):
+            self._check()
+            values, begin = read.view(self.dtype), 0
+            for box in self._boxes(*at):
+                end = begin + math.prod(shape_of(box))
+                if (both := meet(box, wanted)) is not None:
+                    part = values[begin:end].reshape(shape_of(box))[moved(both, box, -1)]
+                    out[moved(both, wanted, -1)] = part
+                    filled += part.size
+                begin = end
         if filled < out.size:
             raise ValueError(f"{self!r}: other processes hold some of {wanted}")
         return out
-
-    def blocks(self) -> Iterator[tuple[Index, np.ndarray]]:
-        """Boxes of the whole array and their values: each element of this process once.
-
-        Two pieces are in memory at a time.
-
-        Raises:
-          DiskStateError: the bytes are not those that were written.
-          ValueError: the state was passed to a later step.
-        """
-        return self._blocks(whole(self.shape))
 
     def load(self, sharding: Sharding | None = None) -> jax.Array:
         """The array on devices, sharded as on the disk unless ``sharding`` is given."""
@@ -243,29 +244,11 @@ class DiskArray:
             dtype=self.dtype,
         )
 
-    def _blocks(self, wanted: Index) -> Iterator[tuple[Index, np.ndarray]]:
-        """The blocks of those pieces that meet a box."""
-        shards, pieces = self.leaf.shards, self.leaf.pieces
-        shape = self.sharding.shard_shape(self.shape)
-
-        def blocks_of(i: int, k: int) -> list[Index]:
-            parts = boxes(shape, pieces[k].start, pieces[k].stop)
-            return [moved(box, shards[i].box) for box in parts]
-
-        needed = [
-            (i, k)
-            for i, k in itertools.product(range(len(shards)), range(len(pieces)))
-            if any(meet(box, wanted) is not None for box in blocks_of(i, k))
-        ]
-        reads = results((functools.partial(self._read_shard, i, k) for i, k in needed), 2)
-        for at, read in zip(needed, reads, strict=True):
-            self._check()
-            values, begin = read.view(self.dtype), 0
-            for box in blocks_of(*at):
-                block_shape = shape_of(box)
-                end = begin + math.prod(block_shape)
-                yield box, values[begin:end].reshape(block_shape)
-                begin = end
+    def _boxes(self, i: int, k: int) -> list[Index]:
+        """The boxes of the whole array that piece ``k`` of shard ``i`` consists of, in order."""
+        shape, piece = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
+        parts = boxes(shape, piece.start, piece.stop)
+        return [moved(box, self.leaf.shards[i].box) for box in parts]
 
     def _read_shard(self, i: int, k: int) -> Future[np.ndarray]:
         self._check()

@@ -75,22 +75,32 @@ def moved(box: Index, by: Index, sign: int = 1) -> Index:
 
 
 class StoredShard(NamedTuple):
-    """A part of an array, and the devices of this process that have it."""
+    """A part of an array.
+
+    Attributes:
+      box: Its indices.
+      devices: Those of this process that have it.
+      owner: The lowest process that has it.
+    """
 
     box: Index
     devices: tuple[jax.Device, ...]
+    owner: int
 
 
 def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[StoredShard, ...]:
     """The distinct shards of this process, in the order of their indices."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        devices.setdefault(bounds, []).append(device)
+        holders.setdefault(bounds, []).append(device)
+    local = sharding.addressable_devices
     return tuple(
-        StoredShard(tuple(slice(*bound) for bound in bounds), tuple(devices[bounds]))
-        for bounds in sorted(devices)
+        StoredShard(tuple(slice(*bound) for bound in bounds), here, owner)
+        for bounds in sorted(holders)
+        if (here := tuple(d for d in holders[bounds] if d in local))
+        for owner in [min(int(d.process_index) for d in holders[bounds])]
     )
 
 

@@ -95,8 +95,8 @@ def check_params(
         elif key in checked.values and param.only and checked.values[key] not in param.only:
             problem = f"{path} = {shown(checked.values[key])} is not supported: {param.why}"
         elif json and key not in checked.values and param.only and param.default not in param.only:
-            told = f"{shown(param.default)}, DeepSpeed's default,"
-            problem = f"{path} = {told} is not supported: {param.why}"
+            default = f"{shown(param.default)}, DeepSpeed's default,"
+            problem = f"{path} = {default} is not supported: {param.why}"
         else:
             continue
         checked.problems.append(problem)

@@ -196,7 +196,7 @@ class OptimizerConfig(_Named):
     """An optimizer by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> OptimizerConfig(type="adamw", params={"lr": 3e-4}).with_defaults()["betas"]
@@ -211,7 +211,7 @@ class SchedulerConfig(_Named):
     """A learning-rate schedule by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 20}).type

@@ -105,7 +105,7 @@ def _programs(planned: Planned) -> Table:
 def _about_memory(planned: Planned) -> Iterator[str]:
     found = planned.forecast
     last = found.programs[-1]
-    if not last.made:
+    if not last.compiled:
         yield f"XLA refuses {last.name!r}: it takes that much at the least; of what is not told."
     elif not found.whole:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."

@@ -1,4 +1,4 @@
-"""`python -m zerojax estimate`: DeepSpeed's rules of thumb for a model."""
+"""`zerojax estimate`: DeepSpeed's rules of thumb for a model."""
 
 from __future__ import annotations
 

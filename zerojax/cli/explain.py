@@ -1,4 +1,4 @@
-"""`python -m zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
+"""`zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
 from zerojax.config.explain import explain as explained
@@ -94,7 +94,7 @@ def _finite(value: Any) -> Any:
 
 def show(source: str, found: Explanation) -> None:
     """Prints the table, a count of what became of the keys, and the problems."""
-    console = tables.console()
+    console = terminal.console()
     console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)
     told = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
@@ -108,7 +108,7 @@ def show(source: str, found: Explanation) -> None:
 
 def _table(rows: Sequence[Row], grouped: bool) -> Table:
     """The rows; grouped, a section's name stands once above its keys, which keeps lines short."""
-    table = tables.table("key", "given", "resolved")
+    table = terminal.table("key", "given", "resolved")
     table.add_column("became", no_wrap=True)
     table.add_column("why")
     above = ""

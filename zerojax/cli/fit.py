@@ -1,4 +1,4 @@
-"""`python -m zerojax fit`: the settings that train fastest, by prediction."""
+"""`zerojax fit`: the settings that train fastest, by prediction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from zerojax.cli import tables
-from zerojax.cli.bar import steps_bar
+from zerojax.cli import terminal
 from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.problem import explained
+from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.guard import OutOfMemoryError
@@ -143,7 +143,7 @@ def _row(found: Trial) -> dict[str, Any]:
 
 def _show(found: Sequence[Trial], title: str) -> None:
     settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded")
-    table = tables.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
+    table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"
     for each in found:
         choice, of = each.choice, each.forecast
@@ -158,4 +158,4 @@ def _show(found: Sequence[Trial], title: str) -> None:
             size(of.peak.bytes),
             size(of.host_bytes),
         )
-    tables.console().print(table)
+    terminal.console().print(table)

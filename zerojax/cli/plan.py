@@ -1,4 +1,4 @@
-"""`python -m zerojax plan`: memory, traffic and time of a step, before there are devices."""
+"""`zerojax plan`: memory, traffic and time of a step, before there are devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from zerojax.cli import plan_picture
-from zerojax.cli.bar import spinner
 from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.cli.problem import explained
+from zerojax.cli.terminal import spinner
 from zerojax.config import load
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.remedies import remedies

@@ -1,4 +1,4 @@
-"""The picture of `python -m zerojax plan`: memory by kind, a bar a stage."""
+"""The picture of `zerojax plan`: memory by kind, a bar a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of `python -m zerojax plan`."""
+"""The tables of `zerojax plan`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import changes
@@ -19,7 +19,7 @@ _BAR = 30
 
 def show(planned: Planned) -> None:
     """Prints what a step takes, and what would make it fit where that was looked for."""
-    console = tables.console()
+    console = terminal.console()
     found = planned.forecast
     for line in _title(planned):
         console.print(escape(line), soft_wrap=True)
@@ -73,7 +73,7 @@ def _memory(planned: Planned, mark: str) -> Table:
     def bar(n: int) -> str:
         return mark * round(n * width)
 
-    table = tables.table("memory of a device", ">bytes", "")
+    table = terminal.table("memory of a device", ">bytes", "")
     for kind in KINDS:
         if kind in peak.memory:
             table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
@@ -90,7 +90,7 @@ def _memory(planned: Planned, mark: str) -> Table:
 
 def _programs(planned: Planned) -> Table:
     found = planned.forecast
-    table = tables.table("program", ">memory of a device", ">time", ">compile", "")
+    table = terminal.table("program", ">memory of a device", ">time", ">compile", "")
     for each in found.programs:
         table.add_row(
             escape(each.name),
@@ -122,7 +122,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 
 
 def _traffic(planned: Planned) -> Table:
-    table = tables.table(
+    table = terminal.table(
         "traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden"
     )
     for each in planned.forecast.traffic:
@@ -160,7 +160,7 @@ def _remedies(console: Console, planned: Planned) -> None:
         )
         return
     console.print("\nWhat fits, cheapest first, each compiled:", soft_wrap=True)
-    table = tables.table("set", ">total", ">headroom", ">host", ">step")
+    table = terminal.table("set", ">total", ">headroom", ">host", ">step")
     for each in planned.remedies:
         found = each.forecast
         table.add_row(

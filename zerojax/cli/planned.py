@@ -1,4 +1,4 @@
-"""What `python -m zerojax plan` found out, and the same as JSON."""
+"""What `zerojax plan` found out, and the same as JSON."""
 
 from __future__ import annotations
 

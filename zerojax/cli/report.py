@@ -1,4 +1,4 @@
-"""`python -m zerojax report`: what is here, and what works with it."""
+"""`zerojax report`: what is here, and what works with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def to_json(found: Report) -> dict[str, Any]:
 
 def show(found: Report) -> None:
     """Prints a table each of devices, versions, settings, extras and what works."""
-    console = tables.console()
+    console = terminal.console()
     if found.problem is None:
         console.print(
             _table(("device", "platform", "how many", "says"), map(_device, found.devices))
@@ -102,7 +102,7 @@ def _yes(works: bool) -> Text:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = tables.table(*heads)
+    table = terminal.table(*heads)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

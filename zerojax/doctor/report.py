@@ -1,6 +1,6 @@
 """What is here: devices, versions, settings, extras, and what works with them.
 
-It is what DeepSpeed's ``ds_report`` tells of a machine; ``python -m zerojax report`` prints it.
+It is what DeepSpeed's ``ds_report`` tells of a machine; ``zerojax report`` prints it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def rates_here(mesh: Mesh) -> Rates:
     raise ValueError(
         f"nothing is known of the speed and the memory of {device.device_kind!r} devices, by which "
         "settings are chosen: write them, or choose for devices that need not be there: "
-        'zerojax.topology("h100", 8), or `python -m zerojax fit --devices h100:8`'
+        'zerojax.topology("h100", 8), or `zerojax fit --devices h100:8`'
     )
 
 

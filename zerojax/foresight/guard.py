@@ -95,7 +95,7 @@ class Guard:
 
     def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: Any) -> str:
         if jax.process_count() > 1:
-            return "What takes it, and settings that fit: `python -m zerojax plan`."
+            return "What takes it, and settings that fit: `zerojax plan`."
 
         def build(choice: Choice) -> BuiltStep:
             config = choice.config(self._config, self._world)

@@ -1,4 +1,4 @@
-"""Models by name, for `python -m zerojax plan --model gpt2-xl` and `estimate --model 7b`.
+"""Models by name, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes the tokens in
 a row, `remat` (a block keeps its input only) and `scan` (the blocks' parameters are stacked, and

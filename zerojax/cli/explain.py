@@ -47,9 +47,9 @@ def explain(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every key that zerojax knows.")] = False,
 ) -> None:
-    """Says of every key of CONFIG whether it is honoured, left to XLA or refused, and why.
+    """Shows for every key of CONFIG whether it is honoured, left to XLA or refused, and why.
 
-    Beside the keys that are given it lists the defaults that change numbers.
+    Beside the keys given, the defaults that change numbers are listed.
 
     Exits with 0 where zerojax.zero(CONFIG) would take the config, with 2 where it would not, and
     with 1 where the file cannot be read.
@@ -93,7 +93,7 @@ def _finite(value: Any) -> Any:
 
 
 def show(source: str, found: Explanation) -> None:
-    """Prints the table, a count of what became of the keys, and the problems."""
+    """Print the table, a count of what became of the keys, and the problems."""
     console = terminal.console()
     console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)

@@ -139,7 +139,7 @@ def test_what_was_tried() -> None:
         "AssertionError",
         "KeyError: 'w'",
     ]
-    assert all(0 <= check.seconds < 10 for check in found)
+    assert all(check.seconds >= 0 for check in found)
 
 
 def test_what_works_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

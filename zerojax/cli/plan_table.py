@@ -106,7 +106,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     forecast = planned.forecast
     last = forecast.programs[-1]
     if not last.compiled:
-        yield f"XLA refuses {last.name!r}, which needs at least that much, and does not say of what."
+        yield f"XLA refuses {last.name!r}: it needs at least that much, of unknown kinds."
     elif not forecast.whole:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     if forecast.host_bytes:

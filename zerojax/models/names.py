@@ -2,8 +2,8 @@
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
 in a row), `remat` (a block keeps its input only) and `scan` (the blocks' parameters are stacked,
-and one block is compiled in place of all). A longer `seq` stretches GPT-2's table of positions; Llama
-has no such table.
+and one block is compiled in place of all). A longer `seq` stretches GPT-2's table of positions;
+Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048

@@ -85,8 +85,7 @@ def fit(
     Raises:
       ConfigError: The config is wrong, or the rows do not divide among the devices.
       OutOfMemoryError: No choice that was compiled fits.
-      ValueError: Nothing is known of such devices.
-      ModelError: The model is unknown, or no language model.
+      ValueError: Nothing is known of such devices, or the model is unknown or no language model.
 
     Example::
 

@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 from jax.sharding import Mesh
 
 from zerojax.hlo.assignment import HeldBuffer
-from zerojax.hlo.lifetimes import schedules
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
-from zerojax.hlo.provenance import Callers, is_argument
+from zerojax.hlo.provenance import Callers, is_argument, schedules
 from zerojax.hlo.transfers import in_host
 from zerojax.plan.plan import Leaf, Plan, layout
 

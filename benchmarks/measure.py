@@ -21,7 +21,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.hlo.lifetimes import gather_lifetimes, peak_gathered_bytes
+from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
 from zerojax.hlo.traffic import collectives, moved_by_kind
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn

@@ -100,7 +100,7 @@ def run(wanted: Case) -> dict[str, Any]:
     function = bound(getattr(models, wanted.model), {"seq": wanted.seq, "remat": choice.remat})
     work = workload(function, zero, rows, wanted.seq)
     guard = Guard(zero.config, mesh, "data", zero._other, lambda mesh: None)  # let it run out
-    step: Step[..., Any] = Step(Arguments(made.train_step), zero.states, True, guard)
+    step: Step[..., Any] = Step(Arguments(work.train_step), zero.states, True, guard)
     batch = {
         name: jax.random.randint(jax.random.key(1), x.shape, 0, 200, x.dtype)
         for name, x in work.batch.items()

@@ -1,4 +1,5 @@
-"""Docstrings as Markdown: roles and literal blocks of reStructuredText become code."""
+"""Docstrings as mkdocstrings has them: roles and literal blocks of reStructuredText become code, and
+a section "Example" becomes "Examples"."""
 
 import re
 from typing import Any
@@ -19,11 +20,14 @@ def _fenced(match: re.Match[str]) -> str:
     )
 
 
+EXAMPLE = re.compile(r"^( *)Example:", re.MULTILINE)
+
+
 class Roles(griffe.Extension):
-    """Applies both to every docstring."""
+    """Applies all three to every docstring."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites the docstring of an object, if it has one."""
         if obj.docstring is not None:
             text = ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = LITERAL.sub(_fenced, text)
+            obj.docstring.value = EXAMPLE.sub(r"\1Examples:", LITERAL.sub(_fenced, text))

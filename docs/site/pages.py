@@ -19,6 +19,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "configs/README.md": "configs.md",
+    "examples/README.md": "examples.md",
 }
 """Paths in the repository, and where the site has them; those of the records follow their name."""
 RECORDS = "benchmarks/records"

@@ -1,5 +1,7 @@
-"""Docstrings as mkdocstrings has them: roles and literal blocks of reStructuredText become code, and
-a section "Example" becomes "Examples"."""
+"""Docstrings as mkdocstrings reads them.
+
+Roles and literal blocks of reStructuredText become code, a section "Example" becomes "Examples".
+"""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pages of the site that lie elsewhere in the repository, and links between all of them.
+"""Pages of the site that lie elsewhere in the repository, and the links of all pages.
 
 Pages link to files as the repository has them, so that a link works there too.
 """

@@ -24,13 +24,10 @@ def both() -> Costs:
     return compiled()[1][BOTH]
 
 
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
 class TestCompiled:
-    pytestmark = [
-        pytest.mark.gpu_compile,
-        pytest.mark.usefixtures("require_gpu_compiler"),
-        pytest.mark.sweep,
-    ]
-
     def test_all_sections_are_there_and_no_limit_is_missed(self) -> None:
         found = compiled()[0]
         assert list(found.tables) == ["sizes", "optimizer", "overlap", "largest"]

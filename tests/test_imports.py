@@ -1,4 +1,4 @@
-"""Who may import whom, and that every module has its tests."""
+"""Who may import whom."""
 
 import ast
 from collections.abc import Iterator

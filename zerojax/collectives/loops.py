@@ -21,6 +21,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
+from zerojax.collectives import propagate
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -35,7 +36,7 @@ _SAME_ELEMENTS = frozenset(
 _MOVES = frozenset(["copy", "copy_p", "neg", "reshape", "split", "squeeze", "transpose"])
 
 
-class Body(NamedTuple):
+class LoopBody(NamedTuple):
     """A jaxpr with other equations or results."""
 
     constvars: Sequence[Any]
@@ -71,7 +72,7 @@ class Term(NamedTuple):
             name = eqn.primitive.name
             if found is None or (name == "split" and found[jaxprs.param(eqn, "axis")] is not None):
                 return None
-            found = layout.INVERSES[name](eqn, found, mesh) if name in layout.INVERSES else found
+            found = propagate.backward(eqn, found, mesh) if name in propagate.BACKWARD else found
         return found
 
 
@@ -136,13 +137,13 @@ class Sums:
             v = eqn.invars[0]
         return Term(v, tuple(reversed(links)))
 
-    def body(self) -> Body:
+    def body(self) -> LoopBody:
         """The loop's body with the roots behind its other results, and without the sums; what is
         carried for those is not read."""
         jaxpr = self._jaxpr
         kept = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
         eqns = [e for e in jaxpr.eqns if id(e) not in self._adds]
-        return Body(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
+        return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
         """How the sum of a root is cut: as its terms are wanted. Where they want it otherwise, or

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.shard import Made, Shard
+from zerojax.collectives.shard import ReducedGradient, Shard
 
 
 def after(
-    values: Sequence[Any], done: Sequence[Made], constrain: Callable[..., jax.Array]
+    values: Sequence[Any], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
 ) -> list[Any]:
     """``values``, but some of them not before the gradients ``done``.
 
@@ -61,7 +61,7 @@ def _is_float(x: Any) -> bool:
     return x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _alike(v: Shard, g: Made) -> bool:
+def _alike(v: Shard, g: ReducedGradient) -> bool:
     return (v.value.shape, v.value.dtype, v.spec) == (g.value.shape, g.value.dtype, g.spec)
 
 

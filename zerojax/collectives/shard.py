@@ -32,7 +32,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Away:
+class HostStack:
     """A stack of activations in host memory until the backward pass needs its entries.
 
     It is cut over the devices as XLA has cut it, so that it has no spec.
@@ -41,7 +41,7 @@ class Away:
     value: jax.Array
 
 
-class Made(NamedTuple):
+class ReducedGradient(NamedTuple):
     """A gradient, reduced over the devices; ``spec`` says how it is cut, if it is."""
 
     value: jax.Array

@@ -18,7 +18,7 @@ def entering(inserter: Inserter, values: Sequence[Any], leaves: Sequence[Leaf]) 
 
     Args:
       inserter: runs the body.
-      values: arrays, or a :class:`zerojax.collectives.host.Source` for what lies on disk.
+      values: arrays, or a :class:`zerojax.collectives.host.Fetchable` for what lies on disk.
       leaves: how they lie.
     """
     found: list[Any] = []

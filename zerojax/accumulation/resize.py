@@ -15,7 +15,7 @@ from jax.extend import core
 
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import Pair, UnevenError, pairs
+from zerojax.accumulation.pairs import EquationPair, UnevenError, pairs
 from zerojax.xla import jaxprs
 
 
@@ -66,13 +66,13 @@ class Resize:
             return few
         return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
 
-    def _params(self, pair: Pair) -> dict[str, Any]:
+    def _params(self, pair: EquationPair) -> dict[str, Any]:
         whole, few = pair
         return {
             name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
         }
 
-    def _param(self, whole: Any, few: Any, pair: Pair) -> Any:
+    def _param(self, whole: Any, few: Any, pair: EquationPair) -> Any:
         if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
             return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
         if isinstance(few, int) and not isinstance(few, bool) and isinstance(whole, int):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerojax.accumulation.analysis import Analysis, Choices
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Choices
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.kinds import Kind
+from zerojax.accumulation.kinds import RowKind
 
 
 def analysed(
-    whole: Flat, micro: Flat, given: Sequence[Kind], rest: Sequence[int]
+    whole: Flat, micro: Flat, given: Sequence[RowKind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """The analysis of a step with its conflicts resolved, as far as they can be.
 

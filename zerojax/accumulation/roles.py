@@ -14,7 +14,7 @@ from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.kinds import FIXED, Kind
+from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -48,11 +48,11 @@ class Roles:
     rest: Sequence[int]
     paths: Sequence[str]
 
-    def kinds(self, flat: Flat) -> list[Kind]:
+    def kinds(self, flat: Flat) -> list[RowKind]:
         """How the arguments depend on the rows of the batch."""
         batch = {*self.batch}
         return [
-            Kind("rows", dim=0, outer=1)
+            RowKind("rows", dim=0, outer=1)
             if i in batch and v.aval.ndim
             else FIXED.but(learned=i in self.learned)
             for i, v in enumerate(flat.invars)

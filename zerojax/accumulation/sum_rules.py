@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import Kind, together
+from zerojax.accumulation.kinds import RowKind, together
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -23,7 +23,7 @@ _SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
 _REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
-def reduced(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def reduced(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     """The same kind of reduction, if the result of this equation is one; else None.
 
     Args:
@@ -35,7 +35,7 @@ def reduced(eqn: Any, kinds: list[Kind]) -> Kind | None:
         return None
     (kind,) = names
     both = together(kinds)
-    found = Kind(kind, **both)
+    found = RowKind(kind, **both)
     first = kinds[0]
     if name in _MOVES or name in ("dynamic_slice", "gather"):
         return found if first.reduced and not any(k.reduced for k in kinds[1:]) else None

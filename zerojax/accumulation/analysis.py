@@ -190,18 +190,18 @@ class Analysis(EquationAnalysis):
         why = "loops over the rows and carries numbers along"
         body = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]
         kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
-        found: list[RowKind] = []
+        results: list[RowKind] = []
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
             if not kept[at] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, why)
             key = (*path, 0, at)
             self.backward[key] = backward
-            found.append(new.but(home=None, node=Node(key) if new.reduced else None))
+            results.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
             plain = scaled(w.aval, m.aval) == [0] and kind.name in ("row", "fixed")
             rows = RowKind("rows", dim=0, outer=1, learned=kind.learned)
-            found.append(rows if plain else mixed(why, where(eqn)))
-        return found
+            results.append(rows if plain else mixed(why, where(eqn)))
+        return results
 
     def _while(
         self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
@@ -233,9 +233,9 @@ class Analysis(EquationAnalysis):
             why = "chooses what to do with the rows by a number made of all rows"
             return refused(eqn, why)
         both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
-        found = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
-        outs = found[0]
-        for other in found[1:]:
+        branches = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
+        outs = branches[0]
+        for other in branches[1:]:
             outs = [join(a, b, where(eqn)) for a, b in zip(outs, other, strict=True)]
         return [mixed(MIXES, where(eqn)) if k.name == "whole" else k.but(home=None) for k in outs]
 

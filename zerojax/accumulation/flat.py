@@ -122,12 +122,12 @@ class _Opener:
         outside = inner.replace(
             eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
         )
-        made = self._open(outside, (), values, info)
+        counts = self._open(outside, (), values, info)
         inside = inner.replace(
             invars=[*inner.invars, *numbers],
             eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
         )
-        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *made]
+        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
 
 def _reduces(eqn: Any) -> bool:

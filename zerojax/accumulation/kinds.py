@@ -30,16 +30,16 @@ class Node:
 
     def roots(self) -> set[Any]:
         """Keys of all reductions over rows that it is made from."""
-        found, seen, left = set(), {id(self)}, [self]
+        roots, seen, left = set(), {id(self)}, [self]
         while left:
             node = left.pop()
             if node.key is not None:
-                found.add(node.key)
+                roots.add(node.key)
             for parent in node.parents:
                 if id(parent) not in seen:
                     seen.add(id(parent))
                     left.append(parent)
-        return found
+        return roots
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
         return other
     names = {one.name, other.name}
     if names == {"rows"}:
-        found = agreed([one, other])
-        if found is not None:
-            return found.but(zero=one.zero and other.zero)
+        layout = agreed([one, other])
+        if layout is not None:
+            return layout.but(zero=one.zero and other.zero)
     elif len(names) == 1:
         adds = one.adds and other.adds
         return one.but(zero=one.zero and other.zero, adds=adds, home=None, **both)

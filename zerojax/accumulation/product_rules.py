@@ -111,15 +111,15 @@ def scatter(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
         return RowKind("sum", **both)
     d = operand.dim
     outer = operand.outer if operand.outer is not None else updates.outer
-    found = operand.but(outer=outer, zero=False, **both)
+    layout = operand.but(outer=outer, zero=False, **both)
     if d in dn.operand_batching_dims:
         at = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        return found if indices.rows and indices.dim == at else None
+        return layout if indices.rows and indices.dim == at else None
     if d in dn.inserted_window_dims:
         own = d in dn.scatter_dims_to_operand_dims and _at_its_own(
             indices, dn.scatter_dims_to_operand_dims.index(d)
         )
-        return found if own else None
+        return layout if own else None
     window = [
         i
         for i in range(eqn.invars[0].aval.ndim)
@@ -127,4 +127,5 @@ def scatter(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     ]
     at = dn.update_window_dims[window.index(d)]
     whole = eqn.invars[2].aval.shape[at] == eqn.invars[0].aval.shape[d]
-    return found if whole and not indices.rows and (not updates.rows or updates.dim == at) else None
+    beside = not indices.rows and (not updates.rows or updates.dim == at)
+    return layout if whole and beside else None

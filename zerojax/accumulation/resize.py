@@ -29,7 +29,7 @@ class Resize:
         """A flat program, equation by equation as it is for a few rows."""
         env: dict[Any, Any] = {}
 
-        def made(w: Any, v: Any) -> Any:
+        def resized(w: Any, v: Any) -> Any:
             shape = self._shape(w.aval, v.aval)
             same = shape == getattr(v.aval, "shape", ())
             env[v] = Variable(v.aval if same else v.aval.update(shape=shape))
@@ -38,13 +38,13 @@ class Resize:
         def read(w: Any, v: Any) -> Any:
             return self._literal(w, v) if isinstance(v, core.Literal) else env[v]
 
-        invars = [made(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
-        constvars = [made(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
+        invars = [resized(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
+        constvars = [resized(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
         eqns = []
         for pair in pairs(whole.eqns, few.eqns):
             w, f = pair
             ins = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
-            outs = [made(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
+            outs = [resized(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
             eqns.append(f.replace(invars=ins, outvars=outs, params=self._params(pair)))
         outvars = [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]
         return Flat(invars, eqns, outvars, constvars, few.consts)
@@ -91,10 +91,10 @@ class Resize:
             jaxprs.like(b.aval, self._shape(a.aval, b.aval))
             for a, b in zip(w.invars, f.invars, strict=True)
         ]
-        made = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
-        inner, left = jaxprs.open_jaxpr(made)
-        if inner is made or few is not f:
-            return made
+        closed = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
+        inner, left = jaxprs.open_jaxpr(closed)
+        if inner is closed or few is not f:
+            return closed
         if left:
             raise UnevenError(at)
         return inner

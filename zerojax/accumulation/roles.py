@@ -59,20 +59,20 @@ class Roles:
         ]
 
 
-def roles_of(name: str, given: Parts, batch: Any, made: tuple[Parts, Any]) -> Roles:
-    """Roles in a step from ``(given, batch)`` to ``made``, the state and what else it returns."""
+def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
+    """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
     sizes = [len(jax.tree.leaves(part)) for part in given]
     ends = list(itertools.accumulate(sizes))
     start = ends[2]
     rest = list(range(start, ends[3]))
     paths = [
         "state." + field + jax.tree_util.keystr(path)
-        for field, part in zip(Parts._fields, made[0], strict=True)
+        for field, part in zip(Parts._fields, results[0], strict=True)
         for path, _ in jax.tree_util.tree_leaves_with_path(part)
     ]
     paths += [
         f"its result{jax.tree_util.keystr(path)}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(made[1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(results[1])
     ]
     return Roles(
         name=name,
@@ -89,7 +89,7 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
     statistics), and keys. By position among the arguments, the variable that holds it.
 
     ``rest`` has the positions that :class:`Roles` says."""
-    found: dict[int, Any] = {}
+    carry: dict[int, Any] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
         if isinstance(out, core.Literal) or out is given:
@@ -98,13 +98,13 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
         # A key that draws nothing in the batch's shape is the same for all micro-batches.
         key = bool(analysis.drawn) and _feeds_noise(flat, given)
         if kind.name == "own" or (kind.name == "fixed" and key):
-            found[i] = out
+            carry[i] = out
         elif kind.guarded:
             new = [v for v in kind.guarded if not isinstance(v, core.Literal) and v is not given]
             own = [v for v in new if analysis.kind(v).name == "own"]
             if own or (key and len(new) == 1):
-                found[i] = (own or new)[0]
-    return found
+                carry[i] = (own or new)[0]
+    return carry
 
 
 def per_micro_batch(
@@ -172,8 +172,8 @@ def tell(name: str, analysis: Analysis, k: int) -> None:
 
 
 def _some(places: Sequence[str]) -> str:
-    found = list(dict.fromkeys(places))
-    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+    distinct = list(dict.fromkeys(places))
+    return ", ".join(distinct[:2]) + (f" and {len(distinct) - 2} more" if len(distinct) > 2 else "")
 
 
 def _feeds_noise(flat: Any, start: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerojax.accumulation.kinds import REDUCTIONS, RowKind, agreed
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
-from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla.jaxprs import param
 
 Rule = Callable[[Any, list[RowKind]], "RowKind | None"]
@@ -40,19 +40,19 @@ _LEADING = frozenset({
 
 
 def _elementwise(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found = agreed(kinds)
-    if found is None:
+    layout = agreed(kinds)
+    if layout is None:
         return None
     ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
     if len(ranks) != 1:
         return None
-    return found.but(index=_index_of(eqn, kinds)) if found.index else found
+    return layout.but(index=_index_of(eqn, kinds)) if layout.index else layout
 
 
 def _index_of(eqn: Any, kinds: list[RowKind]) -> str:
     """Whether the numbers of rows are still those; numpy's indexing looks for negative ones."""
     name = eqn.primitive.name
-    if name in ("convert_element_type", "copy", "copy_p", "name", "sharding_constraint"):
+    if name in LABELS or name == "convert_element_type":
         return kinds[0].index
     if name == "lt" and kinds[0].index == "own" and kinds[1].zero:
         return "negative"
@@ -137,33 +137,33 @@ def _split(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
 
 
 def _concatenate(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found = agreed(kinds)
+    layout = agreed(kinds)
     along = param(eqn, "dimension")
-    if found is None or along != found.dim:
-        return found if found is None else _beside(eqn, kinds, found, along)
+    if layout is None or along != layout.dim:
+        return layout if layout is None else _beside(eqn, kinds, layout, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
-    if not all(k.rows for k in kinds) or found.outer not in (1, None) or len(sizes) != 1:
+    if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
-    return found if found.outer is None else found.but(outer=len(kinds))
+    return layout if layout.outer is None else layout.but(outer=len(kinds))
 
 
-def _beside(eqn: Any, kinds: list[RowKind], found: RowKind, along: int) -> RowKind:
+def _beside(eqn: Any, kinds: list[RowKind], layout: RowKind, along: int) -> RowKind:
     """The numbers of rows as one column of indices."""
     at = [i for i, k in enumerate(kinds) if k.index]
     last = along == eqn.outvars[0].aval.ndim - 1
     if last and len(at) == 1 and kinds[at[0]].index == "own":
         before = eqn.invars[: at[0]]
         column = sum(v.aval.shape[along] if v.aval.ndim > along else 1 for v in before)
-        return found.but(index="own", column=column)
-    return found
+        return layout.but(index="own", column=column)
+    return layout
 
 
 def _stack(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
-    if found is None:
+    layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
+    if layout is None:
         return None
-    found = found.but(dim=found.dim + (along <= found.dim))
-    return _beside(eqn, kinds, found, along)
+    layout = layout.but(dim=layout.dim + (along <= layout.dim))
+    return _beside(eqn, kinds, layout, along)
 
 
 def _unstack(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
@@ -190,20 +190,20 @@ def _along(parameter: str) -> Rule:
     """For what works along one dimension (or several), on each entry of the others."""
 
     def rule(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-        found, along = agreed(kinds), param(eqn, parameter)
+        layout, along = agreed(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
-        if found is None or found.dim in [a % n for a in along]:
+        if layout is None or layout.dim in [a % n for a in along]:
             return None
-        return found
+        return layout
 
     return rule
 
 
 def _last(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found = agreed(kinds)
+    layout = agreed(kinds)
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
-    return None if found is None or found.dim == along else found
+    return None if layout is None or layout.dim == along else layout
 
 
 def _argument(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
@@ -232,9 +232,9 @@ def _window(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
 
 
 def _leading(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found = agreed(kinds)
+    layout = agreed(kinds)
     core = min(2, eqn.invars[0].aval.ndim)
-    return found if found is not None and found.dim < eqn.invars[0].aval.ndim - core else None
+    return layout if layout is not None and layout.dim < eqn.invars[0].aval.ndim - core else None
 
 
 def _fft(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
@@ -252,11 +252,11 @@ def _dynamic_slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
 
 
 def _dynamic_update_slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
-    found = agreed(kinds[:2])
-    if found is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
+    layout = agreed(kinds[:2])
+    if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
         return None
     operand, update = (v.aval.shape for v in eqn.invars[:2])
-    return found if operand[found.dim] == update[found.dim] else None
+    return layout if operand[layout.dim] == update[layout.dim] else None
 
 
 RULES: dict[str, Rule] = {

@@ -97,11 +97,13 @@ class Ahead:
 
     def fetch(self, index: Any) -> list[jax.Array]:
         """The entries of the host stacks at ``index``, on the device."""
-        found = []
+        entries = []
         for x in self._hosts:
-            came = entry(x.value, index)
-            found.append(came if isinstance(x, HostStack) else self._constrain(came, x.spec[1:]))
-        return found
+            value = entry(x.value, index)
+            entries.append(
+                value if isinstance(x, HostStack) else self._constrain(value, x.spec[1:])
+            )
+        return entries
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""

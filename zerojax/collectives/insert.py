@@ -31,11 +31,9 @@ from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
-from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
 
-# Say something of a value, and leave it where it is.
-_LABELS = frozenset(["name", "sharding_constraint", "copy", "copy_p"])
 _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
@@ -135,7 +133,7 @@ class Inserter(Gatherer):
         if eqn.primitive is prims.scan_p:
             values = self.all_known(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
-        if eqn.primitive.name in _LABELS and on_host(values[0]):
+        if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
@@ -277,7 +275,7 @@ class Inserter(Gatherer):
         if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self._held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
         carry = self.all_whole([start[i] for i in kept], scope)
-        # A stack cut along its layers has to be whole before the loop can take one.
+        # A stack sharded along its layers has to be whole before the loop can take one.
         xs = [
             self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]

@@ -22,7 +22,7 @@ def after(
 ) -> list[Any]:
     """``values``, but some of them not before the gradients ``done``.
 
-    A sharded parameter waits for a gradient of its own shape and cut, which costs no
+    A sharded parameter waits for a gradient of its own shape and spec, which costs no
     communication. For the others waits the first such parameter, or where there is none the
     last array, which is a cotangent; that costs an all-reduce of one bit.
     """

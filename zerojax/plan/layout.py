@@ -44,14 +44,14 @@ def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
 
 
 def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
-    """``spec`` with the pieces of one dimension cut over ``axis``."""
+    """``spec`` with the pieces of one dimension sharded over ``axis``."""
     return tuple(
         _entry((*axes(entry), axis)) if d == dimension else entry for d, entry in enumerate(spec)
     )
 
 
 def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
-    """``spec`` with those axes alone that cut something, which one of size 1 does not."""
+    """``spec`` with those axes alone that shard something, which one of size 1 does not."""
     return only(spec, [name for name, size in mesh.shape.items() if size > 1])
 
 

@@ -14,7 +14,7 @@ import zerojax
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
-from zerojax.accumulation.resolve import analysed
+from zerojax.accumulation.resolve import analyse
 
 B, K = 24, 3
 W = np.ones((4, 5), np.float32)
@@ -32,7 +32,7 @@ def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[
     """Of ``function(w, batch)``, whose results are all part of the state."""
     whole, micro = (flatten(jax.make_jaxpr(function)(W, batch(rows)), [0]) for rows in (B, B // K))
     given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
-    found, _ = analysed(whole, micro, given, rest)
+    found, _ = analyse(whole, micro, given, rest)
     return found, [found.kind(v) for v in whole.outvars]
 
 

@@ -10,7 +10,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import RowKind
 
 
-def analysed(
+def analyse(
     whole: Flat, micro: Flat, given: Sequence[RowKind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """The analysis of a step with its conflicts resolved, as far as they can be.

@@ -154,7 +154,7 @@ def per_micro_batch(
     return stacked, averaged
 
 
-def tell(name: str, analysis: Analysis, k: int) -> None:
+def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     """Says what cannot be the same as on the whole batch."""
     log = logging.getLogger("zerojax")
     if analysis.owners:

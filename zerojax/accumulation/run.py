@@ -12,8 +12,8 @@ from jax import lax
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.pairs import UnevenError
 from zerojax.accumulation.resize import Resize
-from zerojax.accumulation.resolve import analysed
-from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, tell
+from zerojax.accumulation.resolve import analyse
+from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, warn_of_differences
 from zerojax.accumulation.split import Crossing, split
 from zerojax.collectives import Inserter, wanted
 from zerojax.plan import layout
@@ -106,7 +106,7 @@ class MicroBatches:
             flat = flatten(whole, roles.learned)
             small = flat_micro(trace, flat, batch, roles.learned)
             kinds = roles.kinds(flat)
-            analysis, choices = analysed(flat, small, kinds, roles.rest)
+            analysis, choices = analyse(flat, small, kinds, roles.rest)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
@@ -119,7 +119,7 @@ class MicroBatches:
         if not sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)
-        tell(roles.name, analysis, k)
+        warn_of_differences(roles.name, analysis, k)
 
     def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
         """Runs the step.

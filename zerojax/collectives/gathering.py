@@ -75,12 +75,12 @@ class Gatherer:
         for i, shard in enumerate(shards):
             if not isinstance(shard, Shard) or shard.host:
                 continue
-            if many.small(shard.value.shape, shard.spec, self.axis):
+            if many.is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep:
                 wholes[i] = self.whole(shard.value, shard.spec)
         devices = self.mesh.shape[self.axis]
-        together = many.gathered(list(little.values()), self.axis, devices, self.constrain)
+        together = many.gather_together(list(little.values()), self.axis, devices, self.constrain)
         for i, whole in zip(little, together, strict=True):
             wholes[i] = whole
         return wholes
@@ -113,7 +113,7 @@ class Gatherer:
             scope.gathered[id(shard)] = shard, whole
         return whole
 
-    def scattered(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+    def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """A gradient as its shard: the sum over the axis becomes a reduce-scatter.
 
         Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is

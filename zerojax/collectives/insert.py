@@ -96,7 +96,7 @@ class Inserter(Gatherer):
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
-        sums = changes.sums(jaxpr)
+        sums = changes.find_sums(jaxpr)
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -142,7 +142,7 @@ class Inserter(Gatherer):
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
-        place = self.constrain if _few_rows(eqn) else self.scattered
+        place = self.constrain if _few_rows(eqn) else self.scatter
         outs = [
             place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
@@ -227,7 +227,7 @@ class Inserter(Gatherer):
         held = lax.optimization_barrier([plain(values[i]) for i in here])
         operands = [_like(values[i], h) for i, h in zip(here, held, strict=True)]
         done = scope.reduced[-2] if len(scope.reduced) > 1 else []
-        operands = order.after(operands, done, self.constrain)
+        operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(here, operands, strict=True))
         return [ordered.get(i, v) for i, v in enumerate(values)]
 
@@ -347,7 +347,7 @@ class Inserter(Gatherer):
         """The carried values that a loop has added up, each reduced over the devices once."""
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {
-            v: x if (spec := specs[v]) is None else self.scattered(x, spec)
+            v: x if (spec := specs[v]) is None else self.scatter(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
         reduced = {}
@@ -356,7 +356,7 @@ class Inserter(Gatherer):
             for term in terms:
                 total = total + term.of(of[term.root])
             whole = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scattered if whole else self.constrain)(total, sums.want[i])
+            reduced[i] = (self.scatter if whole else self.constrain)(total, sums.want[i])
         return reduced
 
 

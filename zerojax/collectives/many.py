@@ -22,7 +22,7 @@ SMALL = 8192
 """Elements of the largest parameter that is gathered with others: the scale of a norm, a bias."""
 
 
-def small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
+def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     """Whether a parameter of this shape is gathered with others.
 
     One that is sharded over a second axis is not: a row of the matrix would mix its pieces.
@@ -36,11 +36,11 @@ def is_whole(value: Any, axis: str) -> bool:
     return (
         isinstance(value, Shard)
         and value.whole is not None
-        and small(value.value.shape, value.spec, axis)
+        and is_small(value.value.shape, value.spec, axis)
     )
 
 
-def gathered(
+def gather_together(
     shards: Sequence[Shard],
     axis: str,
     devices: int,
@@ -49,7 +49,7 @@ def gathered(
     """The shards made whole, by one all-gather for each of their dtypes.
 
     Args:
-      shards: of any shapes and dtypes; :func:`small` holds for each.
+      shards: of any shapes and dtypes; :func:`is_small` holds for each.
       axis: the axis to gather over, of size ``devices``.
       constrain: constrains an array to a spec.
     """

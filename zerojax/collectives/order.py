@@ -17,7 +17,7 @@ from jax import lax
 from zerojax.collectives.shard import ReducedGradient, Shard
 
 
-def after(
+def hold_until(
     values: Sequence[Any], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
 ) -> list[Any]:
     """``values``, but some of them not before the gradients ``done``.

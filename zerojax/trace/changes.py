@@ -44,7 +44,7 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
     return checkpoint_name(update, marks.CHANGE)
 
 
-def sums(jaxpr: Any) -> dict[Any, Any]:
+def find_sums(jaxpr: Any) -> dict[Any, Any]:
     """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
     if not any(map(is_change, jaxpr.eqns)):
         return {}

@@ -30,7 +30,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     )
     updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
-    lateness = jax.tree.unflatten(jax.tree.structure(results), reached(jaxpr, updates))
+    lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
     late = [
         f"state{jax.tree_util.keystr(path)}"
@@ -52,7 +52,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
         )
 
 
-def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
+def depends_on(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
     """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
     dependent = set(start)
     for eqn in jaxpr.eqns:
@@ -60,7 +60,7 @@ def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
         if any(late) and eqn.primitive in jaxprs.CALLS:
             inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
             start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
-            results = zip(eqn.outvars, reached(inner, start), strict=True)
+            results = zip(eqn.outvars, depends_on(inner, start), strict=True)
             dependent.update(v for v, is_late in results if is_late)
         elif any(late):
             dependent.update(eqn.outvars)

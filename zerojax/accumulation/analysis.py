@@ -22,6 +22,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import (
     FIXED,
     ZERO,
+    Kinds,
     Node,
     RowKind,
     join,
@@ -79,7 +80,7 @@ class Analysis(EquationAnalysis):
         backward: bool,
         env: dict[Any, RowKind],
         matched: list[EquationPair],
-    ) -> list[RowKind]:
+    ) -> Kinds:
         """Interprets a program; the kinds of its results."""
         top = not path
         for w, m in zip(whole.constvars, micro.constvars, strict=True):
@@ -104,9 +105,7 @@ class Analysis(EquationAnalysis):
                 self.literals.add(here)
         return [read(v) for v in whole.outvars]
 
-    def _equation(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _equation(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         eqn = pair.whole
         if not eqn.outvars:
             return []
@@ -128,9 +127,7 @@ class Analysis(EquationAnalysis):
             return [RowKind("own", adds=is_sum(eqn, kinds), **together(kinds))] * len(eqn.outvars)
         return self.of_fixed(pair, kinds)
 
-    def _within(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _within(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """An equation with programs inside, which meet rows of the batch."""
         eqn, micro = pair
         if eqn.primitive is prims.scan_p:
@@ -149,13 +146,11 @@ class Analysis(EquationAnalysis):
         path: Path,
         backward: bool,
         at: int = 0,
-    ) -> list[RowKind]:
+    ) -> Kinds:
         whole, micro = (jaxprs.open_jaxpr(j)[0] for j in inner)
         return self._run(whole, micro, kinds, (*path, at), backward, {}, [])
 
-    def _scan(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _scan(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         eqn, micro = pair
         if jaxprs.param(eqn, "length") != jaxprs.param(micro, "length"):
             return self._over_rows(pair, kinds, path, backward)
@@ -175,9 +170,7 @@ class Analysis(EquationAnalysis):
         stacked = [y.but(dim=y.dim + 1) if y.rows else y for y in outs[n:]]
         return [k.but(home=None) for k in (*new, *stacked)]
 
-    def _over_rows(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _over_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """A loop over the rows themselves, as ``lax.map`` makes: each by itself, but for sums."""
         eqn, micro = pair
         a, n = jaxprs.scan_counts(eqn)
@@ -190,7 +183,7 @@ class Analysis(EquationAnalysis):
         why = "loops over the rows and carries numbers along"
         body = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]
         kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
-        results: list[RowKind] = []
+        results: Kinds = []
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
             if not kept[at] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, why)
@@ -203,9 +196,7 @@ class Analysis(EquationAnalysis):
             results.append(rows if plain else mixed(why, where(eqn)))
         return results
 
-    def _while(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _while(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         eqn = pair.whole
         loops = [jaxprs.while_parts(e) for e in pair]
         a = loops[0].cond_consts
@@ -224,9 +215,7 @@ class Analysis(EquationAnalysis):
             return [mixed("loops as long as rows of the batch say", where(eqn))] * len(new)
         return [k.but(home=None) for k in new]
 
-    def _cond(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def _cond(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):

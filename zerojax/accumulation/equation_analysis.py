@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerojax.accumulation.kinds import FIXED, Node, RowKind, mixed, together
+from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import EquationPair, scaled
 from zerojax.accumulation.row_rules import OPAQUE, RULES
@@ -74,7 +74,7 @@ class EquationAnalysis:
         self.backward: dict[Path, bool] = {}
         self._rows = rows
 
-    def of_fixed(self, pair: EquationPair, kinds: list[RowKind]) -> list[RowKind]:
+    def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """Numbers that are the same in every micro-batch, and arrays of the batch's size made of
         them."""
         eqn, both = pair.whole, together(kinds)
@@ -105,9 +105,7 @@ class EquationAnalysis:
                 outs.append(mixed("makes numbers of the batch's size", where(eqn)))
         return outs
 
-    def of_rows(
-        self, pair: EquationPair, kinds: list[RowKind], path: Path, backward: bool
-    ) -> list[RowKind]:
+    def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """An equation on rows, or on numbers and with rows in its results."""
         eqn = pair.whole
         name, both = eqn.primitive.name, together(kinds)
@@ -148,7 +146,7 @@ class EquationAnalysis:
             return [out.but(node=Node(path, before))] * len(eqn.outvars)
         return self._checked(pair, out.but(home=None, guarded=(), node=None))
 
-    def _checked(self, pair: EquationPair, out: RowKind) -> list[RowKind]:
+    def _checked(self, pair: EquationPair, out: RowKind) -> Kinds:
         """A layout of rows, where it is what the shapes say."""
         if pair.micro is None:
             return [out] * len(pair.whole.outvars)
@@ -158,7 +156,7 @@ class EquationAnalysis:
             outs.append(out if same else mixed(MIXES, where(pair.whole)))
         return outs
 
-    def _opaque(self, pair: EquationPair, both: dict[str, Any]) -> list[RowKind]:
+    def _opaque(self, pair: EquationPair, both: dict[str, Any]) -> Kinds:
         """The results of a kernel: rows where their shapes say so, else sums over rows."""
         outs = []
         for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
@@ -169,7 +167,7 @@ class EquationAnalysis:
                 outs.append(mixed(MIXES, where(pair.whole)) if dims else RowKind("sum", **both))
         return outs
 
-    def of_numbers(self, eqn: Any, kinds: list[RowKind], nested: bool) -> list[RowKind]:
+    def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
         """Reductions over rows and what was made of them, without rows."""
         whole = RowKind("whole", **together(kinds))
         if any(k.name == "own" for k in kinds):
@@ -191,7 +189,7 @@ class EquationAnalysis:
             whole = whole.but(guarded=tuple(eqn.invars[1:]))
         return [whole] * len(eqn.outvars)
 
-    def of_row(self, eqn: Any, kinds: list[RowKind]) -> list[RowKind]:
+    def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
         """One row at a time, within a loop over them."""
         both = together(kinds)
         if not any(k.needs_whole for k in kinds):
@@ -203,12 +201,12 @@ class EquationAnalysis:
         return refused(eqn, "loops over the rows and carries numbers along")
 
 
-def refused(eqn: Any, why: str) -> list[RowKind]:
+def refused(eqn: Any, why: str) -> Kinds:
     """Results that micro-batches cannot reproduce, because of this equation."""
     return [mixed(why, where(eqn))] * len(eqn.outvars)
 
 
-def is_sum(eqn: Any, kinds: list[RowKind]) -> bool:
+def is_sum(eqn: Any, kinds: Kinds) -> bool:
     """Whether the result is a sum over micro-batches, of what each makes with its own numbers."""
     given = [FIXED if k.name == "own" and not k.adds else k.added for k in kinds]
     if not any(k.name == "sum" for k in given):

@@ -119,6 +119,8 @@ class RowKind:
         return dataclasses.replace(self, **changes)
 
 
+Kinds = list[RowKind]
+"""Those of an equation's operands, or of its results."""
 FIXED = RowKind("fixed")
 ZERO = RowKind("fixed", zero=True)
 
@@ -127,14 +129,14 @@ def mixed(why: str, where: str) -> RowKind:
     return RowKind("mixed", problem=Problem(why, where), learned=True)
 
 
-def together(kinds: list[RowKind]) -> dict[str, Any]:
+def together(kinds: Kinds) -> dict[str, Any]:
     """What a value has of everything that it is made from: ``learned`` and ``node``."""
     nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
     node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
     return {"learned": any(k.learned for k in kinds), "node": node}
 
 
-def agreed(kinds: list[RowKind]) -> RowKind | None:
+def agreed(kinds: Kinds) -> RowKind | None:
     """The one layout of rows that all "rows" kinds among these have; None if they differ."""
     rows = [k for k in kinds if k.rows]
     dims, outers = {k.dim for k in rows}, {k.outer for k in rows} - {None}

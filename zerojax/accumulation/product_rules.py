@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerojax.accumulation.kinds import RowKind, agreed, together
+from zerojax.accumulation.kinds import Kinds, RowKind, agreed, together
 from zerojax.xla.jaxprs import param
 
 
-def product(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def product(eqn: Any, kinds: Kinds) -> RowKind | None:
     (contracted, batched) = param(eqn, "dimension_numbers")
     both = together(kinds)
     places: list[int] = []
@@ -51,7 +51,7 @@ def product(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return RowKind("rows", dim=places[0], outer=next(iter(outers), None), **both)
 
 
-def convolution(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
     left, right = kinds
     lhs, rhs, out = param(eqn, "dimension_numbers")
     if left.rows and not right.rows:
@@ -64,7 +64,7 @@ def convolution(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return None
 
 
-def lookup(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
     operand, indices = kinds
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
     ndim = eqn.outvars[0].aval.ndim
@@ -99,7 +99,7 @@ def _at_its_own(indices: RowKind, column: int) -> bool:
     return indices.rows and indices.index == "own" and indices.column == column
 
 
-def scatter(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
     operand, indices, updates = kinds
     dn = param(eqn, "dimension_numbers")
     both = together(kinds)

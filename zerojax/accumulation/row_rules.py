@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.accumulation.kinds import REDUCTIONS, RowKind, agreed
+from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, agreed
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla.jaxprs import param
 
-Rule = Callable[[Any, list[RowKind]], "RowKind | None"]
+Rule = Callable[[Any, Kinds], "RowKind | None"]
 
 # Beside those that the collectives know to work on shards.
 _ELEMENTWISE = ELEMENTWISE | {
@@ -39,7 +39,7 @@ _LEADING = frozenset({
 """Work on the last two dimensions, for each entry of those before."""
 
 
-def _elementwise(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds)
     if layout is None:
         return None
@@ -49,7 +49,7 @@ def _elementwise(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return layout.but(index=_index_of(eqn, kinds)) if layout.index else layout
 
 
-def _index_of(eqn: Any, kinds: list[RowKind]) -> str:
+def _index_of(eqn: Any, kinds: Kinds) -> str:
     """Whether the numbers of rows are still those; numpy's indexing looks for negative ones."""
     name = eqn.primitive.name
     if name in LABELS or name == "convert_element_type":
@@ -61,7 +61,7 @@ def _index_of(eqn: Any, kinds: list[RowKind]) -> str:
     return "number"
 
 
-def _reduce(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _reduce(eqn: Any, kinds: Kinds) -> RowKind | None:
     axes = param(eqn, "axes")
     (kind,) = kinds
     if kind.dim not in axes:
@@ -71,17 +71,17 @@ def _reduce(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return RowKind(REDUCTIONS[eqn.primitive.name], learned=kind.learned)
 
 
-def _broadcast(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _broadcast(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     return kind.but(dim=param(eqn, "broadcast_dimensions")[kind.dim])
 
 
-def _transpose(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind.but(dim=list(param(eqn, "permutation")).index(kind.dim))
 
 
-def _reshape(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     outside = math.prod(old[: kind.dim]) * (kind.outer or 1)
@@ -95,13 +95,13 @@ def _reshape(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return None
 
 
-def _squeeze(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _squeeze(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     gone = param(eqn, "dimensions")
     return None if kind.dim in gone else kind.but(dim=kind.dim - sum(d < kind.dim for d in gone))
 
 
-def _slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     n = eqn.invars[0].aval.shape[kind.dim]
     strides = param(eqn, "strides")
@@ -126,7 +126,7 @@ def _stretch(kind: RowKind, n: int, start: int, limit: int, stride: int = 1) -> 
     return kind.but(outer=(limit - start) // size)
 
 
-def _split(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     sizes = param(eqn, "sizes")
     if param(eqn, "axis") != kind.dim:
@@ -136,7 +136,7 @@ def _split(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return kind.but(outer=None if kind.outer is None else kind.outer // len(sizes))
 
 
-def _concatenate(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds)
     along = param(eqn, "dimension")
     if layout is None or along != layout.dim:
@@ -147,7 +147,7 @@ def _concatenate(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return layout if layout.outer is None else layout.but(outer=len(kinds))
 
 
-def _beside(eqn: Any, kinds: list[RowKind], layout: RowKind, along: int) -> RowKind:
+def _beside(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
     """The numbers of rows as one column of indices."""
     at = [i for i, k in enumerate(kinds) if k.index]
     last = along == eqn.outvars[0].aval.ndim - 1
@@ -158,7 +158,7 @@ def _beside(eqn: Any, kinds: list[RowKind], layout: RowKind, along: int) -> RowK
     return layout
 
 
-def _stack(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
@@ -166,13 +166,13 @@ def _stack(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return _beside(eqn, kinds, layout, along)
 
 
-def _unstack(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
 
 
-def _pad(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _pad(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind, value = kinds
     if not kind.rows:
         return None
@@ -189,7 +189,7 @@ def _pad(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
 def _along(parameter: str) -> Rule:
     """For what works along one dimension (or several), on each entry of the others."""
 
-    def rule(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+    def rule(eqn: Any, kinds: Kinds) -> RowKind | None:
         layout, along = agreed(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
@@ -200,13 +200,13 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-def _last(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _last(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds)
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if layout is None or layout.dim == along else layout
 
 
-def _argument(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _argument(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     axes = param(eqn, "axes")
     if kind.dim in axes:
@@ -214,12 +214,12 @@ def _argument(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
 
 
-def _tile(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _tile(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind if param(eqn, "reps")[kind.dim] == 1 else None
 
 
-def _window(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = agreed(kinds)
     if kind is None:
         return None
@@ -231,19 +231,19 @@ def _window(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return kind if padding is None or tuple(padding[kind.dim]) == (0, 0) else None
 
 
-def _leading(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds)
     core = min(2, eqn.invars[0].aval.ndim)
     return layout if layout is not None and layout.dim < eqn.invars[0].aval.ndim - core else None
 
 
-def _fft(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _fft(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     last = eqn.invars[0].aval.ndim - len(param(eqn, "fft_lengths"))
     return kind if kind.dim < last else None
 
 
-def _dynamic_slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _dynamic_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     if not kind.rows or any(k.rows for k in kinds[1:]):
         return None
@@ -251,7 +251,7 @@ def _dynamic_slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
     return kind if full else None
 
 
-def _dynamic_update_slice(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds[:2])
     if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
         return None

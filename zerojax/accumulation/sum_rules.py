@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import RowKind, together
+from zerojax.accumulation.kinds import Kinds, RowKind, together
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -21,7 +21,7 @@ _SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
 _REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
-def reduced(eqn: Any, kinds: list[RowKind]) -> RowKind | None:
+def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     """The same kind of reduction, if the result of this equation is one; else None.
 
     Args:

@@ -1,4 +1,4 @@
-"""How a shard becomes whole, and a whole gradient a shard."""
+"""How a shard becomes whole where it is used, and a gradient a shard where it is made."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ class Scope:
     One iteration of a loop or one rematerialised block: the gather dies with it. The body
     itself is no such stretch at stage 3: there each use gathers anew, held apart from the
     earlier ones by a barrier, so that no gathered parameter lives on to the backward pass.
+
+    Attributes:
+      share: one gather serves all uses in here.
+      replace: what stands in for marks.
+      gathered: by ``id`` of a shard, the shard and the parameter whole.
+      seen: by ``id``, the shards that were gathered here and not kept.
+      token: an array that the last gather was made for; the next one of the same shard waits for
+        it.
+      reduced: the gradients of each block of the backward pass, in order.
     """
 
     share: bool
@@ -59,11 +68,12 @@ class Gatherer:
         self.mesh, self.axis, self.keep = mesh, axis, keep
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        """``value``, sharded as a spec says."""
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        """All-gathers a shard. The shard's own spec is pinned first, else XLA may move the
-        cast that made it behind the gather and send twice the bytes."""
+        """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
+        made it behind the gather and send twice the bytes."""
         pinned = self.constrain(value, spec)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
@@ -114,7 +124,7 @@ class Gatherer:
         return whole
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """A gradient as its shard: the sum over the axis becomes a reduce-scatter.
+        """Makes a gradient its shard: the sum over the axis becomes a reduce-scatter.
 
         Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
         made from as well, and gathers every device's activations or cotangents for it.
@@ -123,16 +133,17 @@ class Gatherer:
         return self.constrain(whole, spec)
 
     def on_device(self, v: Shard, scope: Scope) -> Any:
-        """What lies in host memory as it would be on the device: a shard, or whole."""
+        """Brings a parameter from host memory to the device: as a shard, or whole."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
         return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
 
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+        """Operands of one equation, the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
     def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """Those whole that were gathered in advance; at stages 1 and 2 all."""
+        """The same for the shards that were gathered in advance; at stages 1 and 2 for all."""
         if self.keep:
             return self.all_whole(values, scope)
         return [v.whole if many.is_whole(v, self.axis) else v for v in values]

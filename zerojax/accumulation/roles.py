@@ -115,40 +115,42 @@ def per_micro_batch(
     Raises:
       ValueError: the state, or a result, would not be that of the whole batch.
     """
-    passed = {v for v in carry.values()}
+    passed = {*carry.values()}
     state = {*roles.state}
     stacked: list[int] = []
     averaged: list[int] = []
+
+    def refusal(i: int, why: str) -> ValueError:
+        what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
+        return ValueError(f"{what} {why}")
+
     for i, v in enumerate(flat.outvars):
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
-            raise ValueError(
-                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} "
+            remedy = REMEDY if i in state else _RESULTS_REMEDY
+            raise refusal(
+                i,
                 f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
-                "would give other numbers than the whole batch. "
-                + (REMEDY if i in state else _RESULTS_REMEDY)
+                f"would give other numbers than the whole batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise ValueError(
-                    f"{roles.name} cannot be accumulated over {k} micro-batches: "
-                    f"{roles.paths[i]} is made of the rows of the batch themselves. {REMEDY}"
-                )
+                raise refusal(i, f"is made of the rows of the batch themselves. {REMEDY}")
         elif kind.index:
-            raise ValueError(
-                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} is "
-                "made of the numbers of rows within the batch, which a micro-batch does not know. "
-                "Make them part of the batch."
+            raise refusal(
+                i,
+                "is made of the numbers of rows within the batch, which a micro-batch does not "
+                "know. Make them part of the batch.",
             )
         elif kind.rows or kind.name == "own":
             stacked.append(i)
             if kind.name == "own" and not v.aval.ndim:
                 if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                    raise ValueError(
-                        f"{roles.name} cannot be accumulated over {k} micro-batches: "
-                        f"{roles.paths[i]} ({v.aval.dtype}) has another value for each, and they "
-                        "cannot be averaged. Return it as a float, or for each row."
+                    raise refusal(
+                        i,
+                        f"({v.aval.dtype}) has another value for each, and they cannot be "
+                        "averaged. Return it as a float, or for each row.",
                     )
                 averaged.append(i)
     return stacked, averaged

@@ -104,7 +104,7 @@ class Inserter(Gatherer):
         for eqn in jaxpr.eqns:
             if eqn.outvars and eqn.outvars[0] in sums:
                 (out,) = eqn.outvars
-                # The very same array where it can be: the step knows it by that.
+                # The same object where the dtype allows: the step recognizes its own array.
                 new = plain(jaxprs.read(sums[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
@@ -159,6 +159,7 @@ class Inserter(Gatherer):
         return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+        """Runs an equation on shards where each device can do so on its own, else on them whole."""
         name = eqn.primitive.name
         if name in ("while", "cond") and (not self.keep or scope.replaces(eqn)):
             return self._branch(eqn, self.all_whole(values, scope) if self.keep else values, scope)
@@ -198,10 +199,11 @@ class Inserter(Gatherer):
         return jaxprs.bind(eqn, self.all_whole(values, scope))
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
+        """Runs an equation on shards; its results have this spec."""
         outs = jaxprs.bind(eqn, [plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
         if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
-            # Made of the whole ones too, or a cast would have to be gathered by itself.
+            # On the whole ones too; otherwise a cast of them would be gathered by itself.
             wholes = jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
@@ -212,7 +214,7 @@ class Inserter(Gatherer):
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
         values = self.all_known(values, scope)
-        if jaxprs.param(eqn, "differentiated") and jaxprs.param(eqn, "prevent_cse"):
+        if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
         reduced = zip(outs, want, strict=True)
@@ -220,9 +222,9 @@ class Inserter(Gatherer):
         return outs
 
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
-        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its
-        cotangents are there; and until the gradients of the block before the last are, which
-        XLA would else put off to the end with the activations they are made from."""
+        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its cotangents
+        exist; and until the gradients of the block before the last do. Otherwise XLA puts those off
+        to the end, with the activations that they are made from."""
         here = [i for i, v in enumerate(values) if not on_host(v)]
         held = lax.optimization_barrier([plain(values[i]) for i in here])
         operands = [_like(values[i], h) for i, h in zip(here, held, strict=True)]
@@ -271,7 +273,7 @@ class Inserter(Gatherer):
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         specs = [spec for i in kept if (spec := want[i]) is not None]
-        # One that adds up whole gradients of its own is over micro-batches, and gathers in each.
+        # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
         if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self._held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
         carry = self.all_whole([start[i] for i in kept], scope)
@@ -337,14 +339,14 @@ class Inserter(Gatherer):
     def _held(
         self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
-        """A loop's constants, whole where all of its iterations need them so."""
+        """Gathers those of a loop's constants that all of its iterations need whole."""
         whole = loops.to_hold(jaxpr, [isinstance(c, Shard) for c in consts])
         return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
         self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
     ) -> dict[int, jax.Array]:
-        """The carried values that a loop has added up, each reduced over the devices once."""
+        """Reduces over the devices, once, the carried values that a loop has added up."""
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {
             v: x if (spec := specs[v]) is None else self.scatter(x, spec)

@@ -32,16 +32,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
     lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
-    late = [
-        f"state{jax.tree_util.keystr(path)}"
-        for path, late in jax.tree_util.tree_leaves_with_path(lateness[0].rest)
-        if late
-    ]
-    late += [
-        f"its result{jax.tree_util.keystr(path)}"
-        for path, late in jax.tree_util.tree_leaves_with_path(lateness[1])
-        if late
-    ]
+    late = [*_named("state", lateness[0].rest), *_named("its result", lateness[1])]
     new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
     late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
     if late:
@@ -50,6 +41,12 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
             "offload the update is made after the step, sub-group by sub-group. Compute it from "
             "the state that the step returns, or with the parameters before the update."
         )
+
+
+def _named(prefix: str, lateness: Any) -> list[str]:
+    """Paths of the leaves of a tree that are late."""
+    leaves = jax.tree_util.tree_leaves_with_path(lateness)
+    return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
 
 
 def depends_on(jaxpr: Any, start: Sequence[Any]) -> list[bool]:

@@ -65,18 +65,15 @@ def make_plan(
         for name, value in parts.rest.items()
     }
 
-    def specs(t: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.spec, t, is_leaf=_is_leaf)
+    def specs(tree: Any, name: str = "spec") -> Any:
+        return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
 
-    sharded_grads = config.stage >= 2
     return Plan(
         mesh=mesh,
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree)
-        if sharded_grads
-        else jax.tree.map(lambda leaf: leaf.whole, param_tree, is_leaf=_is_leaf),
+        grads=specs(param_tree, "spec" if config.stage >= 2 else "whole"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),

@@ -28,8 +28,8 @@ import zerojax
 from zerojax.checkpoint.exporter import export
 from zerojax.models import gpt_nnx
 from zerojax.models.gpt import GPT, GPTConfig, loss_fn, stack_blocks
-from zerojax.models.hugging_face import gpt2_config as hf_config
 from zerojax.models.hugging_face import gpt2 as hf_gpt2
+from zerojax.models.hugging_face import gpt2_config as hf_config
 from zerojax.models.hugging_face import gpt2_names as hf_names
 from zerojax.models.hugging_face import pieces
 from zerojax.models.hugging_face import read as weights_read

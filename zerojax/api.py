@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -24,6 +24,9 @@ from zerojax.step.arguments import Arguments
 from zerojax.step.per_device import per_device
 from zerojax.step.step import Step
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Zero:
     """ZeRO for a train step, as a config asks, over the devices of a mesh.
@@ -31,22 +34,29 @@ class Zero:
     Made by :func:`zero`. Calling it decorates a step.
     """
 
-    def __init__(self, config: ZeroConfig, mesh: Mesh, specs: Any, donate: bool) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        mesh: Mesh,
+        specs: Any = None,
+        donate: bool = True,
+        check_memory: bool = True,
+    ) -> None:
         self.config = config
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
         config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
         self.states = States(config, self.mesh, axis, specs)
-        self._donate = donate
+        self._donate, self._check_memory = donate, check_memory
 
     def __call__(
         self,
-        train_step: Callable[..., Any],
+        train_step: Callable[P, R],
         *,
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
-    ) -> Step:
+    ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX objects, as many
         as there are, in any order.
@@ -69,17 +79,19 @@ class Zero:
             static_argnames=static_argnames,
             batch_argnums=batch_argnums,
         )
-        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        guard = None
+        if self._check_memory:
+            guard = Guard(self.config, self.mesh, self.states.axis, self._other)
         return Step(arguments, self.states, self._donate, guard)
 
     def evaluate(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         *,
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
-    ) -> Evaluation:
+    ) -> Evaluation[P, R]:
         """A function that updates nothing, evaluated as a step computes: also ``@zero.evaluate``.
 
         Parameters are gathered, cast and streamed as in a step at the same stage, so that what can
@@ -223,6 +235,7 @@ def zero(
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,
+    check_memory: bool = True,
     **keywords: Any,
 ) -> Zero:
     """Reads a config and returns what decorates a train step.
@@ -243,6 +256,10 @@ def zero(
         ``telemetry(state)["skipped_steps"]`` counts the step. As ``fp16`` always does, and
         ``bf16`` in a DeepSpeed JSON unless ``check_grad_overflow`` is false; DeepSpeed has no
         such key for fp32. None leaves it to the config, where it is off by default.
+      check_memory: compile a step before it runs for the first time, and raise
+        :class:`zerojax.OutOfMemoryError` where it needs more memory than the devices have free,
+        with settings that fit. False runs the step and leaves that error to XLA. On devices that
+        do not say how much is free (CPUs) nothing is checked.
       **keywords: the fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
         they do not ask for.
 
@@ -265,7 +282,8 @@ def zero(
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
     if check_finite is not None:
         resolved = _checking(resolved, check_finite)
-    return Zero(resolved, all_devices() if mesh is None else mesh, specs, donate)
+    devices = all_devices() if mesh is None else mesh
+    return Zero(resolved, devices, specs, donate, check_memory)
 
 
 def _checking(config: ZeroConfig, check_finite: bool) -> ZeroConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -22,8 +22,11 @@ from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import apply_settings, is_nnx
 from zerojax.xla.lowered import LoweredProgram
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class Evaluation:
+
+class Evaluation(Generic[P, R]):
     """An evaluated function, made by ``zero.evaluate``; call it as the function itself.
 
     Args:
@@ -38,14 +41,14 @@ class Evaluation:
         self._arguments, self._states = arguments, states
         self._programs: dict[Any, EvaluationProgram] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
-            out = self._run(args, kwargs, names)
+            out: Any = self._run(args, kwargs, names)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
-        return out
+        return out  # type: ignore[no-any-return]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
         found, call = self._opened(args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import optax
@@ -21,11 +21,9 @@ from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
 from zerojax.plan.plan import Plan
 from zerojax.step.arguments import Arguments
+from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.step import Step
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Zero:

@@ -45,7 +45,7 @@ class Subject:
     update: Callable[[Sequence[Any]], None]
 
 
-def subject(objects: tuple[Any, ...]) -> Subject:
+def subject_of(objects: tuple[Any, ...]) -> Subject:
     """Takes the state of a call apart.
 
     Raises:

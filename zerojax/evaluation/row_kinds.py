@@ -20,7 +20,7 @@ from zerojax.trace import marks
 from zerojax.xla import compat
 
 
-class Kind(enum.Enum):
+class RowKind(enum.Enum):
     """What a value is made from."""
 
     FIXED = "nothing of the batch's rows"
@@ -63,14 +63,14 @@ REDUCTIONS: Mapping[str, Reduction] = {
 _RUNS = frozenset(["scan", "while", "cond", "optimization_barrier"])
 
 
-class Pair(NamedTuple):
+class EquationPair(NamedTuple):
     """One equation as it stands in both traces; ``part`` is None where it is the identity there."""
 
     whole: Any
     part: Any
 
 
-class Traced:
+class TwoTraces:
     """Both traces side by side.
 
     Args:
@@ -89,19 +89,19 @@ class Traced:
         self._same: dict[Any, Any] = dict(zip(whole.constvars, part.constvars, strict=True))
         self._same |= zip(whole.invars, part.invars, strict=True)
         self.pairs = [*self._paired(whole, part)]
-        self.kinds: dict[Any, Kind] = {}
-        self.reductions: list[Pair] = []
+        self.kinds: dict[Any, RowKind] = {}
+        self.reductions: list[EquationPair] = []
 
-    def _paired(self, whole: Any, part: Any) -> Iterable[Pair]:
+    def _paired(self, whole: Any, part: Any) -> Iterable[EquationPair]:
         left = list(reversed(part.eqns))
         for eqn in whole.eqns:
             if left and self._match(eqn, left[-1]):
                 other = left.pop()
                 self._same.update(zip(eqn.outvars, other.outvars, strict=True))
-                yield Pair(eqn, other)
+                yield EquationPair(eqn, other)
             elif self._identity(eqn):
                 self._same[eqn.outvars[0]] = self._same[eqn.invars[0]]
-                yield Pair(eqn, None)
+                yield EquationPair(eqn, None)
             else:
                 raise Undivided(f"its {eqn.primitive.name} depends on the number of rows")
         if left:
@@ -157,10 +157,10 @@ class Traced:
             raise Undivided(f"it makes an array of shape {whole} of {self.sizes.whole} rows")
         return d, each
 
-    def kind(self, v: Any) -> Kind:
-        return Kind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
+    def kind(self, v: Any) -> RowKind:
+        return RowKind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
 
-    def classify(self, given: Sequence[Kind]) -> None:
+    def classify(self, given: Sequence[RowKind]) -> None:
         """Finds the kind of each value, given those of the arguments.
 
         Raises:
@@ -169,26 +169,26 @@ class Traced:
         for v in self.whole.constvars:
             if self.rows(v):
                 raise Undivided("it has a constant with an entry for each row")
-            self.kinds[v] = Kind.FIXED
+            self.kinds[v] = RowKind.FIXED
         self.kinds.update(zip(self.whole.invars, given, strict=True))
         for pair in self.pairs:
             self.kinds.update(zip(pair.whole.outvars, self._kinds(pair), strict=True))
 
-    def _kinds(self, pair: Pair) -> list[Kind]:
+    def _kinds(self, pair: EquationPair) -> list[RowKind]:
         """Of an equation's results."""
         eqn, name = pair.whole, pair.whole.primitive.name
         kinds = {self.kind(v) for v in eqn.invars}
-        outs = [Kind.FIXED if self.rows(v) is None else Kind.ROWS for v in eqn.outvars]
-        if Kind.ROWS not in {*outs, *kinds}:
-            return [Kind.TOTAL if Kind.TOTAL in kinds else Kind.FIXED] * len(outs)
-        if Kind.TOTAL in kinds:
+        outs = [RowKind.FIXED if self.rows(v) is None else RowKind.ROWS for v in eqn.outvars]
+        if RowKind.ROWS not in {*outs, *kinds}:
+            return [RowKind.TOTAL if RowKind.TOTAL in kinds else RowKind.FIXED] * len(outs)
+        if RowKind.TOTAL in kinds:
             raise Undivided(f"its {name} takes rows together with a result of all rows")
         if pair.part is None:
             return outs
         if self._runs(pair):
             return outs
         self._check_params(pair)
-        if Kind.FIXED not in outs:
+        if RowKind.FIXED not in outs:
             if name not in RULES or not RULES[name](
                 eqn, [self.rows(v) for v in eqn.invars], [self.rows(v) for v in eqn.outvars]
             ):
@@ -197,7 +197,7 @@ class Traced:
         if not self._reduces(eqn) or self._inside:
             raise Undivided(f"its {name} brings rows together{self._inside}")
         self.reductions.append(pair)
-        return [Kind.TOTAL]
+        return [RowKind.TOTAL]
 
     def _reduces(self, eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -207,13 +207,13 @@ class Traced:
             self.rows(eqn.invars[0]) is None and self.rows(eqn.invars[2]) is not None
         )
 
-    def _check_params(self, pair: Pair) -> None:
+    def _check_params(self, pair: EquationPair) -> None:
         name = pair.whole.primitive.name
         for key, value in pair.whole.params.items():
             if key not in SHAPES.get(name, ()) and not _equal(value, pair.part.params.get(key)):
                 raise Undivided(f"the {key} of its {name} depends on the number of rows")
 
-    def _runs(self, pair: Pair) -> bool:
+    def _runs(self, pair: EquationPair) -> bool:
         """Looks into an equation that runs jaxprs; False for others.
 
         Raises:
@@ -247,14 +247,14 @@ class Traced:
         those in ``drop``."""
         name = eqn.primitive.name
         (whole, consts), (part, others) = compat.open_jaxpr(whole), compat.open_jaxpr(part)
-        inner = Traced(whole, part, self.sizes, f" inside {name}")
+        inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")
         # What a loop carries is made of rows where it has their dimension, and may not be else.
-        given = [Kind.ROWS if inner.rows(v) else Kind.FIXED for v in whole.invars]
+        given = [RowKind.ROWS if inner.rows(v) else RowKind.FIXED for v in whole.invars]
         operands = [v for i, v in enumerate(eqn.invars) if i >= skip and i not in drop]
         if any(
-            kind is Kind.FIXED and self.kind(v) is Kind.ROWS
+            kind is RowKind.FIXED and self.kind(v) is RowKind.ROWS
             for v, kind in zip(operands, given, strict=True)
         ):
             raise Undivided(f"its {name} runs over the rows")

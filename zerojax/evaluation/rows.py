@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.evaluation.row_kinds import REDUCTIONS, Kind, Pair, Reduction, Traced
+from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.trace import marks
 from zerojax.trace.inline import flat
@@ -45,25 +45,25 @@ class ByRows:
         if self._jaxpr.effects:
             raise Undivided("it prints, or calls back into Python")
         self.sizes = sizes
-        self._traced = Traced(self._jaxpr, other, sizes)
-        self._traced.classify([Kind.ROWS if b else Kind.FIXED for b in batch])
+        self._traced = TwoTraces(self._jaxpr, other, sizes)
+        self._traced.classify([RowKind.ROWS if b else RowKind.FIXED for b in batch])
         self._batch = list(batch)
         self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]
         if any(
-            kind is not Kind.ROWS and self._traced.rows(v)
+            kind is not RowKind.ROWS and self._traced.rows(v)
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
         ):
             raise Undivided("it returns an array of the batch's shape that is not made of its rows")
         self._reductions = self._used()
 
-    def _used(self) -> list[Pair]:
+    def _used(self) -> list[EquationPair]:
         """The reductions that a result needs."""
         made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
         targets = self._totals_and_fixed()
         needed = self._needed(targets, made)
         read = {v for v in (*targets, *(v for eqn in needed for v in eqn.invars))
                 if not isinstance(v, core.Literal)}  # fmt: skip
-        if any(self._traced.kind(v) is Kind.ROWS for v in read):
+        if any(self._traced.kind(v) is RowKind.ROWS for v in read):
             raise Undivided("a loop over its rows makes a result that has none")
         return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
 
@@ -71,7 +71,7 @@ class ByRows:
         return [
             v
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
-            if kind is not Kind.ROWS
+            if kind is not RowKind.ROWS
         ]
 
     def zeros(self) -> list[jax.Array]:
@@ -102,7 +102,9 @@ class ByRows:
           rows in front.
         """
         outs = [
-            v for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True) if kind is Kind.ROWS
+            v
+            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+            if kind is RowKind.ROWS
         ]
         targets = [
             *(v for p in self._reductions for v in p.whole.invars),
@@ -117,7 +119,7 @@ class ByRows:
         x = jnp.moveaxis(x, d, 0)
         return x.reshape(self.sizes.part, each, *x.shape[1:])
 
-    def _reduced(self, pair: Pair, env: dict[Any, Any], counts: Any) -> Any:
+    def _reduced(self, pair: EquationPair, env: dict[Any, Any], counts: Any) -> Any:
         eqn, how = pair.whole, _reduction(pair)
         values = [_read(v, env) for v in eqn.invars]
         if eqn.primitive.name == "scatter-add":
@@ -158,7 +160,7 @@ class ByRows:
         env = self._run(targets, env, part=False)
         left = iter(rows)
         return [
-            self._back(next(left), v) if kind is Kind.ROWS else _read(v, env)
+            self._back(next(left), v) if kind is RowKind.ROWS else _read(v, env)
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
         ]
 
@@ -185,7 +187,7 @@ class ByRows:
             if id(eqn) not in needed:
                 continue
             values = [_read(v, env) for v in eqn.invars]
-            if part and Kind.ROWS in map(self._traced.kind, eqn.outvars):
+            if part and RowKind.ROWS in map(self._traced.kind, eqn.outvars):
                 if pair.part is None:
                     outs: Sequence[Any] = values
                 else:
@@ -198,7 +200,7 @@ class ByRows:
         return env
 
 
-def _reduction(pair: Pair) -> Reduction:
+def _reduction(pair: EquationPair) -> Reduction:
     return REDUCTIONS[pair.whole.primitive.name]
 
 

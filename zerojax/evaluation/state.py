@@ -14,7 +14,7 @@ from zerojax.plan.plan import Plan
 from zerojax.train_state.state_parts import Parts
 
 
-class Reading:
+class StateReader:
     """Brings a state to where it is computed with.
 
     What lies there is taken as it is. Other arrays, such as those of a state that has not been

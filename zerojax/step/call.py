@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from zerojax.step.jitted import Slot
-from zerojax.train_state.nnx import Settings, is_nnx, settings
+from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
 
 
 class Constant:
@@ -109,6 +109,12 @@ class Rearranged:
             at: x for at, x in after.items() if at not in before or before[at] != x
         }
         return out
+
+    def bring_up_to_date(self, call: Call) -> None:
+        """Gives the NNX objects of a call the attributes that the function has set."""
+        if any(self.changed.values()):
+            static = divide(call.args, call.kwargs)[1]
+            apply_settings(call.objects, self.changed[static])
 
 
 @jax.tree_util.register_static

@@ -102,7 +102,7 @@ class BatchPlacer:
         return jax.tree.map(put, batch)
 
     def abstract(self, batch: Any, division: Division | None) -> Any:
-        """The same for shapes."""
+        """Shapes, dtypes and shardings of a batch on the devices."""
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
             shape = tuple(np.shape(x))

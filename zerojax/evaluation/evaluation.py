@@ -23,13 +23,13 @@ from zerojax.xla.lowered import LoweredProgram
 
 
 class Evaluation(Decorated[P, R]):
-    """An evaluated function, made by ``zero.evaluate``; call it as the function itself.
+    """An evaluated function, made by ``zero.evaluate``; called as the function itself.
 
     Args:
-      arguments: of the function ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or
+      arguments: The arguments of the function ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or
         ``(model, batch, ...) -> anything`` with NNX objects, of which all but the parameters may
         change in place.
-      states: what the config makes of a state.
+      states: What the config makes of a state.
     """
 
     def __init__(self, arguments: Arguments, states: States) -> None:

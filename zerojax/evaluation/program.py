@@ -32,7 +32,7 @@ from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
 
 class Execution(NamedTuple):
-    """Execution a function runs on batches of one shape.
+    """How an evaluated function runs on batches of one shape; part of the program.
 
     Attributes:
       used: For each array of the state, whether the function reads it.
@@ -112,7 +112,7 @@ class EvaluationProgram:
           The results, and the changed leaves of the rest of the state, see :class:`Subject`.
 
         Raises:
-          DiskStateError: a parameter on the disk is not what was written.
+          DiskStateError: A parameter on the disk is not what was written.
         """
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
@@ -133,7 +133,7 @@ class EvaluationProgram:
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
     ) -> Iterator[LoweredProgram]:
-        """The program, of which there is one."""
+        """The one program."""
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
         values = [
@@ -152,7 +152,7 @@ class EvaluationProgram:
         )
 
     def _resting(self, opened: OpenedState) -> list[Any]:
-        """The dtypes in which the arrays come to the program."""
+        """The dtypes in which the program takes the arrays of a state."""
         if self._state_reader.copies is not None:
             return [x.dtype for x in self._shapes]
         return [x.dtype for x in jax.tree.leaves(opened.parts)]
@@ -219,7 +219,7 @@ class EvaluationProgram:
         """The function divided, and the structure of its results.
 
         Raises:
-          Undivided: it cannot be.
+          Undivided: The function cannot be divided.
         """
         whole = self._traced(_like(batch, division.rows), arrays, static)
         try:
@@ -249,7 +249,7 @@ class EvaluationProgram:
         return out, [None if x is None else keep(x) for x, keep in pairs]
 
     def _entering(self, values: list[Any], execution: Execution) -> list[Any]:
-        """What the inserter is given of the state; None for what the function does not read."""
+        """The state's arrays for the inserter; None for what the function does not read."""
         cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
         given = [
             # Division as at rest, else XLA gathers first and casts then.
@@ -301,11 +301,13 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
+        return [
+            x.whole() if isinstance(x, Source) else x for x in outs
+        ]  # a parameter that is returned unused
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:
-    """The shapes of a batch, or of one with so many rows."""
+    """The shapes and dtypes of a batch, with other leading dimensions where ``rows`` is given."""
 
     def shape(x: Any) -> tuple[int, ...]:
         return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)

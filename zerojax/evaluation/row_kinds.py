@@ -1,4 +1,4 @@
-"""What each value of a function of a batch is made from: nothing of it, its own row, or all rows.
+"""What each value of a function is made from: nothing of the batch, its own row, or all rows.
 
 The function is traced on the whole batch and on a part of it. Where the shapes of a value differ
 lies its dimension of rows.
@@ -32,9 +32,9 @@ class Reduction(NamedTuple):
     """How the results of parts become that of the whole.
 
     Attributes:
-      combine: two results to one.
-      neutral: what rows that do not count are replaced by, for a dtype.
-      operands: positions of the operands whose rows are replaced.
+      combine: Makes one result of two.
+      neutral: The value that stands for rows that do not count, for a dtype.
+      operands: Positions of the operands whose rows are replaced.
     """
 
     combine: Callable[[Any, Any], Any]
@@ -64,7 +64,7 @@ _RUNS = frozenset(["scan", "while", "cond", "optimization_barrier"])
 
 
 class EquationPair(NamedTuple):
-    """One equation as it stands in both traces; ``part`` is None where it is the identity there."""
+    """One equation in both traces; ``part`` is None where the equation is an identity there."""
 
     whole: Any
     part: Any
@@ -74,12 +74,12 @@ class TwoTraces:
     """Both traces side by side.
 
     Args:
-      whole, part: open jaxprs of one function.
-      sizes: rows of both.
-      inside: the loop or branch that they belong to, where nothing may be reduced.
+      whole, part: Open jaxprs of one function.
+      sizes: Rows of both.
+      inside: The loop or branch that they belong to, where nothing may be reduced.
 
     Raises:
-      Undivided: they are not the same program.
+      Undivided: The traces are not the same program.
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, inside: str = "") -> None:
@@ -138,10 +138,10 @@ class TwoTraces:
         )
 
     def rows(self, v: Any) -> tuple[int, int] | None:
-        """The dimension of rows of a value and how many entries it has for each; None without.
+        """The dimension of rows of a value, and its entries for each row; None without such.
 
         Raises:
-          Undivided: it has several.
+          Undivided: The value has several dimensions of rows.
         """
         if isinstance(v, core.Literal) or v not in self._same:
             return None
@@ -164,7 +164,7 @@ class TwoTraces:
         """Finds the kind of each value, given those of the arguments.
 
         Raises:
-          Undivided: the rows meet otherwise than in a reduction.
+          Undivided: Rows meet otherwise than in a reduction.
         """
         for v in self.whole.constvars:
             if self.rows(v):
@@ -175,7 +175,7 @@ class TwoTraces:
             self.kinds.update(zip(pair.whole.outvars, self._kinds(pair), strict=True))
 
     def _kinds(self, pair: EquationPair) -> list[RowKind]:
-        """Of an equation's results."""
+        """The kinds of an equation's results."""
         eqn, name = pair.whole, pair.whole.primitive.name
         kinds = {self.kind(v) for v in eqn.invars}
         outs = [RowKind.FIXED if self.rows(v) is None else RowKind.ROWS for v in eqn.outvars]
@@ -217,7 +217,7 @@ class TwoTraces:
         """Looks into an equation that runs jaxprs; False for others.
 
         Raises:
-          Undivided: the rows meet in them.
+          Undivided: Rows meet in them.
         """
         eqn, name, p = pair.whole, pair.whole.primitive.name, pair.whole.params
         other = pair.part.params
@@ -250,7 +250,7 @@ class TwoTraces:
         inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")
-        # What a loop carries is made of rows where it has their dimension, and may not be else.
+        # A carried value is made of rows where it has their dimension, and nowhere else.
         given = [RowKind.ROWS if inner.rows(v) else RowKind.FIXED for v in whole.invars]
         operands = [v for i, v in enumerate(eqn.invars) if i >= skip and i not in drop]
         if any(
@@ -262,7 +262,7 @@ class TwoTraces:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two parameters, or constants, are the same; not a number is itself."""
+    """Whether two parameters, or constants, are the same; NaN is the same as NaN."""
     if a is b:
         return True
     if isinstance(a, np.ndarray | np.generic | jax.Array | float):

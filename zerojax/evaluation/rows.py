@@ -27,16 +27,16 @@ class ByRows:
     """A function divided into what runs part by part and what runs once.
 
     Args:
-      whole, part: closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
+      whole, part: Closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
         ``sizes.part``.
-      sizes: those.
-      batch: for each argument, whether its first dimension is the rows.
+      sizes: Both numbers of rows.
+      batch: For each argument, whether its first dimension is the rows.
 
     Attributes:
-      outs: the kind of each result.
+      outs: The kind of each result.
 
     Raises:
-      Undivided: it cannot be divided; says why.
+      Undivided: The function cannot be divided; the message says why.
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, batch: Sequence[bool]) -> None:
@@ -75,7 +75,7 @@ class ByRows:
         ]
 
     def zeros(self) -> list[jax.Array]:
-        """What the totals are before the first part."""
+        """The totals before the first part."""
         found = []
         for pair in self._reductions:
             aval = pair.whole.outvars[0].aval
@@ -94,12 +94,12 @@ class ByRows:
         """Runs the function on a part of the batch, as far as it goes by rows.
 
         Args:
-          args: those of the function, with a part of the batch.
+          args: The function's arguments, with a part of the batch.
           counts: bool [rows of the part], whether a row is one of the batch's; None where all are.
 
         Returns:
-          What the reductions make of these rows, and the results that go by rows, each with the
-          rows in front.
+          The reductions of these rows, and the results that go by rows, each with the rows in
+          front.
         """
         outs = [
             v
@@ -139,9 +139,9 @@ class ByRows:
         """The function's results.
 
         Args:
-          args: those of the function; the batch is not read and may be None.
-          totals: of all parts.
-          rows: the results that go by rows, of the whole batch, with the rows in front.
+          args: The function's arguments; the batch is not read and may be None.
+          totals: The totals of all parts.
+          rows: The results that go by rows, of the whole batch, with the rows in front.
         """
         env = {
             v: x
@@ -209,5 +209,5 @@ def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
 
 
 def _wide(dtype: Any) -> Any:
-    """In which the results of parts are combined."""
+    """The dtype in which the results of parts are combined."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

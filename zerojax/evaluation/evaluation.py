@@ -26,9 +26,9 @@ class Evaluation(Decorated[P, R]):
     """An evaluated function, made by ``zero.evaluate``; called as the function itself.
 
     Args:
-      arguments: The arguments of the function ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or
-        ``(model, batch, ...) -> anything`` with NNX objects, of which all but the parameters may
-        change in place.
+      arguments: The arguments of the function ``(state, batch, ...) -> anything`` with a flax
+        ``TrainState``, or ``(model, batch, ...) -> anything`` with NNX objects, of which all but
+        the parameters may change in place.
       states: What the config makes of a state.
     """
 

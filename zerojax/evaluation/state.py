@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zerojax.placement.states import States, lies
+from zerojax.placement.states import States, is_placed
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
 from zerojax.train_state.state_parts import Parts
@@ -54,7 +54,7 @@ class StateReader:
 
     def _at(self, i: int, x: Any) -> Any:
         sharding, leaf = self._where[i]
-        if lies(x, sharding, leaf):
+        if is_placed(x, sharding, leaf):
             self._placed.pop(i, None)
             return x
         ref, placed = self._placed.get(i, (lambda: None, None))

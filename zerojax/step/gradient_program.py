@@ -70,16 +70,12 @@ class GradientProgram:
         param = setting.config.offload_param
         self._reader = Reader(2 if param is None else param.buffer_count)
         shardings = plan.shardings()
-        result: Any = GradientResult(
-            grads=[plan.sharding(leaf) for leaf in plan.gradients()],
-            scalars=None,  # type: ignore[arg-type]
-            shared=None,  # type: ignore[arg-type]
-            rest=shardings.rest,
-            step=shardings.step,
-            out=None,
-            done=None,
-            signals=None,  # type: ignore[arg-type]
-        )
+        planned = {
+            "grads": [plan.sharding(leaf) for leaf in plan.gradients()],
+            "rest": shardings.rest,
+            "step": shardings.step,
+        }
+        result: Any = GradientResult(**dict.fromkeys(GradientResult._fields) | planned)
         self._jitted = jax.jit(
             named(self._run, STATE, BATCH, "arrays", "static"),
             static_argnums=3,

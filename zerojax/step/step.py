@@ -144,7 +144,7 @@ class Step(Decorated[P, R]):
         if key not in self._programs:
             config = self._states.config
             check_memories(config, self._states.mesh)
-            setting = StepSetting.of(
+            setting = StepSetting(
                 self._arguments.rearranged(form),
                 self._states,
                 opened,

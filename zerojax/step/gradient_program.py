@@ -84,7 +84,7 @@ class GradientProgram:
         )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> GradientResult:
-        """Runs it.
+        """Runs the program.
 
         Args:
           parts: The state; its parameters as the step computes with them.
@@ -102,7 +102,7 @@ class GradientProgram:
         return result
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
-        """The same, lowered for abstract arguments."""
+        """The program, lowered for abstract or concrete arguments."""
         batch, plan = self._setting.layout.abstract(batch), self._setting.plan
         traced = self._jitted.trace(self._taken(parts), batch, *divide(args, kwargs))
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, plan.mesh))

@@ -26,7 +26,7 @@ from benchmarks.checkpoint_memory import Footprint, footprint
 from benchmarks.checkpoint_times import CALL, COLD, COPY, NEXT_STEP, STEP, Timing, Turns, take_turns
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from benchmarks.savers import SAVERS
-from examples.devices import data_mesh
+from examples.run_clm.devices import data_mesh
 
 SLOWEST = 0.95  # of orbax's speed
 MOST = 1.2  # of orbax's peak memory

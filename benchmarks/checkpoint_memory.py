@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import zerojax
 from benchmarks.savers import SAVERS, create_state_of
-from examples.devices import data_mesh
+from examples.run_clm.devices import data_mesh
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 

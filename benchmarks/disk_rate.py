@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.checkpoint_times import drop_caches
 from benchmarks.report import heading, markdown_table, write_json
-from zerojax.offload.disk.space import DiskStore
+from zerojax.offload.disk.store import DiskStore
 
 LEAST = 0.8  # of the plain rate
 TURNS = 5

@@ -21,8 +21,8 @@ from matplotlib import pyplot as plt
 from rich.table import Table
 
 from benchmarks.report import console, write_json
-from examples.job import DEFAULT_CONFIG, Job, size_of
-from examples.run_clm import train
+from examples.run_clm.job import DEFAULT_CONFIG, Job, size_of
+from examples.run_clm.train import train
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 WINDOW = 20  # steps that a mean of the training loss covers

@@ -1,43 +1,146 @@
-"""The README, the configs and the code agree."""
+"""The README, the pages of docs/, the configs and the code agree."""
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import typer
+from test_imports import ROOMS
 
+import examples.run_clm
 import zerojax
+import zerojax.__main__
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+# Each is a namespace of its own, run from top to bottom.
+PAGES = [README, ROOT / "configs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("zerojax", "configs", "tests", "examples", "benchmarks", "pallas_kernels", "docs")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def first_block() -> list[str]:
-    return re.search(r"^```\w*\n(.*?)^```", README, re.S | re.M).group(1).splitlines()
+class Block(NamedTuple):
+    """Fenced text of a page.
+
+    Attributes:
+      info: what stands behind the fence, the language first.
+      line: of the page, at which the text begins.
+      text: without the fences and their indentation.
+    """
+
+    info: str
+    line: int
+    text: str
 
 
-def test_readme_starts_with_the_two_commands():
-    run, test = first_block()
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in re.finditer(r"^( *)```([^\n`]*)\n(.*?)^\1```$", text, re.S | re.M):
+        indent, info, body = match.groups()
+        lines = [line.removeprefix(indent) for line in body.splitlines(keepends=True)]
+        yield Block(info.strip(), text.count("\n", 0, match.start(3)) + 1, "".join(lines))
+
+
+def test_readme_is_short_and_starts_with_the_two_commands() -> None:
+    assert README
+    run, test = next(blocks(README)).text.splitlines()
     assert run.endswith("-m examples.run_clm")
     assert "-m pytest" in test
     assert "compile" in test  # the GPU compiles are part of the tests
 
 
-def test_every_path_that_the_readme_names_is_there():
-    named = re.findall(
-        r"`((?:zerojax|configs|tests|examples|benchmarks|pallas_kernels)/[\w./-]*)`", README
-    )
-    assert named
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder in which programs find configs and examples, and may write."""
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@every_page
+@pytest.mark.usefixtures("quick_compile")
+def test_the_code_of_a_page_runs(page: Path, clone: Path) -> None:
+    """Blocks marked ``python notest`` say why they do not."""
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page):
+        if block.info == "python notest":
+            assert block.text.startswith("# "), f"{page.name}:{block.line} says no reason"
+        elif block.info.startswith("python"):
+            assert block.info == "python", f"{page.name}:{block.line}"
+            source = "\n" * (block.line - 1) + block.text  # a traceback has the page's line
+            exec(compile(source, str(page), "exec"), namespace)
+
+
+@every_page
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_every_link_to_a_file_leads_somewhere():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@every_page
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = [link.partition("#")[0] for link in links if "://" not in link]
+    # Drawn by the site out of other files, see docs/site/pages.py.
+    made = {"changelog.md", "contributing.md", "configs.md", "records/README.md"}
+    assert [
+        path for path in local if path and path not in made and not (page.parent / path).exists()
+    ] == []
+
+
+def zerojax_commands() -> dict[str, Any]:
+    """The subcommands of `python -m zerojax`."""
+    group: Any = typer.main.get_command(zerojax.__main__.app)
+    return group.commands
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words behind ``python -m`` of every command that a page names."""
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"python -m ((?:zerojax|examples|benchmarks)\b[^`\n]*)", text):
+        # Shell syntax and comments end a command, as does a sentence about it.
+        words = shlex.split(re.split(r" #|[;|&)>]| \.\.\.", line)[0])
+        yield words
+
+
+@every_page
+def test_every_command_that_a_page_names_has_its_options(page: Path) -> None:
+    for module, *words in commands(page):
+        if module == "zerojax":
+            command: Any = zerojax_commands().get(words[0])
+            assert command is not None, words
+        elif module == "examples.run_clm":
+            command = typer.main.get_command(examples.run_clm.app)
+        else:
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+            continue
+        known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= known | {"--help"}, f"{' '.join(words)}: {given - known}"
+
+
+def test_the_map_of_the_architecture_has_the_rooms_in_their_order() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [room.replace(".", "/") for room in ROOMS if room not in ("api", "__main__")]
+    assert re.findall(r"^\| `zerojax/([\w/]+)/` \|", text, re.M) == rooms
+    drawn = re.findall(r">([\w/]+)</text>", (ROOT / "docs/rooms.svg").read_text())
+    assert set(rooms) <= set(drawn)
+
+
+def test_every_page_is_in_the_sites_menu() -> None:
+    menu = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(menu)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.name)
-def test_every_config_makes_a_zero(path):
+def test_every_config_makes_a_zero(path: Path) -> None:
     zero = zerojax.zero(path)
     assert str(zero.config.stage) in path.name
     assert zero.config.bf16 == any(w in path.name for w in ("bf16", "offload", "nvme"))

@@ -38,20 +38,22 @@ SINGLE = (
 )  # fmt: skip
 
 
-# Where one Python version alone does the sweep, the other does stage 3, where all is sharded.
+# Stage 3, where all is sharded, stands for the others, and two GPTs for the rest of them, but in
+# the sweep.
 EACH_STAGE = [*(pytest.param(stage, marks=pytest.mark.sweep) for stage in STAGES[:-1]), 3]
+COMMON = {*CASES} - SLOW | {"gpt_scan_remat", "nnx_gpt_dropout"}
 
 
 def each(
     names: Iterable[str],
     stages: Callable[[str], tuple[int, ...]],
-    everywhere: Iterable[str] = CASES,
+    common: Iterable[str] = COMMON,
 ) -> Any:
-    """Parametrizes a test over cases and their stages. Stage 3 of the cases ``everywhere`` is
-    no part of the sweep."""
+    """Parametrizes a test over cases and their stages. An MLP, and stage 3 of the ``common``
+    cases, are no part of the sweep."""
 
     def marks(name: str, stage: int) -> Any:
-        return () if stage == 3 and name in everywhere else pytest.mark.sweep
+        return () if name == "mlp" or (stage == 3 and name in common) else pytest.mark.sweep
 
     return pytest.mark.parametrize(
         ("name", "stage"),
@@ -148,7 +150,17 @@ def test_float64(name: str, stage: int) -> None:
         assert_equal_runs(got, plain(name, "float64"), "float64")
 
 
-@each(SINGLE, lambda name: (0, 3) if name in SLOW else STAGES, ("mlp", "nnx_mlp", "convnet"))
+@pytest.mark.usefixtures("full_compile")
+@pytest.mark.parametrize("stage", STAGES)
+def test_under_xlas_default_optimizations(stage: int) -> None:
+    with jax.enable_x64(True):
+        step = zero_for(stage, gradient_accumulation_steps=4)(CASES["mlp"].step)
+        got = follow("mlp", step, start("mlp", "float64"), "float64")
+        np.testing.assert_allclose(got[0], plain("mlp", "float64")[0], rtol=TOLERANCE["float64"])
+        assert_near(got[2:], plain("mlp", "float64")[2:], TOLERANCE["float64"])
+
+
+@each(SINGLE, lambda name: (0, 3) if name in SLOW else STAGES, ("nnx_mlp",))
 def test_float32(name: str, stage: int) -> None:
     """A state born sharded."""
     zero, state = zero_for(stage), start(name, "float32")
@@ -160,7 +172,7 @@ def test_float32(name: str, stage: int) -> None:
 @each(
     [name for name, case in CASES.items() if case.averages],
     lambda name: STAGES if name in ("mlp", "nnx_mlp") else (2, 3),
-    ("mlp", "nnx_mlp", "has_aux", "gpt_scan_remat"),
+    ("nnx_mlp", "has_aux", "gpt_scan_remat"),
 )
 def test_accumulation_by_four(name: str, stage: int) -> None:
     """Numbers are averaged, arrays of a row each come stacked by micro-batch."""

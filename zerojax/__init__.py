@@ -26,7 +26,7 @@ from zerojax.foresight.estimators import (
 from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
 from zerojax.monitor.after_step import LossScaleError as LossScaleError
 from zerojax.offload.activations import remat_policy as remat_policy
-from zerojax.offload.disk.errors import DiskError as DiskError
+from zerojax.offload.disk.folder import DiskError as DiskError
 from zerojax.offload.fetch import on_device as on_device
 from zerojax.optim.loss_scale import LossScale as LossScale
 from zerojax.optim.schedules import schedule as schedule

@@ -14,7 +14,6 @@ from benchmarks.offload_tables import Limit, overlap, parts
 gpu_compile = [
     pytest.mark.gpu_compile,
     pytest.mark.usefixtures("require_gpu_compiler"),
-    pytest.mark.xdist_group("offload"),  # one worker, so that each case is compiled once
 ]
 BOTH = quick().sizes[0][1]
 

@@ -12,8 +12,8 @@ from optax import sgd
 
 import zerojax
 from zerojax.devices.rates import rates
-from zerojax.foresight.attribution import Known
-from zerojax.foresight.costs import forecast, measure, weigh
+from zerojax.foresight.attribution import ParameterShapes
+from zerojax.foresight.costs import forecast, measure, measure_memory
 from zerojax.foresight.refused import refused
 from zerojax.xla.lowered import LoweredProgram
 
@@ -60,9 +60,11 @@ def test_a_step_that_is_refused_does_not_fit() -> None:
     assert found.peak.bytes == 34.5 * 2**30
     assert not told("RESOURCE_EXHAUSTED: no").fits
     assert told("RESOURCE_EXHAUSTED: no").peak.bytes == v5e.memory
-    assert told(TEMPORARIES, measured=weigh).peak.bytes == found.peak.bytes  # before a first run
+    assert (
+        told(TEMPORARIES, measured=measure_memory).peak.bytes == found.peak.bytes
+    )  # before a first run
     # Of several programs too it is what XLA says and nothing more.
     assert told(TEMPORARIES, "gradients").peak.bytes == found.peak.bytes
     other: Any = Refusing("INTERNAL: a fault")
     with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
-        measure(other, Known.of(plan), v5e)
+        measure(other, ParameterShapes.of(plan), v5e)

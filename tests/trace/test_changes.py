@@ -8,7 +8,7 @@ import pytest
 
 from zerojax.collectives import Inserter
 from zerojax.trace.changes import change, sums
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 X = jnp.arange(3.0)
 
@@ -28,7 +28,7 @@ X = jnp.arange(3.0)
 )
 def test_what_is_found(step: Callable[..., jax.Array], found: int) -> None:
     closed = jax.make_jaxpr(step)(X, X, X)
-    jaxpr, _ = compat.open_jaxpr(closed)
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
     at = sums(jaxpr)
     assert len(at) == found
     assert all(new is jaxpr.invars[2] for new in at.values())

@@ -24,8 +24,7 @@ from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import Pair, pairs, scaled
 from zerojax.accumulation.row_rules import OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 _ZERO_STAYS = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "mul", "name", "neg", "reshape",
@@ -136,7 +135,7 @@ class Analysis:
             eqn = pair.whole
             kinds = [read(v) for v in eqn.invars]
             here = (*path, i)
-            later = backward or "transpose(" in str(eqn.source_info.name_stack)
+            later = backward or jaxprs.is_transposed(eqn)
             outs = self._equation(pair, kinds, here, later)
             for v, kind in zip(eqn.outvars, outs, strict=True):
                 if top:
@@ -185,7 +184,7 @@ class Analysis:
                 self.drawn.append(where(eqn))
                 outs.append(Kind("rows", dim=dims[0], **both))
             elif name == "iota":
-                along = eqn.params["dimension"] == dims[0]
+                along = jaxprs.param(eqn, "dimension") == dims[0]
                 own = along and w.aval.shape[dims[0]] == self._rows
                 index = "own" if own else "number" if along else ""
                 outs.append(Kind("rows", dim=dims[0], index=index, **both))
@@ -294,26 +293,26 @@ class Analysis:
             return self._while(pair, kinds, path, backward)
         if eqn.primitive is prims.cond_p:
             return self._cond(pair, kinds, path, backward)
-        inner = [e.params[marks.CALLS[e.primitive]] for e in (eqn, micro)]
+        inner = [jaxprs.called(e) for e in (eqn, micro)]
         return self._body(inner, kinds, path, backward)
 
     def _body(
         self, inner: Iterable[Any], kinds: Sequence[Kind], path: Path, backward: bool, at: int = 0
     ) -> list[Kind]:
-        whole, micro = (compat.open_jaxpr(j)[0] for j in inner)
+        whole, micro = (jaxprs.open_jaxpr(j)[0] for j in inner)
         return self._run(whole, micro, kinds, (*path, at), backward, {}, [])
 
     def _scan(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
         eqn, micro = pair
-        if eqn.params["length"] != micro.params["length"]:
+        if jaxprs.param(eqn, "length") != jaxprs.param(micro, "length"):
             return self._over_rows(pair, kinds, path, backward)
-        a, n = compat.scan_counts(eqn)
+        a, n = jaxprs.scan_counts(eqn)
         consts, xs = kinds[:a], kinds[a + n :]
         carry = [k.but(home=None) for k in kinds[a : a + n]]
         if any(x.rows and x.dim == 0 for x in xs):
             return [mixed(_MIXES, where(eqn))] * len(eqn.outvars)
         sliced = [x.but(dim=x.dim - 1) if x.rows else x for x in xs]
-        inner = [eqn.params["jaxpr"], micro.params["jaxpr"]]
+        inner = [jaxprs.param(eqn, "jaxpr"), jaxprs.param(micro, "jaxpr")]
         for _ in range(len(carry) + 3):
             outs = self._body(inner, [*consts, *carry, *sliced], path, backward)
             new = [join(old, o, where(eqn)) for old, o in zip(carry, outs[:n], strict=True)]
@@ -326,15 +325,15 @@ class Analysis:
     def _over_rows(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
         """A loop over the rows themselves, as ``lax.map`` makes: each by itself, but for sums."""
         eqn, micro = pair
-        a, n = compat.scan_counts(eqn)
+        a, n = jaxprs.scan_counts(eqn)
         if any(k.rows for k in kinds[: a + n]):
             return [mixed(_MIXES, where(eqn))] * len(eqn.outvars)
         carry = [Kind("sum", learned=k.learned) if k.zero else k for k in kinds[a : a + n]]
         one = [Kind("row", learned=k.learned) if k.rows else k for k in kinds[a + n :]]
-        inner = [eqn.params["jaxpr"], micro.params["jaxpr"]]
+        inner = [jaxprs.param(eqn, "jaxpr"), jaxprs.param(micro, "jaxpr")]
         outs = self._body(inner, [*kinds[:a], *carry, *one], path, backward)
         why = "loops over the rows and carries numbers along"
-        body = compat.open_jaxpr(eqn.params["jaxpr"])[0]
+        body = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]
         kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
         found: list[Kind] = []
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
@@ -364,20 +363,19 @@ class Analysis:
 
     def _while(self, pair: Pair, kinds: list[Kind], path: Path, backward: bool) -> list[Kind]:
         eqn = pair.whole
-        a = eqn.params["cond_nconsts"]
-        b = a + eqn.params["body_nconsts"]
+        loops = [jaxprs.while_parts(e) for e in pair]
+        a = loops[0].cond_consts
+        b = a + loops[0].body_consts
         carry = [k.but(home=None) for k in kinds[b:]]
         for _ in range(len(carry) + 3):
-            outs = self._body(
-                [e.params["body_jaxpr"] for e in pair], [*kinds[a:b], *carry], path, backward
-            )
+            bodies = [loop.body for loop in loops]
+            outs = self._body(bodies, [*kinds[a:b], *carry], path, backward)
             new = [join(old, o, where(eqn)) for old, o in zip(carry, outs, strict=True)]
             if [_shape_of(k) for k in new] == [_shape_of(k) for k in carry]:
                 break
             carry = new
-        (going,) = self._body(
-            [e.params["cond_jaxpr"] for e in pair], [*kinds[:a], *carry], path, backward, 1
-        )
+        conds = [loop.cond for loop in loops]
+        (going,) = self._body(conds, [*kinds[:a], *carry], path, backward, 1)
         if going.name not in ("fixed", "own"):
             return [mixed("loops as long as rows of the batch say", where(eqn))] * len(new)
         return [k.but(home=None) for k in new]
@@ -388,7 +386,7 @@ class Analysis:
         if index.name not in ("fixed", "own"):
             why = "chooses what to do with the rows by a number made of all rows"
             return [mixed(why, where(eqn))] * len(eqn.outvars)
-        both = zip(eqn.params["branches"], micro.params["branches"], strict=True)
+        both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
         found = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
         outs = found[0]
         for other in found[1:]:
@@ -420,7 +418,7 @@ def _constant(w: Any, m: Any) -> Kind:
 
 def _has_body(eqn: Any) -> bool:
     loops = (prims.scan_p, prims.while_p, prims.cond_p)
-    return eqn.primitive in loops or eqn.primitive in marks.CALLS
+    return eqn.primitive in loops or eqn.primitive in jaxprs.CALLS
 
 
 def _grows(pair: Pair) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zerojax.accumulation.lines import where
+from zerojax.xla import jaxprs
 
 
 class Pair(NamedTuple):
@@ -37,7 +38,7 @@ def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[Pair]:
             yield Pair(eqn, here)
             here = next(left, None)
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.ndim == len(
-            eqn.params["shape"]
+            jaxprs.param(eqn, "shape")
         ):
             yield Pair(eqn, None)  # from one row to one row
         else:

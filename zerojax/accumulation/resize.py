@@ -16,8 +16,7 @@ from jax.extend import core
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import Pair, UnevenError, pairs
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 class Resize:
@@ -78,26 +77,22 @@ class Resize:
             return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
         if isinstance(few, int) and not isinstance(few, bool) and isinstance(whole, int):
             return self._size(whole, few)
-        if hasattr(few, "eqns") or hasattr(few, "jaxpr"):
+        if jaxprs.is_jaxpr(few):
             return self._body(whole, few, where(pair.whole))
         return few
 
     def _body(self, whole: Any, few: Any, at: str) -> Any:
-        (w, _), (f, consts) = compat.open_jaxpr(whole), compat.open_jaxpr(few)
+        (w, _), (f, consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(few)
         if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and not any(
             self._grows(a, b) for a, b in zip(w.eqns, f.eqns, strict=False)
         ):
             return few
         given = [
-            jax.ShapeDtypeStruct(
-                self._shape(a.aval, b.aval),
-                b.aval.dtype,
-                weak_type=getattr(b.aval, "weak_type", False),
-            )
+            jaxprs.like(b.aval, self._shape(a.aval, b.aval))
             for a, b in zip(w.invars, f.invars, strict=True)
         ]
         made = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
-        inner, left = compat.open_jaxpr(made)
+        inner, left = jaxprs.open_jaxpr(made)
         if inner is made or few is not f:
             return made
         if left:
@@ -118,6 +113,6 @@ class Resize:
         for pair in pairs(whole.eqns, few.eqns):
             w, f = pair
             values = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
-            outs = marks.bind(f.replace(params=self._params(pair)), values)
+            outs = jaxprs.bind(f.replace(params=self._params(pair)), values)
             env.update(zip(f.outvars, outs, strict=True))
         return [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]

@@ -15,8 +15,8 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, Kind
-from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla import jaxprs
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
@@ -193,7 +193,7 @@ def _reaches_noise(eqns: Sequence[Any], reached: set[Any]) -> bool:
             continue
         if eqn.primitive.name.startswith(("random_", "threefry")):
             return True
-        for body in marks.inner(eqn):
+        for body in jaxprs.inner(eqn):
             skip = len(eqn.invars) - len(body.invars)
             inside = {body.invars[i - skip] for i in at if i >= skip}
             if inside and _reaches_noise(body.eqns, inside):

@@ -13,6 +13,7 @@ from typing import Any
 
 from zerojax.accumulation.kinds import REDUCTIONS, Kind, agreed, together
 from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.xla.jaxprs import param
 
 Rule = Callable[[Any, list[Kind]], "Kind | None"]
 
@@ -60,7 +61,7 @@ def _index_of(eqn: Any, kinds: list[Kind]) -> str:
 
 
 def _reduce(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    axes = eqn.params["axes"]
+    axes = param(eqn, "axes")
     (kind,) = kinds
     if kind.dim not in axes:
         return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
@@ -71,12 +72,12 @@ def _reduce(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _broadcast(eqn: Any, kinds: list[Kind]) -> Kind | None:
     kind = kinds[0]
-    return kind.but(dim=eqn.params["broadcast_dimensions"][kind.dim])
+    return kind.but(dim=param(eqn, "broadcast_dimensions")[kind.dim])
 
 
 def _transpose(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    return kind.but(dim=list(eqn.params["permutation"]).index(kind.dim))
+    return kind.but(dim=list(param(eqn, "permutation")).index(kind.dim))
 
 
 def _reshape(eqn: Any, kinds: list[Kind]) -> Kind | None:
@@ -95,17 +96,21 @@ def _reshape(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _squeeze(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    gone = eqn.params["dimensions"]
+    gone = param(eqn, "dimensions")
     return None if kind.dim in gone else kind.but(dim=kind.dim - sum(d < kind.dim for d in gone))
 
 
 def _slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
     n = eqn.invars[0].aval.shape[kind.dim]
-    p = eqn.params
-    strides = p["strides"] or (1,) * len(p["start_indices"])
-    at = (p["start_indices"][kind.dim], p["limit_indices"][kind.dim], strides[kind.dim])
-    return _stretch(kind, n, *at)
+    strides = param(eqn, "strides")
+    return _stretch(
+        kind,
+        n,
+        param(eqn, "start_indices")[kind.dim],
+        param(eqn, "limit_indices")[kind.dim],
+        1 if strides is None else strides[kind.dim],
+    )
 
 
 def _stretch(kind: Kind, n: int, start: int, limit: int, stride: int = 1) -> Kind | None:
@@ -122,8 +127,8 @@ def _stretch(kind: Kind, n: int, start: int, limit: int, stride: int = 1) -> Kin
 
 def _split(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    sizes = eqn.params["sizes"]
-    if eqn.params["axis"] != kind.dim:
+    sizes = param(eqn, "sizes")
+    if param(eqn, "axis") != kind.dim:
         return kind
     if len(set(sizes)) != 1 or (kind.outer or len(sizes)) % len(sizes):
         return None
@@ -132,7 +137,7 @@ def _split(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _concatenate(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found = agreed(kinds)
-    along = eqn.params["dimension"]
+    along = param(eqn, "dimension")
     if found is None or along != found.dim:
         return found if found is None else _beside(eqn, kinds, found, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
@@ -153,7 +158,7 @@ def _beside(eqn: Any, kinds: list[Kind], found: Kind, along: int) -> Kind:
 
 
 def _stack(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found, along = agreed(kinds), eqn.params["axis"] % eqn.outvars[0].aval.ndim
+    found, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if found is None:
         return None
     found = found.but(dim=found.dim + (along <= found.dim))
@@ -162,7 +167,7 @@ def _stack(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _unstack(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    along = eqn.params["axis"] % eqn.invars[0].aval.ndim
+    along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
 
 
@@ -170,7 +175,7 @@ def _pad(eqn: Any, kinds: list[Kind]) -> Kind | None:
     kind, value = kinds
     if not kind.rows:
         return None
-    low, high, inside = eqn.params["padding_config"][kind.dim]
+    low, high, inside = param(eqn, "padding_config")[kind.dim]
     if (low, high, inside) == (0, 0, 0):
         return kind.but(zero=False)
     n = eqn.invars[0].aval.shape[kind.dim]
@@ -184,7 +189,7 @@ def _along(parameter: str) -> Rule:
     """For what works along one dimension (or several), on each entry of the others."""
 
     def rule(eqn: Any, kinds: list[Kind]) -> Kind | None:
-        found, along = agreed(kinds), eqn.params[parameter]
+        found, along = agreed(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
         if found is None or found.dim in [a % n for a in along]:
@@ -196,13 +201,13 @@ def _along(parameter: str) -> Rule:
 
 def _last(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found = agreed(kinds)
-    along = eqn.params.get("axis", -1) % eqn.invars[0].aval.ndim
+    along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if found is None or found.dim == along else found
 
 
 def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    axes = eqn.params["axes"]
+    axes = param(eqn, "axes")
     if kind.dim in axes:
         return None
     return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
@@ -210,15 +215,14 @@ def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _tile(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    return kind if eqn.params["reps"][kind.dim] == 1 else None
+    return kind if param(eqn, "reps")[kind.dim] == 1 else None
 
 
 def _window(eqn: Any, kinds: list[Kind]) -> Kind | None:
     found = agreed(kinds)
-    p = eqn.params
-    if found is None or p["window_dimensions"][found.dim] != 1:
+    if found is None or param(eqn, "window_dimensions")[found.dim] != 1:
         return None
-    strides = p.get("window_strides")
+    strides = param(eqn, "window_strides", None)
     return found if strides is None or strides[found.dim] == 1 else None
 
 
@@ -230,7 +234,7 @@ def _leading(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _fft(eqn: Any, kinds: list[Kind]) -> Kind | None:
     (kind,) = kinds
-    last = eqn.invars[0].aval.ndim - len(eqn.params["fft_lengths"])
+    last = eqn.invars[0].aval.ndim - len(param(eqn, "fft_lengths"))
     return kind if kind.dim < last else None
 
 
@@ -238,7 +242,7 @@ def _dynamic_slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
     kind = kinds[0]
     if not kind.rows or any(k.rows for k in kinds[1:]):
         return None
-    full = eqn.params["slice_sizes"][kind.dim] == eqn.invars[0].aval.shape[kind.dim]
+    full = param(eqn, "slice_sizes")[kind.dim] == eqn.invars[0].aval.shape[kind.dim]
     return kind if full else None
 
 
@@ -251,7 +255,7 @@ def _dynamic_update_slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 
 def _dot(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    (contracted, batched) = eqn.params["dimension_numbers"]
+    (contracted, batched) = param(eqn, "dimension_numbers")
     both = together(kinds)
     places: list[int] = []
     summed = False
@@ -292,20 +296,20 @@ def _dot(eqn: Any, kinds: list[Kind]) -> Kind | None:
 
 def _convolution(eqn: Any, kinds: list[Kind]) -> Kind | None:
     left, right = kinds
-    lhs, rhs, out = eqn.params["dimension_numbers"]
+    lhs, rhs, out = param(eqn, "dimension_numbers")
     if left.rows and not right.rows:
-        plain = left.dim == lhs[0] and eqn.params["batch_group_count"] == 1
+        plain = left.dim == lhs[0] and param(eqn, "batch_group_count") == 1
         return left.but(dim=out[0], zero=False) if plain else None
     if left.rows and right.rows and left.dim == lhs[1] and right.dim == rhs[1]:
         same = agreed([left.but(dim=0), right.but(dim=0)])
-        if same is not None and eqn.params["feature_group_count"] == 1:
+        if same is not None and param(eqn, "feature_group_count") == 1:
             return Kind("sum", learned=left.learned or right.learned)
     return None
 
 
 def _gather(eqn: Any, kinds: list[Kind]) -> Kind | None:
     operand, indices = kinds
-    dn, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
     ndim = eqn.outvars[0].aval.ndim
     batch = [d for d in range(ndim) if d not in dn.offset_dims]
     both = together(kinds)
@@ -340,7 +344,7 @@ def _at_its_own(indices: Kind, column: int) -> bool:
 
 def _scatter(eqn: Any, kinds: list[Kind]) -> Kind | None:
     operand, indices, updates = kinds
-    dn = eqn.params["dimension_numbers"]
+    dn = param(eqn, "dimension_numbers")
     both = together(kinds)
     if not operand.rows:
         adds = eqn.primitive.name in ("scatter-add", "scatter_add")

@@ -46,7 +46,7 @@ def export(
     """
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
     from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
-    from zerojax.checkpoint.export import export as exported
+    from zerojax.checkpoint.exporter import export as exported
 
     begun = time.perf_counter()
     try:

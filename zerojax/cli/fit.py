@@ -18,8 +18,8 @@ from zerojax.cli.explain import stand_ins
 from zerojax.cli.problem import explained
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
 from zerojax.tuning.search import COMPILES
@@ -119,16 +119,16 @@ def _tell_of_limits(looked: tuple[int, int], compiles: int, minutes: float) -> N
         )
 
 
-def _best(found: Sequence[Found]) -> list[Found]:
+def _best(found: Sequence[Trial]) -> list[Trial]:
     """The first of each mode, whatever its micro-batch."""
-    first: dict[Choice, Found] = {}
+    first: dict[Choice, Trial] = {}
     for each in found:
         mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
         first.setdefault(mode, each)
     return list(first.values())
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Trial) -> dict[str, Any]:
     of = found.forecast
     return {
         "choice": dataclasses.asdict(found.choice),
@@ -141,7 +141,7 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def _show(found: Sequence[Found], title: str) -> None:
+def _show(found: Sequence[Trial], title: str) -> None:
     settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded")
     table = tables.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"

@@ -16,8 +16,7 @@ from zerojax.cli.bar import bytes_bar
 from zerojax.plan.table import columns, size
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.inspection import Inspection
-    from zerojax.checkpoint.look import Status, Step
+    from zerojax.checkpoint.inspection import InspectedStep, Inspection, Status
 
 STYLES: dict[Status, str] = {
     "whole": "green",
@@ -81,7 +80,7 @@ def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
     }
 
 
-def _json(step: Step, leaves: bool) -> dict[str, Any]:
+def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
         "step": step.step,
         "folder": step.folder,
@@ -141,7 +140,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
         console.print(_offer(found, alone), soft_wrap=True)
 
 
-def _named(step: Step) -> str:
+def _named(step: InspectedStep) -> str:
     return step.folder if step.step is None else f"step {step.step}"
 
 
@@ -155,7 +154,7 @@ def _offer(found: Inspection, alone: bool) -> str:
     return "no step is known to be whole"
 
 
-def _about(step: Step) -> list[tuple[str, str]]:
+def _about(step: InspectedStep) -> list[tuple[str, str]]:
     told = []
     if record := step.record:
         computed = f", computed in {record.compute_dtype}" if record.compute_dtype else ""
@@ -193,7 +192,7 @@ def _table(found: Inspection) -> Table:
     return table
 
 
-def _leaves(step: Step) -> Table:
+def _leaves(step: InspectedStep) -> Table:
     table = tables.table("array", "shape", "dtype", "spec", ">bytes")
     for array in step.arrays:
         spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"

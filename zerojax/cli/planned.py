@@ -10,7 +10,7 @@ from typing import Any
 from zerojax.devices.topology import device_kinds
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Found
+from zerojax.foresight.trials import Trial
 
 PREALLOCATED = 0.75
 """The share of a GPU's memory that JAX takes when it starts, unless it is told otherwise."""
@@ -34,7 +34,7 @@ class Planned:
     seq: int
     choice: Choice
     forecast: Forecast
-    remedies: tuple[Found, ...] | None = None
+    remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
 
     @property

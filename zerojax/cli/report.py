@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +16,11 @@ from zerojax.cli import tables
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
-    from zerojax.doctor.here import Devices, Report
+    from zerojax.doctor.report import Devices, Report
 
 
 def report(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
     """Says which devices, versions and extras are here, and what of zerojax works with them.
@@ -30,12 +30,9 @@ def report(
 
     Exits with 0 unless JAX finds no devices, then with 1.
     """
-    given = dict(os.environ)
-    # JAX reads it when it starts, and would take three quarters of each GPU.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from zerojax.doctor.here import report as reported
+    from zerojax.doctor.report import report as reported  # imports the kernels
 
-    found = reported(given)
+    found = reported(context.obj)  # the environment before `main` set its own variables
     if as_json:
         print(json.dumps(to_json(found), indent=2))
     else:

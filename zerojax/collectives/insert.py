@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,7 +31,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes, marks
 from zerojax.trace.elementwise import ELEMENTWISE
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 # Say something of a value, and leave it where it is.
 _LABELS = frozenset(["name", "sharding_constraint", "copy", "copy_p"])
@@ -111,7 +110,7 @@ class Inserter:
         """
         scope = _Scope(share=self.share, replace=replace or {}, host=host)
         outs = [_plain(o) for o in self._run(closed, args, scope, want)]
-        if self._unused and residuals.outside_loops(compat.open_jaxpr(closed)[0]):
+        if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
             self._unused = False
             logging.getLogger("zerojax").warning(residuals.NO_EFFECT)
         return outs
@@ -180,7 +179,7 @@ class Inserter:
     def _run(
         self, closed: Any, args: Sequence[Any], scope: _Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
-        jaxpr, consts = compat.open_jaxpr(closed)
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
@@ -189,22 +188,15 @@ class Inserter:
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
         for eqn in jaxpr.eqns:
             if eqn.outvars and eqn.outvars[0] in sums:
                 (out,) = eqn.outvars
                 # The very same array where it can be: the step knows it by that.
-                new = _plain(read(sums[out]))
+                new = _plain(env[sums[out]])
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
-            values = [read(v) for v in eqn.invars]
-            names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-            with (
-                source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
-                eqn.ctx.manager,
-            ):
+            values = [jaxprs.read(v, env) for v in eqn.invars]
+            with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | Away) for v in values)
                     or not wants.keys().isdisjoint(eqn.outvars)
@@ -214,16 +206,16 @@ class Inserter:
                 ):
                     outs = self._equation(eqn, values, scope, wants, leaving)
                 else:
-                    outs = marks.bind(eqn, values)
+                    outs = jaxprs.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
         self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec], leaving: set[Any]
     ) -> Sequence[Any]:
-        if eqn.primitive.name == "name" and eqn.params["name"] in scope.replace:
-            return [scope.replace[eqn.params["name"]](*values)]
-        if eqn.primitive in marks.CALLS:
+        if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
+            return [scope.replace[mark](*values)]
+        if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
             values = self._all_known(values, scope)
@@ -233,7 +225,7 @@ class Inserter:
         values = [self._shard_of(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
-        outs = marks.bind(eqn, values)
+        outs = jaxprs.bind(eqn, values)
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
@@ -269,9 +261,9 @@ class Inserter:
         if name == "concatenate" and layout.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
         if self.share and not self.keep and name in layout.MAPS and id(shards[0]) in scope.gathered:
-            return marks.bind(eqn, self._all_whole(values, scope))  # a tied embedding's head
+            return jaxprs.bind(eqn, self._all_whole(values, scope))  # a tied embedding's head
         if name in _REDUCTIONS:
-            return marks.bind(eqn, [_plain(v) for v in values])
+            return jaxprs.bind(eqn, [_plain(v) for v in values])
         if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
             return self._on_shards(eqn, values, spec)
         if eqn.primitive is prims.sharding_constraint_p and (
@@ -279,9 +271,9 @@ class Inserter:
         ):
             return shards  # flax unboxing a parameter with the user's own spec
         if name == "optimization_barrier":
-            outs = marks.bind(eqn, [_plain(v) for v in values])
+            outs = jaxprs.bind(eqn, [_plain(v) for v in values])
             return [_like(v, o) for v, o in zip(values, outs, strict=True)]
-        return marks.bind(eqn, self._all_whole(values, scope))
+        return jaxprs.bind(eqn, self._all_whole(values, scope))
 
     def _shard_of(self, v: Shard, scope: _Scope) -> Any:
         """What lies in host memory as it would be on the device: a shard, or whole."""
@@ -299,21 +291,21 @@ class Inserter:
         return [v.whole if many.is_whole(v, self.axis) else v for v in values]
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
-        outs = marks.bind(eqn, [_plain(v) for v in values])
+        outs = jaxprs.bind(eqn, [_plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
         if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
             # Made of the whole ones too, or a cast would have to be gathered by itself.
-            wholes = marks.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
+            wholes = jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
-        inner = eqn.params[marks.CALLS[eqn.primitive]]
+        inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
         values = self._all_known(values, scope)
-        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+        if jaxprs.param(eqn, "differentiated") and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
         scope.made.append([Made(o, w) for o, w in zip(outs, want, strict=True) if w is not None])
@@ -333,9 +325,9 @@ class Inserter:
 
     def _branch(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
-            return self._while(eqn.params, values, scope)
+            return self._while(jaxprs.while_parts(eqn), values, scope)
         index, *operands = values
-        branches = [self._closed(b, operands, scope) for b in eqn.params["branches"]]
+        branches = [self._closed(b, operands, scope) for b in jaxprs.param(eqn, "branches")]
         return lax.switch(index, branches)
 
     def _closed(
@@ -349,11 +341,11 @@ class Inserter:
 
         return body
 
-    def _while(self, p: dict[str, Any], values: list[Any], scope: _Scope) -> Sequence[Any]:
-        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: _Scope) -> Sequence[Any]:
+        a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
         cond, body = (
-            self._closed(p["cond_jaxpr"], self._held(p["cond_jaxpr"], values[:a], scope), scope),
-            self._closed(p["body_jaxpr"], self._held(p["body_jaxpr"], values[a:b], scope), scope),
+            self._closed(loop.cond, self._held(loop.cond, values[:a], scope), scope),
+            self._closed(loop.body, self._held(loop.body, values[a:b], scope), scope),
         )
         carry = self._all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
@@ -366,21 +358,21 @@ class Inserter:
         want: Sequence[Spec | None],
         leaving: set[Any],
     ) -> Sequence[Any]:
-        p = eqn.params
-        a, n = compat.scan_counts(eqn)
+        a, n = jaxprs.scan_counts(eqn)
         sums = loops.Sums(eqn, want[:n])
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         specs = [spec for i in kept if (spec := want[i]) is not None]
         # One that adds up whole gradients of its own is over micro-batches, and gathers in each.
         if not any(_cut(spec, self.axis) for spec in specs):
-            consts = self._held(p["jaxpr"], consts, scope, values)
+            consts = self._held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
         carry = self._all_whole([start[i] for i in kept], scope)
         # A stack cut along its layers has to be whole before the loop can take one.
         xs = [
             self._gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
-        ahead = Ahead(xs, p["length"], p["reverse"], self.constrain)
+        length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
+        ahead = Ahead(xs, length, reverse, self.constrain)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
@@ -401,7 +393,7 @@ class Inserter:
             specs_out.update({i: y.spec for i, y in enumerate(ys) if isinstance(y, Shard)})
             for i, spec in enumerate(want[n:]):
                 y, ys[i] = ys[i], _plain(ys[i])
-                if scope.host and spec is not None and scope.host.takes(ys[i], p["length"]):
+                if scope.host and spec is not None and scope.host.takes(ys[i], length):
                     gone[i] = spec
                     ys[i] = scope.host.send(ys[i])
                 elif stacks[i] in leaving and not isinstance(y, Shard):
@@ -415,9 +407,9 @@ class Inserter:
             body,
             (carry, zeros, ahead.first()),
             (ahead.order(), ahead.rest()),
-            length=p["length"],
-            reverse=p["reverse"],
-            unroll=p["unroll"],
+            length=length,
+            reverse=reverse,
+            unroll=jaxprs.param(eqn, "unroll"),
         )
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))

@@ -23,8 +23,7 @@ from jax.sharding import Mesh
 
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 MOST = 1_000_000_000
 """The most elements of parameters that one loop holds whole, and of their gradients; as in
@@ -61,7 +60,7 @@ class Term(NamedTuple):
     def of(self, root: jax.Array) -> jax.Array:
         """The sum of the term, from that of the root."""
         for eqn, i in self.links:
-            root = marks.bind(eqn, [root])[i]
+            root = jaxprs.bind(eqn, [root])[i]
         return root
 
     def spec(self, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -70,7 +69,7 @@ class Term(NamedTuple):
         found: Spec | None = spec
         for eqn, _ in reversed(self.links):
             name = eqn.primitive.name
-            if found is None or (name == "split" and found[eqn.params["axis"]] is not None):
+            if found is None or (name == "split" and found[jaxprs.param(eqn, "axis")] is not None):
                 return None
             found = layout.INVERSES[name](eqn, found, mesh) if name in layout.INVERSES else found
         return found
@@ -97,9 +96,9 @@ class Sums:
     def __init__(self, eqn: Any, want: Sequence[Spec | None]) -> None:
         self.terms: dict[int, list[Term]] = {}
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
-        self._jaxpr, self._consts = compat.open_jaxpr(eqn.params["jaxpr"])
+        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
         self._made = {v: e for e in self._jaxpr.eqns for v in e.outvars}
-        a, n = compat.scan_counts(eqn)
+        a, n = jaxprs.scan_counts(eqn)
         uses = Counter(v for e in self._jaxpr.eqns for v in e.invars if _is_var(v))
         uses.update(v for v in self._jaxpr.outvars if _is_var(v))
         self._adds: set[int] = set()
@@ -169,7 +168,7 @@ class Sums:
 def to_hold(jaxpr: Any, cut: Sequence[bool]) -> set[int]:
     """The constants of a loop, its body's first operands, to be gathered before it: those of the
     ``cut`` ones that each iteration needs whole; none where they are too many to hold."""
-    opened, _ = compat.open_jaxpr(jaxpr)
+    opened, _ = jaxprs.open_jaxpr(jaxpr)
     consts = zip(opened.invars, cut, strict=False)
     found = {i for i, (v, is_cut) in enumerate(consts) if is_cut and used_whole(opened, v)}
     return found if sum(opened.invars[i].aval.size for i in found) <= MOST else set()
@@ -178,7 +177,7 @@ def to_hold(jaxpr: Any, cut: Sequence[bool]) -> set[int]:
 def used_whole(jaxpr: Any, v: Any) -> bool:
     """Whether a jaxpr needs all of ``v`` at once: not only slices of it, which a loop within takes
     one by one."""
-    jaxpr, _ = compat.open_jaxpr(jaxpr)
+    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
     return any(
         _needs_whole(jaxpr, eqn, i)
         for eqn in jaxpr.eqns
@@ -192,9 +191,9 @@ def _needs_whole(jaxpr: Any, eqn: Any, i: int) -> bool:
     if eqn.primitive.name in _SAME_ELEMENTS:
         return used_whole(jaxpr, eqn.outvars[0])
     if eqn.primitive is prims.scan_p:
-        body, (a, n) = compat.open_jaxpr(eqn.params["jaxpr"])[0], compat.scan_counts(eqn)
+        body, (a, n) = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0], jaxprs.scan_counts(eqn)
         return i < a + n and (i >= a or used_whole(body, body.invars[i]))
-    inside = marks.bodies(eqn)
+    inside = jaxprs.bodies(eqn)
     skip = len(eqn.invars) - len(inside[0].invars) if inside else 0  # the index of a choice
     return not inside or any(i < skip or used_whole(b, b.invars[i - skip]) for b in inside)
 
@@ -222,8 +221,8 @@ def _is_stack(made: dict[Any, Any], v: Any) -> bool:
         return False
     at = eqn.outvars.index(v)
     if eqn.primitive is prims.scan_p:
-        return at >= compat.scan_counts(eqn)[1]
+        return at >= jaxprs.scan_counts(eqn)[1]
     return any(
         _is_stack({x: e for e in body.eqns for x in e.outvars}, body.outvars[at])
-        for body in marks.bodies(eqn)
+        for body in jaxprs.bodies(eqn)
     ) or (eqn.primitive.name in _SAME_ELEMENTS and _is_stack(made, eqn.invars[0]))

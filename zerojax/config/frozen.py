@@ -2,17 +2,37 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.effects import contradictions, idle
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
+from zerojax.config.keys.row import ZERO
 from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
-from zerojax.config.note import Note
-from zerojax.config.offload import OFFLOAD, ZERO, OffloadOptimizer, OffloadParam, offload
-from zerojax.config.unknown import closest, hint, judged, spelled
+from zerojax.config.offload import OFFLOAD, OffloadOptimizer, OffloadParam, offload
+
+Status = Literal["honoured", "left to XLA", "default", "resolved", "no effect"]
+
+
+class Note(NamedTuple):
+    """What became of one key of a config.
+
+    Attributes:
+      key: The dotted path in the JSON.
+      value: The value given, or the default in its place.
+      status: "honoured"; "left to XLA"; "no effect"; "default" for an omitted key whose default
+        changes numbers; "resolved" for an "auto".
+      reason: The reason, for a reader.
+      holds: The value in force; None where the key has none.
+    """
+
+    key: str
+    value: Any
+    status: Status
+    reason: str
+    holds: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,29 +119,30 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        sound: dict[str, Any] = {}
+        checked: dict[str, Any] = {}
         for name, key in BY_FIELD.items():
             value = getattr(self, name)
             if value is None and key.default is None:
                 continue
-            if not key.kind.accepts(value):
-                problems.append(f"{name}: expected {key.kind.says}, got {shown(value)}")
-                continue
-            sound[name] = key.kind.check(value)
-            object.__setattr__(self, name, sound[name])
+            try:
+                checked[name] = key.kind.check(value)
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+            else:
+                object.__setattr__(self, name, checked[name])
         for name, cls in _CLASSES.items():
             value = getattr(self, name)
             if value is None or isinstance(value, cls):
-                sound[name] = value
+                checked[name] = value
             else:
                 problems.append(f"{name}: expected {cls.__name__} or None, got {shown(value)}")
-        problems += contradictions(sound)
+        problems += contradictions(checked)
         if problems:
             raise ConfigError(problems)
         object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
         largest = BY_FIELD["sub_group_size"].default
         object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
-        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(sound, self.notes)))
+        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(checked, self.notes)))
 
     def _own_notes(self) -> Iterator[Note]:
         """The notes of the JSON: those on keywords are made anew, as others may have changed."""
@@ -141,7 +162,7 @@ class ZeroConfig:
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
         unknown = [name for name in keywords if name not in known]
-        problems = judged(unknown, lambda name: _unknown_keyword(name, known))
+        problems = problems_of(unknown, lambda name: _unknown_keyword(name, known))
         for name in _CLASSES:
             if keywords.get(name) is None:
                 continue
@@ -208,5 +229,4 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
         return f"{name}: not supported: {key.why}"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the whole config as a dict"
-    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
-    return f"{spelled(name)}: unknown keyword; {likely}"
+    return f"{spelled(name)}: unknown keyword; {suggestion(name, known)}"

@@ -17,7 +17,7 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.placement.states import States
 from zerojax.plan.places import DISK, reaches_host
 from zerojax.plan.plan import DTYPES
@@ -26,7 +26,7 @@ from zerojax.step.evaluate_body import enter
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 from zerojax.xla.compiler import options, streaming
 from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
@@ -96,7 +96,7 @@ class EvaluationProgram:
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         param = self._config.offload_param
-        self._reader = Reader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
         self._state_reader = StateReader(states, plan)
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
@@ -168,7 +168,7 @@ class EvaluationProgram:
     def _work_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
         rows = rows_of(batch)
         traced = self._traced(_like(batch), arrays, static)
-        jaxpr = compat.open_jaxpr(traced.closed)[0]
+        jaxpr = jaxprs.open_jaxpr(traced.closed)[0]
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
         wanted = None if rows is None else Division.of(rows, self._micro, self._placer.devices)
@@ -301,9 +301,8 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        return [
-            x.whole() if isinstance(x, Source) else x for x in outs
-        ]  # a parameter that is returned unused
+        # A parameter on disk that the function returns as it is.
+        return [x.whole() if isinstance(x, DiskParam) else x for x in outs]
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

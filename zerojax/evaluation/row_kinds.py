@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from zerojax.evaluation.row_rules import RULES, SHAPES, Sizes, Undivided
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 class RowKind(enum.Enum):
@@ -125,16 +124,14 @@ class TwoTraces:
 
     def _identity(self, eqn: Any) -> bool:
         """Something of one row spread over all rows, where the part has one row."""
-        return (
-            self.sizes.part == 1
-            and eqn.primitive.name == "broadcast_in_dim"
-            and not isinstance(eqn.invars[0], core.Literal)
-            and eqn.params["broadcast_dimensions"] == tuple(range(len(eqn.params["shape"])))
-            and len(eqn.invars[0].aval.shape) == len(eqn.params["shape"])
-            and all(
-                old == new or (old == 1 and new == self.sizes.whole)
-                for old, new in zip(eqn.invars[0].aval.shape, eqn.params["shape"], strict=True)
-            )
+        if self.sizes.part != 1 or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        if isinstance(eqn.invars[0], core.Literal):
+            return False
+        old, new = eqn.invars[0].aval.shape, jaxprs.param(eqn, "shape")
+        in_place = jaxprs.param(eqn, "broadcast_dimensions") == tuple(range(len(new)))
+        return in_place and all(
+            a == b or (a == 1 and b == self.sizes.whole) for a, b in zip(old, new, strict=True)
         )
 
     def rows(self, v: Any) -> tuple[int, int] | None:
@@ -219,26 +216,26 @@ class TwoTraces:
         Raises:
           Undivided: Rows meet in them.
         """
-        eqn, name, p = pair.whole, pair.whole.primitive.name, pair.whole.params
-        other = pair.part.params
-        if eqn.primitive in marks.CALLS:
-            key = marks.CALLS[eqn.primitive]
-            self._enter(p[key], other[key], eqn)
+        eqn, part, name = pair.whole, pair.part, pair.whole.primitive.name
+        if eqn.primitive in jaxprs.CALLS:
+            self._enter(jaxprs.called(eqn), jaxprs.called(part), eqn)
         elif name == "cond":
-            for one, same in zip(p["branches"], other["branches"], strict=True):
+            both = (jaxprs.param(e, "branches") for e in (eqn, part))
+            for one, same in zip(*both, strict=True):
                 self._enter(one, same, eqn, skip=1)
         elif name == "while":
-            a, b = p["cond_nconsts"], p["body_nconsts"]
-            self._enter(p["cond_jaxpr"], other["cond_jaxpr"], eqn, drop=range(a, a + b))
-            self._enter(p["body_jaxpr"], other["body_jaxpr"], eqn, skip=a)
+            loop, other = jaxprs.while_parts(eqn), jaxprs.while_parts(part)
+            a, b = loop.cond_consts, loop.body_consts
+            self._enter(loop.cond, other.cond, eqn, drop=range(a, a + b))
+            self._enter(loop.body, other.body, eqn, skip=a)
         elif name == "scan":
-            if p["length"] != other["length"]:
+            if jaxprs.param(eqn, "length") != jaxprs.param(part, "length"):
                 raise Undivided("its scan runs over the rows")
-            n = sum(compat.scan_counts(eqn))
+            n = sum(jaxprs.scan_counts(eqn))
             if any((self.rows(v) or (1,))[0] == 0 for v in eqn.invars[n:]):
                 raise Undivided("its scan runs over the rows")
-            self._enter(p["jaxpr"], other["jaxpr"], eqn)
-        return name in _RUNS or eqn.primitive in marks.CALLS
+            self._enter(jaxprs.param(eqn, "jaxpr"), jaxprs.param(part, "jaxpr"), eqn)
+        return name in _RUNS or eqn.primitive in jaxprs.CALLS
 
     def _enter(
         self, whole: Any, part: Any, eqn: Any, skip: int = 0, drop: Iterable[int] = ()
@@ -246,7 +243,7 @@ class TwoTraces:
         """Looks into a jaxpr that runs on an equation's operands, without the first ``skip`` and
         those in ``drop``."""
         name = eqn.primitive.name
-        (whole, consts), (part, others) = compat.open_jaxpr(whole), compat.open_jaxpr(part)
+        (whole, consts), (part, others) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
         inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")

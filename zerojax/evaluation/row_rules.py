@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.xla.jaxprs import param
 
 
 class Undivided(Exception):
@@ -51,7 +52,7 @@ def _but(name: str) -> Rule:
     """Along another dimension, or other dimensions, than the rows'."""
 
     def rule(eqn: Any, ins: Rows, outs: Rows) -> bool:
-        along = eqn.params[name]
+        along = param(eqn, name)
         along = along if isinstance(along, tuple | list) else (along,)
         return all(r is None or r[0] not in along for r in ins)
 
@@ -59,7 +60,7 @@ def _but(name: str) -> Rule:
 
 
 def _concatenate(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    return _same(eqn, ins, outs) and all(r and r[0] != eqn.params["dimension"] for r in ins)
+    return _same(eqn, ins, outs) and all(r and r[0] != param(eqn, "dimension") for r in ins)
 
 
 def _same_operands(eqn: Any, ins: Rows, outs: Rows) -> bool:
@@ -78,17 +79,17 @@ def _reshape(eqn: Any, ins: Rows, outs: Rows) -> bool:
 
 
 def _iota(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    return outs[0] is not None and eqn.params["dimension"] != outs[0][0]
+    return outs[0] is not None and param(eqn, "dimension") != outs[0][0]
 
 
 def _slice(eqn: Any, ins: Rows, outs: Rows) -> bool:
     if ins[0] is None:
         return False
     d, size = ins[0][0], eqn.invars[0].aval.shape[ins[0][0]]
-    strides = eqn.params["strides"]
+    strides = param(eqn, "strides")
     return (
-        eqn.params["start_indices"][d] == 0
-        and eqn.params["limit_indices"][d] == size
+        param(eqn, "start_indices")[d] == 0
+        and param(eqn, "limit_indices")[d] == size
         and (strides is None or strides[d] == 1)
     )
 
@@ -103,43 +104,43 @@ def _full(eqn: Any, ins: Rows, outs: Rows) -> bool:
 
 
 def _pad(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    return ins[0] is not None and eqn.params["padding_config"][ins[0][0]] == (0, 0, 0)
+    return ins[0] is not None and param(eqn, "padding_config")[ins[0][0]] == (0, 0, 0)
 
 
 def _dot(eqn: Any, ins: Rows, outs: Rows) -> bool:
     """Each operand with rows has them among its free dimensions, or both among their batches'."""
-    (_, _), batch = eqn.params["dimension_numbers"]
+    (_, _), batch = param(eqn, "dimension_numbers")
     both = all(r is not None for r in ins)
     return not both or any((ins[0][0], ins[1][0]) == p for p in zip(*batch, strict=True))  # type: ignore[index]
 
 
 def _convolution(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    numbers = eqn.params["dimension_numbers"]
+    numbers = param(eqn, "dimension_numbers")
     return (
         ins[1] is None
         and ins[0] is not None
         and ins[0][0] == numbers.lhs_spec[0]
-        and eqn.params["batch_group_count"] == 1
+        and param(eqn, "batch_group_count") == 1
     )
 
 
 def _window(eqn: Any, ins: Rows, outs: Rows) -> bool:
     if ins[0] is None:
         return False
-    d, p = ins[0][0], eqn.params
-    ones = [p[k][d] for k in ("window_dimensions", "window_strides", "base_dilation",
-                              "window_dilation")]  # fmt: skip
-    return ones == [1] * 4 and tuple(p["padding"][d]) == (0, 0)
+    d = ins[0][0]
+    sizes = "window_dimensions", "window_strides", "base_dilation", "window_dilation"
+    ones = all(param(eqn, name)[d] == 1 for name in sizes)
+    return ones and tuple(param(eqn, "padding")[d]) == (0, 0)
 
 
 def _gather(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], ins
+    numbers, (operand, indices) = param(eqn, "dimension_numbers"), ins
     vector = len(eqn.invars[1].aval.shape) - 1
     if operand is None:  # a lookup of each row's own entries
         return indices is not None and indices[0] != vector
     d = operand[0]
     if indices is None:  # the same entries of each row
-        full = eqn.params["slice_sizes"][d] == eqn.invars[0].aval.shape[d]
+        full = param(eqn, "slice_sizes")[d] == eqn.invars[0].aval.shape[d]
         taken = (*numbers.collapsed_slice_dims, *numbers.start_index_map)
         return full and d not in (*taken, *numbers.operand_batching_dims)
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -147,7 +148,7 @@ def _gather(eqn: Any, ins: Rows, outs: Rows) -> bool:
 
 
 def _scatter(eqn: Any, ins: Rows, outs: Rows) -> bool:
-    numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], ins
+    numbers, (operand, indices, updates) = param(eqn, "dimension_numbers"), ins
     if operand is None or indices is None or updates is None:
         return False
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)

@@ -9,7 +9,7 @@ the sum of all weights. A function in which rows meet in another way is not divi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,7 @@ from jax.extend import core
 
 from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
-from zerojax.trace import marks
-from zerojax.trace.inline import flat
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 class ByRows:
@@ -40,8 +38,8 @@ class ByRows:
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, batch: Sequence[bool]) -> None:
-        whole, part = flat(whole), flat(part)
-        (self._jaxpr, self._consts), (other, _) = map(compat.open_jaxpr, (whole, part))
+        whole, part = jaxprs.without_calls(whole), jaxprs.without_calls(part)
+        (self._jaxpr, self._consts), (other, _) = map(jaxprs.open_jaxpr, (whole, part))
         if self._jaxpr.effects:
             raise Undivided("it prints, or calls back into Python")
         self.sizes = sizes
@@ -121,7 +119,7 @@ class ByRows:
 
     def _reduced(self, pair: EquationPair, env: dict[Any, Any], counts: Any) -> Any:
         eqn, how = pair.whole, _reduction(pair)
-        values = [_read(v, env) for v in eqn.invars]
+        values = [jaxprs.read(v, env) for v in eqn.invars]
         if eqn.primitive.name == "scatter-add":
             values[0] = jnp.zeros_like(values[0])
         for i in how.operands if counts is not None else ():
@@ -131,8 +129,8 @@ class ByRows:
             mask = jnp.repeat(counts, each).reshape(shape)
             neutral = jnp.asarray(how.neutral(values[i].dtype), values[i].dtype)
             values[i] = jnp.where(mask, values[i], neutral)
-        with eqn.ctx.manager:
-            (out,) = marks.bind(pair.part, values)
+        with jaxprs.context(eqn):
+            (out,) = jaxprs.bind(pair.part, values)
         return out.astype(_wide(out.dtype))
 
     def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
@@ -155,12 +153,12 @@ class ByRows:
         for pair, total in zip(self._reductions, totals, strict=True):
             (out,) = pair.whole.outvars
             if pair.whole.primitive.name == "scatter-add":
-                total = total + _read(pair.whole.invars[0], env)
+                total = total + jaxprs.read(pair.whole.invars[0], env)
             env[out] = total.astype(out.aval.dtype)
         env = self._run(targets, env, part=False)
         left = iter(rows)
         return [
-            self._back(next(left), v) if kind is RowKind.ROWS else _read(v, env)
+            self._back(next(left), v) if kind is RowKind.ROWS else jaxprs.read(v, env)
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
         ]
 
@@ -186,26 +184,22 @@ class ByRows:
             eqn = pair.whole
             if id(eqn) not in needed:
                 continue
-            values = [_read(v, env) for v in eqn.invars]
+            values = [jaxprs.read(v, env) for v in eqn.invars]
             if part and RowKind.ROWS in map(self._traced.kind, eqn.outvars):
                 if pair.part is None:
                     outs: Sequence[Any] = values
                 else:
-                    with eqn.ctx.manager:
-                        outs = marks.bind(pair.part, values)
+                    with jaxprs.context(eqn):
+                        outs = jaxprs.bind(pair.part, values)
             else:
-                with eqn.ctx.manager:
-                    outs = marks.bind(eqn, values)
+                with jaxprs.context(eqn):
+                    outs = jaxprs.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return env
 
 
 def _reduction(pair: EquationPair) -> Reduction:
     return REDUCTIONS[pair.whole.primitive.name]
-
-
-def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def _wide(dtype: Any) -> Any:

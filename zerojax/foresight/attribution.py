@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
-from zerojax.hlo.assignment import Held
+from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.lifetimes import schedules
-from zerojax.hlo.program import Computation, Instruction, Program, parse
+from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.provenance import Callers, is_argument
 from zerojax.hlo.transfers import in_host
 from zerojax.plan.plan import Leaf, Plan, layout
@@ -38,7 +38,7 @@ _POSITIONS = re.compile("wpe|pos")  # whose rows are no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class ParameterShapes:
     """What tells one kind of temporary from another.
 
     Attributes:
@@ -51,7 +51,7 @@ class Known:
     vocabulary: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Known:
+    def of(cls, plan: Plan) -> ParameterShapes:
         """Of the parameters in a plan."""
         leaves = plan.leaves["params"]
         shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
@@ -64,7 +64,9 @@ class Known:
         return cls(frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0))
 
 
-def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> dict[str, int]:
+def attribute(
+    text: str, held: Sequence[HeldBuffer], temporary: int, known: ParameterShapes
+) -> dict[str, int]:
     """Bytes of a program by kind: its arguments, and what it holds at its peak.
 
     A gradient and an activation of one shape are told apart by the parameters' shapes alone, so
@@ -89,7 +91,7 @@ def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> 
     return {kind: found[kind] for kind in KINDS if found[kind]}
 
 
-def arguments(program: Program, hosted: Collection[str]) -> collections.Counter[str]:
+def arguments(program: HloProgram, hosted: Collection[str]) -> collections.Counter[str]:
     """Bytes of a program's arguments on the device, by kind."""
     found = collections.Counter[str]()
     for each in program.entry.instructions:
@@ -99,7 +101,13 @@ def arguments(program: Program, hosted: Collection[str]) -> collections.Counter[
     return found
 
 
-def _kind(program: Program, callers: Callers, place: Computation, held: Held, known: Known) -> str:
+def _kind(
+    program: HloProgram,
+    callers: Callers,
+    place: Computation,
+    held: HeldBuffer,
+    known: ParameterShapes,
+) -> str:
     made = place[held.instruction]
     if made.operation == "all-gather":
         gathered = any(is_argument(program, callers, place, each) for each in made.operands)
@@ -126,7 +134,7 @@ def _kind(program: Program, callers: Callers, place: Computation, held: Held, kn
 
 def _loop_name(callers: Callers, place: Computation) -> str:
     """Where the loop comes from whose body this is: what it carries has no name of its own."""
-    return callers[place.name][1].op_name if place.name in callers else ""
+    return callers[place.name].loop.op_name if place.name in callers else ""
 
 
 def _reformed(place: Computation, made: Instruction) -> bool:

@@ -25,15 +25,15 @@ from zerojax.foresight.attribution import (
     OTHER,
     PARAMETERS,
     STATE,
-    Known,
+    ParameterShapes,
     arguments,
     attribute,
 )
-from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
+from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traffic
 from zerojax.foresight.refused import refused
-from zerojax.hlo.assignment import compile_and_look
-from zerojax.hlo.program import Program, parse
-from zerojax.hlo.timeline import INWARD, OUTWARD, Spent, spend
+from zerojax.hlo.assignment import compile_with_buffers
+from zerojax.hlo.program import HloProgram, parse
+from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
@@ -43,7 +43,7 @@ from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What one compiled program shows by itself. Bytes and seconds.
 
     Attributes:
@@ -51,7 +51,8 @@ class Measured:
       arguments, result: on the device; results that take an argument's place are not counted.
       between: of an update's arguments, those that lie on the device between programs.
       host_result: results in host memory; ``host_temporary`` beside arguments and results.
-      seconds, computing, flops, forward, traffic, compile_seconds: as :class:`Cost` has them.
+      seconds, computing, flops, forward, traffic, compile_seconds: as in
+        :class:`ProgramCost`.
       made: False where XLA refused the program for its memory, of which ``memory`` is the least.
     """
 
@@ -70,11 +71,11 @@ class Measured:
     made: bool = True
 
 
-def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
+def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> Measurement:
     """Compile a program and measure it; of one that XLA refuses for its memory, what it says."""
     begun = time.perf_counter()
     try:
-        executable, held = compile_and_look(lowered)
+        executable, held = compile_with_buffers(lowered)
     except jax.errors.JaxRuntimeError as error:
         return _not_made(error, begun)
     seconds = time.perf_counter() - begun
@@ -82,14 +83,14 @@ def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
-    spent = spend(program, sent, copied, rates)
+    spent = program_time(program, sent, copied, rates)
     traffic = tuple(_traffic(sent, copied, spent))
     return _measured(memory, kinds, lying_between(program, in_host(text)), spent, traffic, seconds)
 
 
-def weigh(
-    lowered: jax.stages.Lowered, known: Known, rates: Rates, *, several: bool = True
-) -> Measured:
+def measure_memory(
+    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, *, several: bool = True
+) -> Measurement:
     """Compile a program as it will be run, which jax then does not compile again, and look at its
     memory alone.
 
@@ -109,27 +110,27 @@ def weigh(
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    return _measured(memory, dict(kinds), between, Spent(), (), seconds)
+    return _measured(memory, dict(kinds), between, ProgramTime(), (), seconds)
 
 
-def _not_made(error: jax.errors.JaxRuntimeError, begun: float) -> Measured:
+def _not_made(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
     """A program that XLA refuses for its memory; raises another error again."""
     if (wanted := refused(str(error))) is None:
         raise error
     seconds = time.perf_counter() - begun
-    return Measured(memory={OTHER: wanted}, compile_seconds=seconds, made=False)
+    return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, made=False)
 
 
 def _measured(
     memory: Any,
     kinds: dict[str, int],
     between: int,
-    spent: Spent,
+    spent: ProgramTime,
     traffic: tuple[Traffic, ...],
     compile_seconds: float,
-) -> Measured:
+) -> Measurement:
     """``memory`` is XLA's ``memory_analysis``."""
-    return Measured(
+    return Measurement(
         memory=kinds,
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
@@ -145,7 +146,7 @@ def _measured(
     )
 
 
-Measure = Callable[[jax.stages.Lowered, Known, Rates], Measured]
+Measure = Callable[[jax.stages.Lowered, ParameterShapes, Rates], Measurement]
 
 
 def forecast(
@@ -154,7 +155,7 @@ def forecast(
     rates: Rates,
     tokens: int = 0,
     note: Callable[[str], None] = lambda name: None,
-    enough: Callable[[Cost], bool] = lambda cost: False,
+    enough: Callable[[ProgramCost], bool] = lambda cost: False,
     measured: Measure = measure,
 ) -> Forecast:
     """Compile the programs of a step and put together what they take.
@@ -171,8 +172,8 @@ def forecast(
     Raises:
       ImportError: the compiler's wheels are not installed.
     """
-    known = Known.of(plan)
-    found: list[Cost] = []
+    known = ParameterShapes.of(plan)
+    found: list[ProgramCost] = []
     first, left_out = None, False
     for name, lowered, times in programs:
         note(name)
@@ -192,7 +193,7 @@ def forecast(
             kinds[GRADIENTS] += (rest := min(max(lying - one.between, 0), first.result))
             kinds[PARAMETERS] += max(lying - one.between, 0) - rest
         found.append(
-            Cost(
+            ProgramCost(
                 name=name,
                 memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
                 host=one.host_temporary,
@@ -223,7 +224,7 @@ def forecast(
     )
 
 
-def lying_between(program: Program, hosted: frozenset[str]) -> int:
+def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
     """Bytes of an update's arguments on the device that are not pieces of the state: gradients and
     compute parameters, all that it reads or replaces there. Its pieces come as ``loaded``."""
     return sum(
@@ -241,24 +242,22 @@ def _copies(plan: Plan, place: str) -> int:
 
 
 def _traffic(
-    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: Spent
+    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: ProgramTime
 ) -> Iterator[Traffic]:
     """Collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
     # What stands in a computation that is called from two places comes twice, its time once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(
-        kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: tuple[str, str]
-    ) -> None:
+    def add(kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: Place) -> None:
         seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
         parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
 
     for each in sent:
-        key = each.computation, each.name
+        key = Place(each.computation, each.name)
         add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
     for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, (copy.computation, copy.name))
+        add(kind, (), copy.times, copy.times * copy.bytes, Place(copy.computation, copy.name))
     for same in parts.values():
-        yield together(same)
+        yield sum_traffic(same)

@@ -48,7 +48,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class ProgramCost:
     """What one compiled program takes of each device. Bytes and seconds.
 
     Attributes:
@@ -99,7 +99,7 @@ class Forecast:
     rates: Rates
     parameters: int
     tokens: int
-    programs: tuple[Cost, ...]
+    programs: tuple[ProgramCost, ...]
     host_bytes: int
     disk_bytes: int
     whole: bool = True
@@ -109,7 +109,7 @@ class Forecast:
         return self.plan.mesh.devices.size
 
     @property
-    def peak(self) -> Cost:
+    def peak(self) -> ProgramCost:
         """The program that takes the most device memory."""
         return max(self.programs, key=lambda program: program.bytes)
 
@@ -152,10 +152,10 @@ class Forecast:
         for program in self.programs:
             for each in program.traffic:
                 kinds[each.kind].append(each.repeated(program.times))
-        return tuple(map(together, kinds.values()))
+        return tuple(map(sum_traffic, kinds.values()))
 
 
-def together(parts: Sequence[Traffic]) -> Traffic:
+def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
     """Several of one kind as one."""
     sizes = collections.Counter[str]()
     for part in parts:

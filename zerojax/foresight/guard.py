@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from zerojax.config import ZeroConfig
 from zerojax.devices.rates import Rates, rates_of
 from zerojax.foresight.choice import Choice, changes
-from zerojax.foresight.costs import forecast, weigh
+from zerojax.foresight.costs import forecast, measure_memory
 from zerojax.foresight.devices import free_bytes
-from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.remedies import remedies
+from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
 from zerojax.plan.table import size
@@ -77,7 +77,7 @@ class Guard:
             return
         room = free + plan.bytes_per_device + batch_bytes
         rates = rates_of(self._mesh.devices.flat[0], room)
-        weighed = functools.partial(weigh, several=offloads(self._config))
+        weighed = functools.partial(measure_memory, several=offloads(self._config))
         taken = forecast(programs(), plan, rates, measured=weighed).peak
         if taken.bytes <= room:
             return
@@ -94,13 +94,13 @@ class Guard:
         if jax.process_count() > 1:
             return "What takes it, and settings that fit: `python -m zerojax plan`."
 
-        def build(choice: Choice) -> Built:
+        def build(choice: Choice) -> BuiltStep:
             config = choice.config(self._config, self._world)
-            return Built(*self._other(config, function, objects, batch, *rest), 0)
+            return BuiltStep(*self._other(config, function, objects, batch, *rest), 0)
 
         rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
-        study = Forecasts(build, given, rates, _told)
+        study = Trials(build, given, rates, _told)
         peak = study.forecast(given).peak
         listed = sorted(peak.memory.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= peak.bytes / 100)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, TRIED, Choice
-from zerojax.foresight.forecasts import Forecasts, Found
+from zerojax.foresight.trials import Trial, Trials
 
 COMPILES = 8
 
 
-def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Found]:
+def remedies(study: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[Trial]:
     """Choices for the same rows that fit, cheapest first by predicted step time.
 
     Those that give up least are tried first: a lower stage before a higher one, then remat, then
@@ -24,7 +24,7 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
       wanted: how many are enough.
       compiles: choices to compile at the most.
     """
-    found: list[Found] = []
+    found: list[Trial] = []
     tried = 0
     for choice in milder_first(study.given):
         if len(found) == wanted or tried == compiles:
@@ -36,7 +36,7 @@ def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> lis
         tried += 1
         forecast = study.tried(choice)
         if forecast and forecast.fits:
-            found.append(Found(choice, forecast))
+            found.append(Trial(choice, forecast))
     return sorted(found, key=lambda remedy: remedy.forecast.seconds)
 
 

@@ -1,4 +1,4 @@
-"""How long a compiled step keeps what it has gathered.
+"""How long a compiled step holds each gathered array.
 
     lifetimes = gather_lifetimes(compiled.as_text())
     [each for each in lifetimes if each.crosses]     # held from the forward to the backward pass
@@ -10,30 +10,30 @@ Positions are indices in the scheduled instructions of one computation: the entr
 import dataclasses
 from collections.abc import Iterator
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape, parse
-from zerojax.hlo.provenance import Callers, is_argument
-from zerojax.hlo.uses import Form, uses_of
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
+from zerojax.hlo.provenance import Caller, Callers, is_argument
+from zerojax.hlo.uses import ValueBuffer, uses_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """One array that an all-gather produced, and the span in which it is held.
+    """One array that an all-gather produced, and the span for which the program holds it.
 
     Attributes:
-      name: the all-gather instruction; a combined one has a lifetime for each of its arrays.
-      computation: where it stands, the entry or a loop's body.
-      shape: the gathered array.
-      issued: position at which the gather starts, and its buffer is taken.
-      done: position at which the gathered array is there.
-      last: position of its last use in any form. Uses in a loop count at the loop's position.
-      spans: the buffers that hold it: the gathered array, and arrays converted or transposed from
-        it.
-      forward: it is used by forward operations.
-      backward: it is used by backward operations, rematerialised ones among them.
-      stacked: a loop's body writes it into an array that outlives the body, as the residuals of
-        a scan are kept.
-      of_parameter: what is gathered is an argument of the program, but for moves and
-        conversions, and of floating point: a parameter's shard, not an activation.
+      name: Name of the all-gather; a combined one has a lifetime for each of its arrays.
+      computation: Name of its computation, the entry or a loop's body.
+      shape: Shape and dtype of the gathered array.
+      issued: Position at which the gather starts and its buffer is allocated.
+      done: Position at which the gather is over.
+      last: Position of the array's last use in any form. Uses in a loop count at the loop's
+        position.
+      spans: The buffers that hold the array: as gathered, and converted or transposed.
+      forward: Whether forward operations use the array.
+      backward: Whether backward operations use the array, rematerialised ones among them.
+      stacked: Whether a loop's body writes the array into one that outlives the body, as a scan
+        keeps its residuals.
+      of_parameter: Whether the gather's operand is a floating-point argument of the program, but
+        for moves and conversions: a parameter's shard, not an activation.
     """
 
     name: str
@@ -54,11 +54,12 @@ class Lifetime:
 
     @property
     def crosses(self) -> bool:
-        """Held from the forward into the backward pass: used in both, or saved by a scan."""
+        """Whether the array is held from the forward into the backward pass: used in both, or saved
+        by a scan."""
         return self.stacked or (self.forward and self.backward)
 
     def live_bytes(self, position: int) -> int:
-        """Bytes held at a position, in all forms."""
+        """Bytes held at a position, in all buffers."""
         return sum(each.shape.bytes for each in self.spans if each.first <= position <= each.last)
 
 
@@ -72,95 +73,98 @@ class Span:
 
 
 def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
-    """Return the lifetime of each gathered array of a compiled program's text.
+    """The lifetime of each gathered array in a compiled program's text.
 
     Uses are followed through bitcasts, copies, conversions, transpositions, tuples, optimization
-    barriers and into loops.
-    Forward and backward are told apart by what JAX writes into ``op_name``: an operation under
-    ``transpose(...)`` belongs to the backward pass, one under ``jvp(...)`` alone to the forward.
+    barriers and into loops. What JAX writes into ``op_name`` tells the passes apart: an operation
+    under ``transpose(...)`` is of the backward pass, one under ``jvp(...)`` alone of the forward.
 
     Raises:
-      ValueError: the text is not a compiled program's.
+      ValueError: The text is not a compiled program's.
     """
     program = parse(text)
-    callers, places = schedules(program)
-    return tuple(each for place in places for each in _lifetimes(program, callers, place))
+    callers, computations = schedules(program)
+    return tuple(
+        each for computation in computations for each in _lifetimes(program, callers, computation)
+    )
 
 
 def peak_gathered_bytes(text: str) -> int:
-    """Return the most bytes of gathered arrays that are held at any one time.
+    """The most bytes of gathered arrays that the program holds at any one time.
 
-    A loop's peak is added to what its surroundings hold while it runs.
+    A loop's peak is added to what the computation around the loop holds meanwhile.
 
     Raises:
-      ValueError: the text is not a compiled program's.
+      ValueError: The text is not a compiled program's.
     """
     program = parse(text)
     held = gather_lifetimes(text)
 
-    def peak(place: Computation) -> int:
-        here = [each for each in held if each.computation == place.name]
+    def peak(computation: Computation) -> int:
+        here = [each for each in held if each.computation == computation.name]
         return max(
             sum(each.live_bytes(at) for each in here)
             + max((peak(callee) for callee in _nested(program, instruction)), default=0)
-            for at, instruction in enumerate(place.instructions)
+            for at, instruction in enumerate(computation.instructions)
         )
 
     return peak(program.entry)
 
 
-def _nested(program: Program, instruction: Instruction) -> Iterator[Computation]:
+def _nested(program: HloProgram, instruction: Instruction) -> Iterator[Computation]:
     if instruction.opcode in ("while", "call", "conditional"):
         yield from program.callees(instruction)
 
 
-def schedules(program: Program) -> tuple[Callers, list[Computation]]:
-    """The computations that run in turn, the entry first, and who calls each loop's body."""
-    callers: dict[str, tuple[Computation, Instruction]] = {}
+def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
+    """The caller of each loop's body, and the computations that run in turn, the entry first."""
+    callers: dict[str, Caller] = {}
     return callers, list(_schedules(program, program.entry, callers))
 
 
 def _schedules(
-    program: Program,
-    place: Computation,
-    callers: dict[str, tuple[Computation, Instruction]],
+    program: HloProgram,
+    computation: Computation,
+    callers: dict[str, Caller],
 ) -> Iterator[Computation]:
-    """Yield ``place`` and what it runs in turn, and note who calls each loop's body."""
-    yield place
-    for instruction in place.instructions:
+    """Yield ``computation`` and those it runs in turn; note the caller of each loop's body."""
+    yield computation
+    for instruction in computation.instructions:
         for callee in _nested(program, instruction):
             if instruction.opcode == "while":
-                callers[callee.name] = (place, instruction)
+                callers[callee.name] = Caller(computation, instruction)
             yield from _schedules(program, callee, callers)
 
 
-def _lifetimes(program: Program, callers: Callers, place: Computation) -> Iterator[Lifetime]:
-    for done, instruction in enumerate(place.instructions):
+def _lifetimes(
+    program: HloProgram, callers: Callers, computation: Computation
+) -> Iterator[Lifetime]:
+    for done, instruction in enumerate(computation.instructions):
         if instruction.opcode not in ("all-gather", "all-gather-done"):
             continue
         start = instruction
         if instruction.opcode == "all-gather-done":
-            start = place[instruction.operands[0]]
+            start = computation[instruction.operands[0]]
         combined = len(instruction.shapes) > 1
         for element, shape in enumerate(instruction.shapes):
-            form = Form(shape, place.position[start.name])
+            gathered = ValueBuffer(shape, computation.position[start.name])
             taken = element if combined else None
-            found = list(uses_of(program, place, instruction.name, taken, form))
-            names = [each.op_name for each in found]
-            ends: dict[Form, int] = {form: done}
-            for each in found:
-                ends[each.form] = max(each.at, ends.get(each.form, 0))
+            uses = list(uses_of(program, computation, instruction.name, taken, gathered))
+            names = [each.op_name for each in uses]
+            ends: dict[ValueBuffer, int] = {gathered: done}
+            for each in uses:
+                ends[each.buffer] = max(each.at, ends.get(each.buffer, 0))
             yield Lifetime(
                 name=start.name,
-                computation=place.name,
+                computation=computation.name,
                 shape=shape,
-                issued=form.born,
+                issued=gathered.born,
                 done=done,
                 last=max(ends.values()),
                 spans=tuple(Span(each.shape, each.born, last) for each, last in ends.items()),
                 forward=any("jvp(" in name and "transpose(" not in name for name in names),
                 backward=any("transpose(" in name for name in names),
-                stacked=any(each.stacks for each in found),
+                stacked=any(each.stacks for each in uses),
                 of_parameter=shape.dtype.startswith(("f", "bf"))
-                and is_argument(program, callers, place, start.operands[element]),
+                and is_argument(program, callers, computation, start.operands[element]),
             )

@@ -1,17 +1,20 @@
-"""What uses a value in a compiled program, in whatever form it is handed on."""
+"""The uses of a value in a compiled program, in every form in which it is passed on."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 from zerojax.hlo.provenance import ALIASES, hands_on, moved_from, result
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """A buffer that holds the value: the array itself, or one converted or transposed from it.
+class ValueBuffer:
+    """A buffer that holds a value: as it was made, converted or transposed.
 
-    ``born`` is the position from which it is held.
+    Attributes:
+      shape: Shape and dtype of the array.
+      born: Position from which the buffer is held.
     """
 
     shape: Shape
@@ -20,98 +23,115 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One use: of which form, at which position, and whether it is stacked by a loop's body."""
+    """One use of a value.
 
-    form: Form
+    Attributes:
+      buffer: The buffer that is used.
+      at: Position of the use.
+      op_name: Origin of the use in the traced Python, or "".
+      stacks: Whether a loop's body writes the value into an array that outlives the body.
+    """
+
+    buffer: ValueBuffer
     at: int
     op_name: str = ""
     stacks: bool = False
 
 
+class Conversion(NamedTuple):
+    """A value converted or moved: its instruction, its shape, and the element of a tuple."""
+
+    name: str
+    shape: Shape
+    element: int | None
+
+
 def uses_of(
-    program: Program, place: Computation, name: str, element: int | None, form: Form
+    program: HloProgram,
+    computation: Computation,
+    name: str,
+    element: int | None,
+    buffer: ValueBuffer,
 ) -> Iterator[Use]:
-    """Yield what uses the value ``name`` (or one element of that tuple) in ``place``."""
-    for user in place.users[name]:
-        at = place.position[user.name]
+    """The uses of the value ``name``, or of one element of that tuple, in ``computation``."""
+    for user in computation.users[name]:
+        at = computation.position[user.name]
         if user.opcode == "get-tuple-element":
             if element is None or user.index == element:
-                yield from uses_of(program, place, user.name, None, form)
+                yield from uses_of(program, computation, user.name, None, buffer)
         elif user.opcode == "tuple":
             if user.is_root:
-                yield Use(form, at)
+                yield Use(buffer, at)
             for index, operand in enumerate(user.operands):
                 if operand == name:
-                    yield from uses_of(program, place, user.name, index, form)
+                    yield from uses_of(program, computation, user.name, index, buffer)
         elif user.opcode in ALIASES:
-            yield Use(form, at)
-            yield from uses_of(program, place, user.name, element, form)
+            yield Use(buffer, at)
+            yield from uses_of(program, computation, user.name, element, buffer)
         elif user.opcode == "while":
-            yield Use(form, at)
+            yield Use(buffer, at)
             for body in program.callees(user):
-                yield from _loop_uses(program, place, user, body, element, form)
+                yield from _loop_uses(program, computation, user, body, element, buffer)
         else:
-            copies = list(_converted(program, place, user, name, form))
-            for copied, shape, part in copies:
-                yield from uses_of(program, place, copied, part, Form(shape, at))
+            copies = list(_conversions(program, computation, user, name, buffer))
+            for copy in copies:
+                converted = ValueBuffer(copy.shape, at)
+                yield from uses_of(program, computation, copy.name, copy.element, converted)
             # A fusion that does nothing but convert belongs to no pass: its users do.
-            converts = bool(copies) and len(place[copies[0][0]].shapes) == len(copies)
+            converts = bool(copies) and len(computation[copies[0].name].shapes) == len(copies)
             op_name = "" if converts else user.op_name
-            yield Use(form, _end(place, user), op_name, _stacks(program, user, name))
+            yield Use(buffer, _end(computation, user), op_name, _stacks(program, user, name))
 
 
 def _loop_uses(
-    program: Program,
-    place: Computation,
+    program: HloProgram,
+    computation: Computation,
     loop: Instruction,
     body: Computation,
     element: int | None,
-    form: Form,
+    buffer: ValueBuffer,
 ) -> Iterator[Use]:
-    """Uses of an element of a loop's tuple in its body, and after it if the body hands it on."""
-    at, parameter = place.position[loop.name], body.parameter(0)
+    """Uses of one element of a loop's tuple: in its body, and after a body that keeps it."""
+    at, parameter = computation.position[loop.name], body.parameter(0)
     if parameter is None:
         return
-    for inner in uses_of(program, body, parameter.name, element, form):
-        yield dataclasses.replace(inner, at=at, form=form)
+    for inner in uses_of(program, body, parameter.name, element, buffer):
+        yield dataclasses.replace(inner, at=at, buffer=buffer)
     if element is not None and hands_on(body, element):
-        yield from uses_of(program, place, loop.name, element, form)
+        yield from uses_of(program, computation, loop.name, element, buffer)
 
 
-def _converted(
-    program: Program, place: Computation, user: Instruction, name: str, form: Form
-) -> Iterator[tuple[str, Shape, int | None]]:
-    """Yield the results of ``user`` that are the same value in another form.
-
-    Each is an instruction, its shape and, where ``user`` has several results, which one.
-    """
+def _conversions(
+    program: HloProgram, computation: Computation, user: Instruction, name: str, buffer: ValueBuffer
+) -> Iterator[Conversion]:
+    """The results of ``user`` that are the same value in another buffer."""
     if user.opcode in ("convert", "transpose", "reshape"):
-        yield user.name, user.shapes[0], None
+        yield Conversion(user.name, user.shapes[0], None)
     if user.operation != "fusion":
         return
     done = user
     if user.opcode == "fusion-start":
-        done = next(each for each in place.users[user.name] if each.opcode == "fusion-done")
+        done = next(each for each in computation.users[user.name] if each.opcode == "fusion-done")
     for inside in program.callees(user):
         for index, shape in enumerate(done.shapes):
             sources = moved_from(inside, result(inside, index))
-            if shape.elements == form.shape.elements and any(
+            if shape.elements == buffer.shape.elements and any(
                 user.operands[number] == name for number in sources
             ):
-                yield done.name, shape, index if len(done.shapes) > 1 else None
+                yield Conversion(done.name, shape, index if len(done.shapes) > 1 else None)
 
 
-def _end(place: Computation, user: Instruction) -> int:
+def _end(computation: Computation, user: Instruction) -> int:
     """Position at which a use is over: an asynchronous one ends with its done."""
     if user.opcode.endswith("-start"):
-        ends = [e for e in place.users[user.name] if e.opcode.endswith(("-done", "-update"))]
-        return max([place.position[user.name], *(_end(place, each) for each in ends)])
+        ends = [e for e in computation.users[user.name] if e.opcode.endswith(("-done", "-update"))]
+        return max([computation.position[user.name], *(_end(computation, each) for each in ends)])
     if user.opcode.endswith("-update"):
-        return max(_end(place, each) for each in place.users[user.name])
-    return place.position[user.name]
+        return max(_end(computation, each) for each in computation.users[user.name])
+    return computation.position[user.name]
 
 
-def _stacks(program: Program, user: Instruction, name: str) -> bool:
+def _stacks(program: HloProgram, user: Instruction, name: str) -> bool:
     """Whether ``user`` writes the value itself, not something computed of it, into a stack."""
     if user.opcode == "dynamic-update-slice":
         return user.operands[1] == name

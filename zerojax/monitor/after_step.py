@@ -23,7 +23,7 @@ class LossScaleError(RuntimeError):
     """Gradients overflow at the smallest loss scale: training no longer moves."""
 
 
-class Watch:
+class AfterStep:
     """Looks at each step of one run, without waiting for the device.
 
     Args:

@@ -6,22 +6,13 @@ import atexit
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from zerojax.monitor.tags import RATE, Event
+from zerojax.monitor.writers import MetricsWriter
 
 _LONGEST = 256  # steps
-
-
-class Writer(Protocol):
-    """Takes metrics, in order. What it raises is reported, and training goes on."""
-
-    where: str  # for messages: a folder, or what stands for it
-
-    def write(self, events: Sequence[Event]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Figures(NamedTuple):
@@ -55,9 +46,9 @@ class Backlog:
       open_writers: called before the first figures are taken, and anew after :meth:`close`.
     """
 
-    def __init__(self, open_writers: Callable[[], list[Writer]]) -> None:
+    def __init__(self, open_writers: Callable[[], list[MetricsWriter]]) -> None:
         self._open = open_writers
-        self._writers: list[Writer] | None = None
+        self._writers: list[MetricsWriter] | None = None
         self._waiting: deque[Figures] = deque()
         self._samples = 0
         self._said: set[str] = set()

@@ -32,7 +32,7 @@ def no_bias_and_norm(params: optax.Params) -> Any:
       {'h': {'bias': False, 'kernel': True}, 'ln_f': {'weight': False}}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not is_bias_or_norm(names_of(path)), params
+        lambda path, _: not is_bias_or_norm(names_on_path(path)), params
     )
 
 
@@ -49,12 +49,12 @@ def is_bias_or_norm(names: tuple[str, ...]) -> bool:
     return own.lower().split("_")[-1] in _BIAS_OR_SCALE or any(map(_NORM.search, modules))
 
 
-def names_of(path: Iterable[Any]) -> tuple[str, ...]:
+def names_on_path(path: Iterable[Any]) -> tuple[str, ...]:
     """The names on a leaf's path; the box around a flax parameter is none.
 
     Example:
       >>> (path, _), = jax.tree_util.tree_leaves_with_path({"h": [{"kernel": 1.0}]})
-      >>> names_of(path)
+      >>> names_on_path(path)
       ('h', '0', 'kernel')
     """
     keys = list(path)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from zerojax.optim.decay import is_bias_or_norm, names_of
+from zerojax.optim.decay import is_bias_or_norm, names_on_path
 
 Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
 """From a leaf's path and the leaf to its rows and columns; None gives the leaf to Adam."""
@@ -43,7 +43,7 @@ def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
       >>> last_two_axes(*table) is None
       True
     """
-    names = names_of(path)
+    names = names_on_path(path)
     embedding_or_head = any("embed" in n or n in _EMBEDDING_OR_HEAD for n in map(str.lower, names))
     if leaf.ndim < 2 or embedding_or_head or is_bias_or_norm(names):
         return None

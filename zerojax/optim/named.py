@@ -10,7 +10,6 @@ import optax
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.optim.decay import Mask, mask_named
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
-from zerojax.optim.one_cycle import SECOND_BETA
 from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
@@ -20,7 +19,7 @@ from zerojax.optim.scaling import (
     scale_by_root_sum,
     with_beta,
 )
-from zerojax.optim.schedules import momentum_schedule, schedule
+from zerojax.optim.schedules import SECOND_BETA, momentum_schedule, schedule
 
 Rate: TypeAlias = float | optax.Schedule
 

@@ -7,14 +7,20 @@ runs at t = count - 1, and the first one at the schedule's start value.
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from zerojax.config import ConfigError, SchedulerConfig
-from zerojax.optim.one_cycle import OfStep, Params, cycled_momentum, cycled_rate
+
+Params: TypeAlias = Mapping[str, Any]
+OfStep: TypeAlias = Callable[[jax.Array], jax.Array]
+"""A number as a function of t = count - 1, an integer array."""
+
+SECOND_BETA = 0.99
+"""DeepSpeed's second beta, in the cycle of OneCycle and after it, where the first one cycles."""
 
 _MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
@@ -125,7 +131,7 @@ def _check(params: Params) -> None:
         )
 
 
-def _float(value: jax.Array) -> jax.Array:
+def _float(value: jax.typing.ArrayLike) -> jax.Array:
     return jnp.asarray(value, dtype=float)
 
 
@@ -185,6 +191,83 @@ def _lr_range_test(params: Params, base_lr: float) -> OfStep:
         return low * (1 + growth * interval)
 
     return rate
+
+
+def cycled_rate(params: Params) -> OfStep:
+    """OneCycle's rate: min + (max - min) h, then min / (1 + decay_lr_rate d); min at t = -1.
+
+    h is the height of the cycle, d the intervals after it.
+
+    Example:
+      >>> rate = cycled_rate({"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2,
+      ...     "cycle_second_step_size": None, "decay_lr_rate": 1.0, "decay_step_size": 1})
+      >>> [float(rate(t)) for t in range(-1, 5)]
+      [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
+    """
+    low, high = params["cycle_min_lr"], params["cycle_max_lr"]
+    cycle = _cycle(params)
+
+    def rate(t: jax.Array) -> jax.Array:
+        decayed = low / (1 + params["decay_lr_rate"] * cycle.intervals(t))
+        return jnp.where(cycle.runs(t), low + (high - low) * cycle.height(t), decayed)
+
+    return rate
+
+
+def cycled_momentum(params: Params) -> OfStep:
+    """OneCycle's momentum: max - (max - min) h, then max (1 + decay_mom_rate d); min at t = -1.
+
+    As in DeepSpeed, the first update has the minimum and the second nearly the maximum, and with a
+    `decay_mom_rate` above 0 the momentum grows without bound, to 1 and beyond.
+
+    Example:
+      >>> momentum = cycled_momentum({"cycle_min_mom": 0.5, "cycle_max_mom": 1.0,
+      ...     "cycle_first_step_size": 2, "cycle_second_step_size": None,
+      ...     "decay_mom_rate": -0.5, "decay_step_size": 1})
+      >>> [float(momentum(t)) for t in range(-1, 5)]
+      [0.5, 0.75, 0.5, 0.75, 1.0, 0.5]
+    """
+    low, high = params["cycle_min_mom"], params["cycle_max_mom"]
+    cycle = _cycle(params)
+
+    def momentum(t: jax.Array) -> jax.Array:
+        decayed = high * (1 + params["decay_mom_rate"] * cycle.intervals(t))
+        cycled = jnp.where(cycle.runs(t), high - (high - low) * cycle.height(t), decayed)
+        return jnp.where(t < 0, low, cycled)
+
+    return momentum
+
+
+class _Cycle(NamedTuple):
+    """The shape of OneCycle, which rate and momentum share; DeepSpeed's `runtime/lr_schedules.py`.
+
+    With n = t + 1, F and S the sizes of the two halves and D the decay interval, in updates.
+
+    Attributes:
+      runs: Whether t lies in the cycle.
+      height: n / F for n <= F, then (F + S - n) / S until n = F + S.
+      intervals: (n - F - S) / D after the cycle, 0 before.
+    """
+
+    runs: OfStep
+    height: OfStep
+    intervals: OfStep
+
+
+def _cycle(params: Params) -> _Cycle:
+    up = params["cycle_first_step_size"]
+    down = params["cycle_second_step_size"] or up
+    # DeepSpeed does not decay at all where the interval is 0.
+    every = params["decay_step_size"] or float("inf")
+
+    def height(t: jax.Array) -> jax.Array:
+        n = t + 1
+        return jnp.where(n <= up, _float(n) / up, _float(up + down - n) / down)
+
+    def intervals(t: jax.Array) -> jax.Array:
+        return _float(jnp.maximum(0, t + 1 - up - down)) / every
+
+    return _Cycle(lambda t: t < up + down, height, intervals)
 
 
 _RATES: dict[str, Callable[[Params, float], OfStep]] = {

@@ -12,6 +12,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from zerojax.xla.jaxprs import param
+
 Spec = tuple[Any, ...]
 
 
@@ -66,18 +68,18 @@ def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh) -> tuple[int, .
 
 
 def _transpose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    return tuple(spec[i] for i in eqn.params["permutation"])
+    return tuple(spec[i] for i in param(eqn, "permutation"))
 
 
 def _squeeze(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    return tuple(s for i, s in enumerate(spec) if i not in eqn.params["dimensions"])
+    return tuple(s for i, s in enumerate(spec) if i not in param(eqn, "dimensions"))
 
 
 def _broadcast(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    if math.prod(eqn.params["shape"]) != math.prod(eqn.invars[0].aval.shape):
+    if math.prod(param(eqn, "shape")) != math.prod(eqn.invars[0].aval.shape):
         return None  # a true broadcast uses the parameter
-    out: list[Any] = [None] * len(eqn.params["shape"])
-    for source, target in enumerate(eqn.params["broadcast_dimensions"]):
+    out: list[Any] = [None] * len(param(eqn, "shape"))
+    for source, target in enumerate(param(eqn, "broadcast_dimensions")):
         out[target] = spec[source]
     return tuple(out)
 
@@ -102,7 +104,7 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
 
 def _untranspose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     out: list[Any] = [None] * len(spec)
-    for target, source in enumerate(eqn.params["permutation"]):
+    for target, source in enumerate(param(eqn, "permutation")):
         out[source] = spec[target]
     return tuple(out)
 
@@ -114,7 +116,7 @@ def _unreshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
 def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
     """Whether a concatenation puts arrays cut alike beside each other, each device its own parts:
     along a dimension that is not cut."""
-    first, at = specs[0], eqn.params["dimension"]
+    first, at = specs[0], param(eqn, "dimension")
     return first is not None and first[at] is None and all(spec == first for spec in specs)
 
 

@@ -13,7 +13,7 @@ from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.host import Host
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
@@ -23,7 +23,7 @@ from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
 from zerojax.trace.loss_scaling import replacements
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 def evaluate_body(
@@ -66,7 +66,7 @@ def evaluate_body(
         body.trace, lambda parts, batch: body(parts, tx, batch, args, kwargs), start
     )
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
-    jaxpr = compat.open_jaxpr(closed)[0]
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
@@ -94,7 +94,7 @@ def enter(
     plan: Plan,
     leaves: Sequence[Leaf],
     values: Sequence[Any],
-    reader: Reader | None = None,
+    reader: ParamReader | None = None,
 ) -> list[Any]:
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
@@ -112,7 +112,7 @@ def enter(
         spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
-            x = Source(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
+            x = DiskParam(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
         cut = away or (leaf.sharded and x is not None)
         entered.append(Shard(x, spec, host=away) if cut else x)
     return [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zerojax.collectives import Shard
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.disk.params import Reader
+from zerojax.offload.disk.params import ParamReader
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
@@ -68,14 +68,15 @@ class GradientProgram:
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
         self._tx = collecting(constrainer(plan.on_device(grads)))
         param = setting.config.offload_param
-        self._reader = Reader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
         shardings = plan.shardings()
         planned = {
             "grads": [plan.sharding(leaf) for leaf in plan.gradients()],
             "rest": shardings.rest,
             "step": shardings.step,
         }
-        result: Any = GradientResult(**dict.fromkeys(GradientResult._fields) | planned)
+        fields: dict[str, Any] = dict.fromkeys(GradientResult._fields) | planned
+        result: Any = GradientResult(**fields)
         self._jitted = jax.jit(
             named(self._run, STATE, BATCH, "arrays", "static"),
             static_argnums=3,

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.run import accumulator
-from zerojax.offload.copies import Copies, lying
+from zerojax.offload.compute_copies import ComputeCopies, placement_of
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
 from zerojax.offload.update import Update
@@ -63,24 +63,24 @@ class OptimizerUpdate:
       grad_dtypes: In which gradients are to come, one a parameter.
     """
 
-    def __init__(self, setting: StepSetting, copies: Copies) -> None:
+    def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
         self._setting, self._copies, plan = setting, copies, setting.plan
         params, state = plan.leaves["params"], plan.leaves["opt_state"]
         self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
-        self._lying = UpdateArrays(
+        self._placements = UpdateArrays(
             grads=[
                 ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place)
                 for leaf, dtype, gradient in zip(
                     plan.compute, self.grad_dtypes, plan.gradients(), strict=True
                 )
             ],
-            params=[lying(leaf) for leaf in params],
-            opt_state=[lying(leaf) for leaf in state],
+            params=[placement_of(leaf) for leaf in params],
+            opt_state=[placement_of(leaf) for leaf in state],
             square_sums=[
                 ArrayPlacement(leaf.shape[:1], jnp.dtype(jnp.float32), PartitionSpec(), DEVICE)
                 for leaf in params
             ],
-            copies=copies.lying,
+            copies=copies.placements,
         )
         heavy = UpdateArrays(
             grads=[False] * len(params),
@@ -88,11 +88,11 @@ class OptimizerUpdate:
             opt_state=plan.streamed,
             square_sums=[False] * len(params),
         )
-        numbers = self._lying.like(range(len(self._lying.flat())))
+        numbers = self._placements.like(range(len(self._placements.flat())))
         optimizer = setting.config.offload_optimizer
         self.by_groups = Update(
             self._function,
-            self._lying.flat(),
+            self._placements.flat(),
             heavy.flat(),
             [*numbers.params, *numbers.opt_state, *numbers.copies],
             plan,
@@ -110,7 +110,7 @@ class OptimizerUpdate:
 
     def _function(self, *flat: Any) -> list[Any]:
         """The update of the whole state."""
-        given, trees = self._lying.like(flat), self._setting.structure
+        given, trees = self._placements.like(flat), self._setting.structure
         grads, params = (jax.tree.unflatten(trees.params, x) for x in (given.grads, given.params))
         opt_state = jax.tree.unflatten(trees.opt_state, given.opt_state)
         updates, after = self._setting.tx.update(
@@ -169,7 +169,7 @@ class OptimizerUpdate:
                 leaf.torn()
             raise
         arrays = [x.advance() if isinstance(x, DiskLeaf) else x for x in arrays]
-        after = self._lying.like(arrays)
+        after = self._placements.like(arrays)
         self._copies.keep(after.params, after.copies)
         return [*after.params], [*after.opt_state]
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
-from zerojax.monitor.after_step import Watch
+from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories, offloads
 from zerojax.step.arguments import Arguments
@@ -54,7 +54,7 @@ class Step(Decorated[P, R]):
     ) -> None:
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
-        self._watch = Watch(states.config)
+        self._after_step = AfterStep(states.config)
         self._programs: dict[Any, StepProgram] = {}
         self._last: LastStep | None = None
 
@@ -81,7 +81,7 @@ class Step(Decorated[P, R]):
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[Any, Any]:
         """The state after the step, None for NNX objects, and what else the step returns."""
         program, parts, recognized = self._begin(call, explicit)
-        layout, watch = program.setting.layout, self._watch
+        layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
         _check_alive(parts.step)
         watch.check()
@@ -150,7 +150,7 @@ class Step(Decorated[P, R]):
                 opened,
                 explicit,
                 self._donate,
-                self._watch.signals,
+                self._after_step.signals,
             )
             self._programs[key] = (OffloadedStep if offloads(config) else ResidentStep)(setting)
         return self._programs[key]
@@ -180,7 +180,7 @@ class Step(Decorated[P, R]):
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does, and looks whether the
         last steps were finite. Steps may follow."""
-        self._watch.close()
+        self._after_step.close()
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """Every program of the step, lowered; :meth:`lower` gives the first.

@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 _SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
 
@@ -67,7 +67,7 @@ def sums(jaxpr: Any) -> dict[Any, Any]:
 
 
 def is_change(eqn: Any) -> bool:
-    if eqn.primitive is not prims.jit_p or eqn.params["name"] != "change":
+    if eqn.primitive is not prims.jit_p or jaxprs.param(eqn, "name") != "change":
         return False
-    inside = compat.open_jaxpr(eqn.params["jaxpr"])[0].eqns
+    inside = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0].eqns
     return len(inside) == 1 and marks.is_mark(inside[0], marks.CHANGE)

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax.trace import marks
 from zerojax.trace.changes import origins
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
@@ -58,8 +57,8 @@ def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
     found = set(start)
     for eqn in jaxpr.eqns:
         late = [not isinstance(v, core.Literal) and v in found for v in eqn.invars]
-        if any(late) and eqn.primitive in marks.CALLS:
-            inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+        if any(late) and eqn.primitive in jaxprs.CALLS:
+            inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
             start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
             made = zip(eqn.outvars, reached(inner, start), strict=True)
             found.update(v for v, is_late in made if is_late)
@@ -76,8 +75,8 @@ def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
         return False
     # By identity: a literal has no hash.
     made_of = [id(origin(v)[0]) for v in eqn.invars]
-    if eqn.primitive in marks.CALLS:
-        inner = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[0]
+    if eqn.primitive in jaxprs.CALLS:
+        inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
         at = dict(zip(made_of, inner.invars, strict=True))
         terms = at.get(id(one)), at.get(id(other))
         return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)

@@ -9,7 +9,7 @@ import jax
 
 from zerojax.optim.loss_scale import LossScaleState
 from zerojax.trace.marks import GRADIENT, LOSS, SEED, MadeFrom, made_from
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 def replacements(
@@ -26,7 +26,7 @@ def replacements(
     """
     if loss_scale is None:
         return {}
-    _check_scaled(compat.open_jaxpr(closed)[0])
+    _check_scaled(jaxprs.open_jaxpr(closed)[0])
     scale = loss_scale.scale
     return {SEED: lambda one: one * scale}
 

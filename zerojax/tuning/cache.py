@@ -14,8 +14,8 @@ import jax
 
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds
-from zerojax.foresight.attribution import Known
-from zerojax.foresight.costs import Measured, measure
+from zerojax.foresight.attribution import ParameterShapes
+from zerojax.foresight.costs import Measurement, measure
 from zerojax.foresight.forecast import Traffic
 
 VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -46,12 +46,14 @@ class Cache:
         self._folder = base / "zerojax" / "plans" if folder is None else folder
         self.hits = self.misses = 0
 
-    def __call__(self, lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
+    def __call__(
+        self, lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates
+    ) -> Measurement:
         path = self._folder / f"{_key(lowered, known, rates)}.json"
         try:
             found = json.loads(path.read_text())
             found["traffic"] = tuple(map(_traffic, found["traffic"]))
-            made = Measured(**found | {"compile_seconds": 0.0})
+            made = Measurement(**found | {"compile_seconds": 0.0})
             os.utime(path)
         except (OSError, ValueError, TypeError, KeyError):  # not there, or cut off
             self.misses += 1
@@ -75,7 +77,7 @@ class Cache:
             return
 
 
-def _key(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> str:
+def _key(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     package = Path(__file__).parents[1]
     for room in MEASURING:

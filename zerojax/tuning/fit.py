@@ -12,15 +12,15 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
-from zerojax.config.read import plain, read_file, repeated
-from zerojax.config.stand_in import stand_in
+from zerojax.config.auto import stand_in
+from zerojax.config.json_file import plain, read_file, repeated
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import SECTIONS, Choice
 from zerojax.foresight.devices import rates_here
-from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.search import COMPILES, SECONDS, search
@@ -41,7 +41,7 @@ class Fitted:
 
     config: dict[str, Any]
     choice: Choice
-    ranking: tuple[Found, ...]
+    ranking: tuple[Trial, ...]
     compiled: int
     remembered: int
 

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Forecasts, Found
+from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
 
 
 def search(
-    study: Forecasts,
+    study: Trials,
     space: Space,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
     done: Callable[[int, int], None] = lambda modes, of: None,
-) -> list[Found]:
+) -> list[Trial]:
     """Search for the choice with the most tokens a second that fits.
 
     Of each mode (stage, remat, offload) the largest micro-batch is looked for: the first compile
@@ -38,7 +38,7 @@ def search(
     Returns:
       All that fit and were compiled, most rows a second first.
     """
-    found: list[Found] = []
+    found: list[Trial] = []
     modes, sizes = list(space.modes()), space.sizes()
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
@@ -56,7 +56,7 @@ def search(
                 forecast = study.tried(choice)
                 left -= forecast is None or forecast.compile_seconds > 0
                 if forecast and forecast.fits:
-                    found.append(Found(choice, forecast))
+                    found.append(Trial(choice, forecast))
                     low = at_size + 1
                     at_size = _fills(forecast, sizes[at_size], sizes, study.rates.room)
                     if at_size < low:
@@ -68,7 +68,7 @@ def search(
     return _ranked(found)
 
 
-def _ranked(found: Sequence[Found]) -> list[Found]:
+def _ranked(found: Sequence[Trial]) -> list[Trial]:
     return sorted(
         found, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
     )

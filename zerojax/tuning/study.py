@@ -19,12 +19,12 @@ from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
-from zerojax.foresight.forecasts import Built, Forecasts
+from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
 from zerojax.tuning.workload import workload
 
 
-class Study(Forecasts):
+class Study(Trials):
     """A model's step on a mesh, compiled once for each choice.
 
     Parameters on disk are forecast as if they were in host memory.
@@ -37,7 +37,7 @@ class Study(Forecasts):
       rows: of a batch of all devices; None for what the config says, else one a device.
       seq: tokens in a row.
       remat: for functions that take it.
-      note, measured: see :class:`Forecasts`.
+      note, measured: see :class:`Trials`.
 
     Attributes:
       given: the config's own choice.
@@ -67,7 +67,7 @@ class Study(Forecasts):
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
         super().__init__(self._from_model, given, rates, note, measured)
 
-    def _from_model(self, choice: Choice) -> Built:
+    def _from_model(self, choice: Choice) -> BuiltStep:
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
             # A program that reads a disk cannot be compiled for devices that are not there; on
@@ -81,4 +81,4 @@ class Study(Forecasts):
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)
         given = (*objects, made.batch, *made.args)
-        return Built(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)
+        return BuiltStep(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)

@@ -44,11 +44,11 @@ from jax.sharding import Sharding
 from zerojax.checkpoint.naming import Renamed
 from zerojax.checkpoint.safetensors_files import Path, TensorSpec, writing
 from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.models.hugging_face.config import CONFIG_FILE, SIZES, check_config
-from zerojax.models.hugging_face.config import config_from_hf as config_from_hf
-from zerojax.models.hugging_face.config import config_to_hf as config_to_hf
-from zerojax.models.hugging_face.config import read_config as read_config
-from zerojax.models.hugging_face.names import check_fit, is_stacked, names_of
+from zerojax.models.hugging_face.gpt2_config import CONFIG_FILE, SIZES, check_config
+from zerojax.models.hugging_face.gpt2_config import config_from_hf as config_from_hf
+from zerojax.models.hugging_face.gpt2_config import config_to_hf as config_to_hf
+from zerojax.models.hugging_face.gpt2_config import read_config as read_config
+from zerojax.models.hugging_face.gpt2_names import check_fit, is_stacked, names_of
 from zerojax.models.hugging_face.pieces import Bounds, from_pieces, to_host
 from zerojax.models.hugging_face.read import Tensor, open_tensors
 

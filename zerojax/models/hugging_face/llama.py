@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.llama import Llama
-from zerojax.models.llama_config import LlamaConfig
+from zerojax.models.llama import Llama, LlamaConfig
 
 PREFIX = "model."  # of a LlamaForCausalLM's names; a LlamaModel's have none
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"

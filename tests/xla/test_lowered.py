@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax.foresight import attribution
 from zerojax.foresight.costs import lying_between
-from zerojax.hlo.program import Program, parse
+from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.transfers import in_host
 from zerojax.xla.lowered import GRADIENTS, STEP, LoweredProgram
 
@@ -31,7 +31,7 @@ def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
     return state.apply_gradients(grads=grads), loss
 
 
-def compiled(program: LoweredProgram) -> tuple[Program, frozenset[str]]:
+def compiled(program: LoweredProgram) -> tuple[HloProgram, frozenset[str]]:
     text = program.lowered.compile().as_text() or ""
     return parse(text), frozenset(in_host(text))
 

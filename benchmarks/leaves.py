@@ -57,7 +57,7 @@ def creating(leaves: int) -> Callable[[jax.Array], TrainState]:
     return create
 
 
-def step(state: TrainState, x: jax.Array) -> tuple[TrainState, Any]:
+def step(state: TrainState, x: Any) -> tuple[TrainState, Any]:
     def loss(params: Any) -> jax.Array:
         return sum((jnp.mean((x @ p - 1) ** 2) for p in params.values()), start=jnp.zeros(()))
 

@@ -42,7 +42,7 @@ def create_state(key: jax.Array) -> TrainState:
 
 
 @zero
-def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
+def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     def loss_fn(params: Any) -> jax.Array:
         logits = state.apply_fn({"params": params}, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
@@ -52,7 +52,7 @@ def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainSta
 
 
 @zero.evaluate
-def evaluate(state: TrainState, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def evaluate(state: TrainState, batch: dict[str, Any]) -> dict[str, jax.Array]:
     logits = state.apply_fn({"params": state.params}, batch["x"])
     right = logits.argmax(axis=-1) == batch["y"]
     return {"accuracy": right.mean(), "right": right}

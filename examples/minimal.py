@@ -41,7 +41,7 @@ def create_state(key: jax.Array) -> TrainState:
 
 
 @zero
-def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
+def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     def loss_fn(params: Any) -> jax.Array:
         logits = state.apply_fn({"params": params}, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()

@@ -7,6 +7,8 @@ Command: `python examples/minimal_nnx.py` (10 s on 2 CPU cores). It ends with
 from 3.5 (ln 32) at the start, on any number of devices.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -38,7 +40,7 @@ def create_model() -> tuple[MLP, nnx.Optimizer]:
 
 
 @zero
-def train_step(model: MLP, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
+def train_step(model: MLP, optimizer: nnx.Optimizer, batch: dict[str, Any]) -> jax.Array:
     def loss_fn(model: MLP) -> jax.Array:
         logits = model(batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.evaluation.row_kinds import Kind, Traced
+from zerojax.evaluation.row_kinds import RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.xla import jaxprs
 
@@ -56,7 +56,7 @@ ROWS_MEET: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def classify(function: Callable[[jax.Array], jax.Array]) -> list[Kind]:
+def classify(function: Callable[[jax.Array], jax.Array]) -> list[RowKind]:
     """The kinds of the results of a function of six rows, of which two run at a time."""
     programs = [
         jaxprs.open_jaxpr(
@@ -64,14 +64,14 @@ def classify(function: Callable[[jax.Array], jax.Array]) -> list[Kind]:
         )[0]
         for rows in (6, 2)
     ]
-    traced = Traced(*programs, Sizes(6, 2))
-    traced.classify([Kind.ROWS])
+    traced = TwoTraces(*programs, Sizes(6, 2))
+    traced.classify([RowKind.ROWS])
     return [traced.kind(v) for v in traced.whole.outvars]
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_each_row_for_itself(name: str) -> None:
-    assert classify(BY_ROWS[name]) == [Kind.ROWS]
+    assert classify(BY_ROWS[name]) == [RowKind.ROWS]
 
 
 @pytest.mark.parametrize("name", ROWS_MEET)
@@ -82,4 +82,4 @@ def test_rows_that_meet_are_not_divided(name: str) -> None:
 
 @pytest.mark.parametrize("function", [jnp.sum, jnp.max, lambda x: x.sum(0), lambda x: x.T @ x])
 def test_reductions_over_rows(function: Callable[[jax.Array], jax.Array]) -> None:
-    assert classify(function) == [Kind.TOTAL]
+    assert classify(function) == [RowKind.TOTAL]

@@ -64,7 +64,7 @@ BATCH = {"x": np.ones((ROWS, DIM))}  # float64: jax makes it float32
 
 def guarded(
     zero: zerojax.Zero, free: int | None, function: Callable[..., Any] = train_step
-) -> Step:
+) -> Step[..., Any]:
     """A step on devices with so many bytes free."""
     guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free)
     return Step(Arguments(function), zero.states, True, guard)
@@ -147,6 +147,18 @@ def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str])
     # Nothing was run or taken.
     assert int(state.step) == 0
     guarded(zero, None)(state, BATCH)
+
+
+def test_the_check_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tight(*setting: Any) -> Guard:
+        return Guard(*setting[:3], lambda *_: {}["no search"], lambda mesh: 1000)
+
+    monkeypatch.setattr("zerojax.api.Guard", tight)
+    state = zerojax.zero(stage=3).init(create_state, jax.random.key(0))
+    with pytest.raises(OutOfMemoryError):
+        zerojax.zero(stage=3)(train_step)(state, BATCH)
+    state, _ = zerojax.zero(stage=3, check_memory=False)(train_step)(state, BATCH)
+    assert int(state.step) == 1
 
 
 def test_where_nothing_helps_it_says_so() -> None:

@@ -213,7 +213,9 @@ def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
         arrays, skipped = now, overflows
     (program,) = step._programs.values()
     groups = (
-        [turn.update.group for turn in program.update.turns] if "sub_group_size" in keywords else []
+        [turn.update.group for turn in program.update.by_groups.turns]
+        if "sub_group_size" in keywords
+        else []
     )
     pieces = [piece.cluster.outputs for group in groups for piece in group]
     return {

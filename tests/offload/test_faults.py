@@ -239,7 +239,7 @@ def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -
         for kind, run in itertools.groupby(issued, key=lambda event: event[0])
     ]
     (program,) = step._programs.values()
-    n = len(program.update.turns)
+    n = len(program.update.by_groups.turns)
     assert n > 3
     assert [kind for kind, _ in runs] == ["read", "write"] * (n - 1)
     reads, writes = ([set(keys) for _, keys in runs[i::2]] for i in (0, 1))

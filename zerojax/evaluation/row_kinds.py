@@ -1,4 +1,4 @@
-"""What each value of a function of a batch is made from: nothing of it, its own row, or all rows.
+"""What each value of a function is made from: nothing of the batch, its own row, or all rows.
 
 The function is traced on the whole batch and on a part of it. Where the shapes of a value differ
 lies its dimension of rows.
@@ -19,7 +19,7 @@ from zerojax.evaluation.row_rules import SHAPES, Sizes, Undivided, goes_by_rows
 from zerojax.xla import jaxprs
 
 
-class Kind(enum.Enum):
+class RowKind(enum.Enum):
     """What a value is made from."""
 
     FIXED = "nothing of the batch's rows"
@@ -31,9 +31,9 @@ class Reduction(NamedTuple):
     """How the results of parts become that of the whole.
 
     Attributes:
-      combine: two results to one.
-      neutral: what rows that do not count are replaced by, for a dtype.
-      operands: positions of the operands whose rows are replaced.
+      combine: Makes one result of two.
+      neutral: The value that stands for rows that do not count, for a dtype.
+      operands: Positions of the operands whose rows are replaced.
     """
 
     combine: Callable[[Any, Any], Any]
@@ -62,23 +62,23 @@ REDUCTIONS: Mapping[str, Reduction] = {
 _RUNS = frozenset(["scan", "while", "cond", "optimization_barrier"])
 
 
-class Pair(NamedTuple):
-    """One equation as it stands in both traces; ``part`` is None where it is the identity there."""
+class EquationPair(NamedTuple):
+    """One equation in both traces; ``part`` is None where the equation is an identity there."""
 
     whole: Any
     part: Any
 
 
-class Traced:
+class TwoTraces:
     """Both traces side by side.
 
     Args:
-      whole, part: open jaxprs of one function.
-      sizes: rows of both.
-      inside: the loop or branch that they belong to, where nothing may be reduced.
+      whole, part: Open jaxprs of one function.
+      sizes: Rows of both.
+      inside: The loop or branch that they belong to, where nothing may be reduced.
 
     Raises:
-      Undivided: they are not the same program.
+      Undivided: The traces are not the same program.
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, inside: str = "") -> None:
@@ -88,19 +88,19 @@ class Traced:
         self._same: dict[Any, Any] = dict(zip(whole.constvars, part.constvars, strict=True))
         self._same |= zip(whole.invars, part.invars, strict=True)
         self.pairs = [*self._paired(whole, part)]
-        self.kinds: dict[Any, Kind] = {}
-        self.reductions: list[Pair] = []
+        self.kinds: dict[Any, RowKind] = {}
+        self.reductions: list[EquationPair] = []
 
-    def _paired(self, whole: Any, part: Any) -> Iterable[Pair]:
+    def _paired(self, whole: Any, part: Any) -> Iterable[EquationPair]:
         left = list(reversed(part.eqns))
         for eqn in whole.eqns:
             if left and self._match(eqn, left[-1]):
                 other = left.pop()
                 self._same.update(zip(eqn.outvars, other.outvars, strict=True))
-                yield Pair(eqn, other)
+                yield EquationPair(eqn, other)
             elif self._identity(eqn):
                 self._same[eqn.outvars[0]] = self._same[eqn.invars[0]]
-                yield Pair(eqn, None)
+                yield EquationPair(eqn, None)
             else:
                 raise Undivided(f"its {eqn.primitive.name} depends on the number of rows")
         if left:
@@ -135,10 +135,10 @@ class Traced:
         )
 
     def rows(self, v: Any) -> tuple[int, int] | None:
-        """The dimension of rows of a value and how many entries it has for each; None without.
+        """The dimension of rows of a value, and its entries for each row; None without such.
 
         Raises:
-          Undivided: it has several.
+          Undivided: The value has several dimensions of rows.
         """
         if isinstance(v, core.Literal) or v not in self._same:
             return None
@@ -154,38 +154,38 @@ class Traced:
             raise Undivided(f"it makes an array of shape {whole} of {self.sizes.whole} rows")
         return d, each
 
-    def kind(self, v: Any) -> Kind:
-        return Kind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
+    def kind(self, v: Any) -> RowKind:
+        return RowKind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
 
-    def classify(self, given: Sequence[Kind]) -> None:
+    def classify(self, given: Sequence[RowKind]) -> None:
         """Finds the kind of each value, given those of the arguments.
 
         Raises:
-          Undivided: the rows meet otherwise than in a reduction.
+          Undivided: Rows meet otherwise than in a reduction.
         """
         for v in self.whole.constvars:
             if self.rows(v):
                 raise Undivided("it has a constant with an entry for each row")
-            self.kinds[v] = Kind.FIXED
+            self.kinds[v] = RowKind.FIXED
         self.kinds.update(zip(self.whole.invars, given, strict=True))
         for pair in self.pairs:
             self.kinds.update(zip(pair.whole.outvars, self._kinds(pair), strict=True))
 
-    def _kinds(self, pair: Pair) -> list[Kind]:
-        """Of an equation's results."""
+    def _kinds(self, pair: EquationPair) -> list[RowKind]:
+        """The kinds of an equation's results."""
         eqn, name = pair.whole, pair.whole.primitive.name
         kinds = {self.kind(v) for v in eqn.invars}
-        outs = [Kind.FIXED if self.rows(v) is None else Kind.ROWS for v in eqn.outvars]
-        if Kind.ROWS not in {*outs, *kinds}:
-            return [Kind.TOTAL if Kind.TOTAL in kinds else Kind.FIXED] * len(outs)
-        if Kind.TOTAL in kinds:
+        outs = [RowKind.FIXED if self.rows(v) is None else RowKind.ROWS for v in eqn.outvars]
+        if RowKind.ROWS not in {*outs, *kinds}:
+            return [RowKind.TOTAL if RowKind.TOTAL in kinds else RowKind.FIXED] * len(outs)
+        if RowKind.TOTAL in kinds:
             raise Undivided(f"its {name} takes rows together with a result of all rows")
         if pair.part is None:
             return outs
         if self._runs(pair):
             return outs
         self._check_params(pair)
-        if Kind.FIXED not in outs:
+        if RowKind.FIXED not in outs:
             ins = [self.rows(v) for v in eqn.invars]
             if not goes_by_rows(eqn, ins, [self.rows(v) for v in eqn.outvars]):
                 raise Undivided(f"its {name} brings rows together{self._inside}")
@@ -193,7 +193,7 @@ class Traced:
         if not self._reduces(eqn) or self._inside:
             raise Undivided(f"its {name} brings rows together{self._inside}")
         self.reductions.append(pair)
-        return [Kind.TOTAL]
+        return [RowKind.TOTAL]
 
     def _reduces(self, eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -203,17 +203,17 @@ class Traced:
             self.rows(eqn.invars[0]) is None and self.rows(eqn.invars[2]) is not None
         )
 
-    def _check_params(self, pair: Pair) -> None:
+    def _check_params(self, pair: EquationPair) -> None:
         name = pair.whole.primitive.name
         for key, value in pair.whole.params.items():
             if key not in SHAPES.get(name, ()) and not _equal(value, pair.part.params.get(key)):
                 raise Undivided(f"the {key} of its {name} depends on the number of rows")
 
-    def _runs(self, pair: Pair) -> bool:
+    def _runs(self, pair: EquationPair) -> bool:
         """Looks into an equation that runs jaxprs; False for others.
 
         Raises:
-          Undivided: the rows meet in them.
+          Undivided: Rows meet in them.
         """
         eqn, part, name = pair.whole, pair.part, pair.whole.primitive.name
         if eqn.primitive in jaxprs.CALLS:
@@ -243,14 +243,14 @@ class Traced:
         those in ``drop``."""
         name = eqn.primitive.name
         (whole, consts), (part, others) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
-        inner = Traced(whole, part, self.sizes, f" inside {name}")
+        inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")
-        # What a loop carries is made of rows where it has their dimension, and may not be else.
-        given = [Kind.ROWS if inner.rows(v) else Kind.FIXED for v in whole.invars]
+        # A carried value is made of rows where it has their dimension, and nowhere else.
+        given = [RowKind.ROWS if inner.rows(v) else RowKind.FIXED for v in whole.invars]
         operands = [v for i, v in enumerate(eqn.invars) if i >= skip and i not in drop]
         if any(
-            kind is Kind.FIXED and self.kind(v) is Kind.ROWS
+            kind is RowKind.FIXED and self.kind(v) is RowKind.ROWS
             for v, kind in zip(operands, given, strict=True)
         ):
             raise Undivided(f"its {name} runs over the rows")
@@ -258,7 +258,7 @@ class Traced:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two parameters, or constants, are the same; not a number is itself."""
+    """Whether two parameters, or constants, are the same; NaN is the same as NaN."""
     if a is b:
         return True
     if isinstance(a, np.ndarray | np.generic | jax.Array | float):

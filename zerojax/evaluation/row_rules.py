@@ -11,11 +11,11 @@ from zerojax.xla.jaxprs import param
 
 
 class Undivided(Exception):
-    """A function cannot be run some rows at a time; the message says what stands against it."""
+    """A function cannot be run some rows at a time; the message says why."""
 
 
 class Sizes(NamedTuple):
-    """Rows of the whole batch, and of the part that is run at a time."""
+    """Rows of the whole batch, and of the part that runs at a time."""
 
     whole: int
     part: int

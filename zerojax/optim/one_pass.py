@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels import dispatch, fused_adamw
 from zerojax.optim.decay import Mask
 
 _KERNEL = "mosaic_gpu"
@@ -65,6 +64,8 @@ def adam_in_one_pass(
     """
 
     def wins(mesh: Mesh) -> bool:
+        from pallas_kernels import dispatch  # seconds, which only this update needs
+
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if implementation is None and always:
                 return dispatch.in_place(dispatch.target()) == _KERNEL
@@ -79,6 +80,8 @@ def adam_in_one_pass(
         scale: jax.typing.ArrayLike = 1.0,
         run: jax.typing.ArrayLike = True,
     ) -> tuple[Any, Any]:
+        from pallas_kernels import fused_adamw
+
         at = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
         adam, last = state[at], state[-1]
         after = optax.safe_increment(adam.count)

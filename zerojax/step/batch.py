@@ -1,4 +1,4 @@
-"""The batch: checked, cut into micro-batches, and laid over the devices."""
+"""The batch of a step: checked, divided into micro-batches, and laid over the devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from zerojax.step.call import is_array
 class BatchLayout:
     """Where a batch goes.
 
-    The leading dimension of every leaf is the global batch. With accumulation it is cut into
-    micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is
-    sharded over the data-parallel devices. Without accumulation leaves may have leading dimensions
-    of their own (nodes and edges of graphs): those that divide among the devices are cut, the
-    others lie whole on each.
+    The leading dimension of every leaf is the global batch. With accumulation that dimension is
+    divided into micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of
+    those is sharded over the data-parallel devices. Without accumulation leaves may have leading
+    dimensions of their own (nodes and edges of graphs): those that divide among the devices are
+    sharded, the others lie whole on each device.
+
+    Attributes:
+      sizes: Batch sizes of the config.
+      accumulation: Micro-batches in a step.
+      world: Devices that share the rows.
     """
 
     def __init__(self, mesh: Mesh, axis: str, sizes: BatchSizes) -> None:
@@ -35,14 +40,14 @@ class BatchLayout:
         return jax.tree.unflatten(tree, [self._place(x) for x in leaves])
 
     def abstract(self, batch: Any) -> Any:
-        """The same for ``jax.ShapeDtypeStruct`` leaves."""
+        """Shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(
             tree,
             [
                 jax.ShapeDtypeStruct(
-                    self._cut(x.shape),
+                    self._divided(x.shape),
                     x.dtype,
                     sharding=self._sharding(x),
                 )
@@ -73,10 +78,10 @@ class BatchLayout:
             )
 
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        """Looks at a step's further arguments, which every micro-batch gets whole.
+        """Checks a step's further arguments, which every micro-batch gets whole.
 
         Raises:
-          ValueError: one of them has a row for each of the batch's.
+          ValueError: An argument has as many rows as the batch.
         """
         if self.accumulation == 1:
             return
@@ -91,7 +96,7 @@ class BatchLayout:
                 )
 
     def rows(self, batch: Any) -> int:
-        """The leading dimension of a batch that was checked; of several the first leaf's."""
+        """The leading dimension of a checked batch; the first leaf's where there are several."""
         return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
@@ -118,7 +123,7 @@ class BatchLayout:
         divides = shape and shape[0] and shape[0] % self.world == 0
         return self.sharded if divides else self.replicated
 
-    def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         k = self.accumulation
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
@@ -127,7 +132,7 @@ class BatchLayout:
         if not np.ndim(x):
             return jax.device_put(x, sharding)
         if self.accumulation > 1:
-            x = x.reshape(self._cut(x.shape))
+            x = x.reshape(self._divided(x.shape))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.device_put(x, sharding)

@@ -14,17 +14,17 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 
 
 class Alone(NamedTuple):
-    """The results of a step that returns the state alone."""
+    """Stands for the results of a step that returns the state alone."""
 
 
 class Body:
     """The user's function on a state taken apart.
 
     Args:
-      function: the user's step.
-      opened: how to put the state together again.
-      once: why the step may update no more than once, with the remedy; empty where it may.
-      types: what the types of its arrays say, for a step under explicit mesh axes; else None.
+      function: The user's step.
+      opened: The state, for the way to put one together again.
+      once: Why the step may update no more than once, with the remedy; empty where it may.
+      types: The types of its arrays, for a step under explicit mesh axes; else None.
     """
 
     def __init__(
@@ -36,11 +36,16 @@ class Body:
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Parts, Any]:
-        """Runs the step; ``parts.opt_state`` is a :class:`View`, and ``tx`` takes one.
+        """The state after the step, and what else the step returns.
+
+        Args:
+          parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.
+          tx: The optimizer that the step sees, which takes and returns views.
+          batch, args, kwargs: The other arguments of the step.
 
         Raises:
-          TypeError: the step returns something else, or changes the structure of the state.
-          ValueError: it updates never, or twice where it may only once.
+          TypeError: The step returns something else, or changes the structure of the state.
+          ValueError: The step does not update its model.
         """
         if self.types is not None:
             tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
@@ -67,7 +72,8 @@ class Body:
         return made, out
 
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
-        """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes it returns."""
+        """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
+        results."""
         if self.types is not None:
             return self.types.trace(run, parts, batch)
         return jax.make_jaxpr(run, return_shape=True)(parts, batch)
@@ -91,10 +97,14 @@ class Body:
         )
 
     def check(self, jaxpr: Any, leaves: int) -> None:
-        """Looks for the updates in the traced step, on a state of so many parameters.
+        """Looks for the updates in the traced step.
+
+        Args:
+          jaxpr: The traced step.
+          leaves: Number of the state's parameters.
 
         Raises:
-          ValueError: it updates never, or more often than it may.
+          ValueError: The step updates never, or more often than it may.
         """
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves

@@ -70,16 +70,13 @@ class GradientProgram:
         param = setting.config.offload_param
         self._reader = ParamReader(2 if param is None else param.buffer_count)
         shardings = plan.shardings()
-        result: Any = GradientResult(
-            grads=[plan.sharding(leaf) for leaf in plan.gradients()],
-            scalars=None,  # type: ignore[arg-type]
-            shared=None,  # type: ignore[arg-type]
-            rest=shardings.rest,
-            step=shardings.step,
-            out=None,
-            done=None,
-            signals=None,  # type: ignore[arg-type]
-        )
+        planned = {
+            "grads": [plan.sharding(leaf) for leaf in plan.gradients()],
+            "rest": shardings.rest,
+            "step": shardings.step,
+        }
+        fields: dict[str, Any] = dict.fromkeys(GradientResult._fields) | planned
+        result: Any = GradientResult(**fields)
         self._jitted = jax.jit(
             named(self._run, STATE, BATCH, "arrays", "static"),
             static_argnums=3,
@@ -88,7 +85,7 @@ class GradientProgram:
         )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> GradientResult:
-        """Runs it.
+        """Runs the program.
 
         Args:
           parts: The state; its parameters as the step computes with them.
@@ -106,7 +103,7 @@ class GradientProgram:
         return result
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
-        """The same, lowered for abstract arguments."""
+        """The program, lowered for abstract or concrete arguments."""
         batch, plan = self._setting.layout.abstract(batch), self._setting.plan
         traced = self._jitted.trace(self._taken(parts), batch, *divide(args, kwargs))
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, plan.mesh))

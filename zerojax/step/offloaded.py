@@ -41,8 +41,8 @@ class OffloadedStep:
                 'written over in place: leave it out, or offload to device "cpu".'
             )
         self._copies = setting.states.placer.copies(plan)
-        self._update = OptimizerUpdate(setting, self._copies)
-        self._gradients = GradientProgram(setting, self._update)
+        self.update = OptimizerUpdate(setting, self._copies)
+        self._gradients = GradientProgram(setting, self.update)
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         setting = self.setting
@@ -50,11 +50,11 @@ class OffloadedStep:
         given = parts._replace(params=self._copies.of(params), opt_state=opt_state)
         made = self._gradients(given, batch, args, kwargs)
         del given
-        opt_state = self._update.with_shared(opt_state, made.shared)
+        opt_state = self.update.with_shared(opt_state, made.shared)
         if made.done is None or bool(made.done):
             if not setting.donate:
                 params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-            params, opt_state = self._update.run(made.grads, params, opt_state, made.scalars)
+            params, opt_state = self.update.run(made.grads, params, opt_state, made.scalars)
         if setting.donate and parts.step is not made.step:
             parts.step.delete()  # stands for the whole state, which is used up
         after = Parts(
@@ -73,5 +73,5 @@ class OffloadedStep:
             params=self._copies.abstract(), opt_state=jax.tree.leaves(parts.opt_state)
         )
         yield self._gradients.lowered(given, batch, args, kwargs)
-        for name, traced, times in self._update.traced():
+        for name, traced, times in self.update.traced():
             yield LoweredProgram(name, compat.lower_for(traced, plan.mesh), times)

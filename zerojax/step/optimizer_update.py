@@ -59,6 +59,7 @@ class OptimizerUpdate:
       copies: Compute parameters that lie beside the state.
 
     Attributes:
+      by_groups: The update as a function of flat arrays.
       grad_dtypes: In which gradients are to come, one a parameter.
     """
 
@@ -89,7 +90,7 @@ class OptimizerUpdate:
         )
         numbers = self._placements.like(range(len(self._placements.flat())))
         optimizer = setting.config.offload_optimizer
-        self._update = Update(
+        self.by_groups = Update(
             self._function,
             self._placements.flat(),
             heavy.flat(),
@@ -98,7 +99,7 @@ class OptimizerUpdate:
             on_host=optimizer is not None and optimizer.compute_on == "host",
         )
         # Results begin with the parameters.
-        self._shared = [at - len(params) for at in self._update.separated.shared]
+        self._shared = [at - len(params) for at in self.by_groups.separated.shared]
 
     def _grad_dtype(self, leaf: Leaf) -> Any:
         if self._setting.layout.accumulation == 1:
@@ -132,7 +133,7 @@ class OptimizerUpdate:
         """Runs the prelude: the scalars that the sub-groups need, and new numbers of the optimizer
         state, for :meth:`with_shared`."""
         given = UpdateArrays(grads, [None] * len(grads), numbers, square_sums)
-        return self._update.separated.prelude(given.flat())
+        return self.by_groups.separated.prelude(given.flat())
 
     def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
         """The leaves of an optimizer state with the new numbers that the prelude made."""
@@ -162,7 +163,7 @@ class OptimizerUpdate:
         grads.clear()
         on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
         try:
-            self._update.run(arrays, scalars)
+            self.by_groups.run(arrays, scalars)
         except BaseException:
             for leaf in on_disk:
                 leaf.torn()
@@ -174,7 +175,7 @@ class OptimizerUpdate:
 
     def traced(self) -> Iterator[tuple[str, Any, int]]:
         """See :meth:`zerojax.offload.update.Update.traced`."""
-        return self._update.traced()
+        return self.by_groups.traced()
 
 
 def _leaf_of(x: Any) -> Any:

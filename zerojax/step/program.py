@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,10 +11,9 @@ from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
-from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
-from zerojax.plan.plan import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Rearranged
@@ -24,76 +22,46 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
 
 
-@dataclass(frozen=True)
 class StepSetting:
-    """One step for one kind of state, before it is compiled.
+    """One step for one kind of state, before the step is compiled.
+
+    Args:
+      function: The user's step, in the order of :class:`zerojax.step.call.Call`.
+      states: What the config makes of a state.
+      opened: A state of that kind, of which no array is kept.
+      explicit: Axes and specs of the batch, for a step under explicit mesh axes; else None.
+      donate: Reuse the memory of the state that the step is given.
+      signals: Makes what the host looks at after a step, of the optimizer state and the results.
 
     Attributes:
-      function: The user's step, in the order of :class:`zerojax.step.call.Call`.
-      body: The same on a state taken apart.
-      states: What the config makes of a state.
       plan: PartitionSpec and bytes of every leaf of the state.
       layout: Where the batch goes.
+      body: The user's step on a state taken apart.
       inserter: Makes parameters whole where the body uses them.
-      tx: The wrapped optimizer.
-      split, close, write_back: See :class:`OpenedState`.
+      tx, split, close, write_back: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
-      donate: Reuse the memory of the state that a step is given.
-      signals: What the host looks at after a step, made of the optimizer state and the results.
     """
 
-    function: Rearranged
-    body: Body
-    states: States
-    plan: Plan
-    layout: BatchLayout
-    inserter: Inserter
-    tx: ZeroTransformation
-    split: Callable[..., Parts]
-    close: Callable[[Parts, Any], Any]
-    write_back: Callable[[tuple[Any, ...], Parts, Any], None] | None
-    structure: Parts
-    donate: bool
-    signals: Callable[[ZeroOptState, Any], Signals]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         function: Rearranged,
         states: States,
         opened: OpenedState,
         explicit: Explicit | None,
         donate: bool,
         signals: Callable[[ZeroOptState, Any], Signals],
-    ) -> StepSetting:
-        """The setting for states like ``opened``.
-
-        Args:
-          explicit: Axes and specs of the batch, for a step under explicit mesh axes; else None.
-        """
-        config, plan = states.config, states.plan(opened)
-        mesh, axis = plan.lowering_mesh, states.axis
-        layout = BatchLayout(mesh, axis, config.batch(states.mesh.shape[axis]))
+    ) -> None:
+        self.function, self.states, self.config = function, states, states.config
+        self.donate, self.signals = donate, signals
+        self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.write_back = opened.write_back
+        self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
+        self.plan = plan = states.plan(opened)
+        mesh, axis, config = plan.lowering_mesh, states.axis, states.config
+        self.layout = BatchLayout(mesh, axis, config.batch(mesh.shape[axis]))
         types = Types(plan, explicit) if explicit else None
-        return cls(
-            function=function,
-            body=Body(function, opened, _once(config, layout.accumulation), types),
-            states=states,
-            plan=plan,
-            layout=layout,
-            inserter=Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config)),
-            tx=opened.tx,
-            split=opened.split,
-            close=opened.close,
-            write_back=opened.write_back,
-            structure=Parts(*map(jax.tree.structure, opened.parts)),
-            donate=donate,
-            signals=signals,
-        )
-
-    @property
-    def config(self) -> ZeroConfig:
-        return self.states.config
+        self.body = Body(function, opened, _once(config, self.layout.accumulation), types)
+        self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
 
 
 class StepResult(NamedTuple):

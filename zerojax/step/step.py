@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -15,20 +14,18 @@ from zerojax.foresight.guard import Guard
 from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories, offloads
-from zerojax.step.arguments import Arguments, is_train_state
+from zerojax.step.arguments import Arguments
 from zerojax.step.body import Alone
-from zerojax.step.call import Call, Form, divide, returned
+from zerojax.step.call import Call, Form, returned
+from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.last import LastObjects, LastState, Recognized
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
 from zerojax.trace.explicit import Explicit
-from zerojax.train_state.nnx import apply_settings, from_cached_partial, is_nnx
+from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class LastStep(NamedTuple):
@@ -40,7 +37,7 @@ class LastStep(NamedTuple):
     program: StepProgram
 
 
-class Step(Generic[P, R]):
+class Step(Decorated[P, R]):
     """A decorated step, made by ``@zero``; called as the function that it decorates.
 
     Args:
@@ -55,9 +52,8 @@ class Step(Generic[P, R]):
     def __init__(
         self, arguments: Arguments, states: States, donate: bool, guard: Guard | None
     ) -> None:
-        functools.update_wrapper(self, arguments.function)
-        self._arguments, self._attribute = arguments, arguments.name
-        self._states, self._donate, self._guard = states, donate, guard
+        super().__init__(arguments, states)
+        self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
         self._programs: dict[Any, StepProgram] = {}
         self._last: LastStep | None = None
@@ -136,9 +132,7 @@ class Step(Generic[P, R]):
             recognized.write_back(parts)
         else:
             setting.write_back(call.objects, parts, setting.tx)
-        changed = setting.function.changed
-        if any(changed.values()):
-            apply_settings(call.objects, changed[divide(call.args, call.kwargs)[1]])
+        setting.function.bring_up_to_date(call)
         left = LastObjects.of(call.objects, parts) if recognized is None else None
         return None, returned(result.out, call.objects), left
 
@@ -150,7 +144,7 @@ class Step(Generic[P, R]):
         if key not in self._programs:
             config = self._states.config
             check_memories(config, self._states.mesh)
-            setting = StepSetting.of(
+            setting = StepSetting(
                 self._arguments.rearranged(form),
                 self._states,
                 opened,
@@ -180,39 +174,13 @@ class Step(Generic[P, R]):
             call.kwargs,
         )
 
-    def __set_name__(self, owner: Any, name: str) -> None:
-        self._attribute = name
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The step of an instance, where the function is defined in a class. What it reads of
-        ``self`` is part of the program, unless ``self`` is the state."""
-        if instance is None:
-            return self
-        if is_nnx(instance) or is_train_state(instance):
-            return functools.partial(self, instance)
-        if not hasattr(instance, "__dict__"):
-            raise TypeError(
-                f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
-                "__slots__ alone: decorate the bound method of an instance instead."
-            )
-        kept = vars(instance).get(self._attribute)  # python looks here first, but for odd names
-        if not isinstance(kept, Step):
-            bound = self._arguments.bound(instance)
-            kept = Step(bound, self._states, self._donate, self._guard)
-            vars(instance)[self._attribute] = kept
-        return kept
+    def _with(self, arguments: Arguments) -> Self:
+        return type(self)(arguments, self._states, self._donate, self._guard)
 
     def close(self) -> None:
         """Writes the logs that are left, as the end of the program does, and looks whether the
         last steps were finite. Steps may follow."""
         self._after_step.close()
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
-
-        Works for a mesh of devices that are not there (:func:`zerojax.topology`).
-        """
-        return next(self.programs(*args, **kwargs)).lowered
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """Every program of the step, lowered; :meth:`lower` gives the first.

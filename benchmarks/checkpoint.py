@@ -103,8 +103,8 @@ def time_table(turns: Turns) -> list[list[str]]:
 def memory_table(results: Results) -> list[list[str]]:
     """Headings, and a row for each task."""
 
-    def cell(found: Footprint) -> str:
-        return f"{found.peak / MEGA:,.0f} ({found.growth / MEGA:+,.0f})"
+    def cell(footprint: Footprint) -> str:
+        return f"{footprint.peak / MEGA:,.0f} ({footprint.growth / MEGA:+,.0f})"
 
     return [
         ["peak MB (growth)", "zerojax", "plain orbax", "zerojax's peak / orbax's", "at most"],

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-VOCAB_SIZE = 256
 HELD_OUT_EVERY = 10  # one document in ten, or the last tenth of each where there are few
 # Tests hold deliberately broken files; the others are tables or prose rather than programs.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}

@@ -1,4 +1,4 @@
-"""`python -m zerojax plan`: from options to an exit status, on devices that are not there."""
+"""`zerojax plan`: from options to an exit status, on devices that are not there."""
 
 import dataclasses
 import json

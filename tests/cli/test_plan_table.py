@@ -1,4 +1,4 @@
-"""What `python -m zerojax plan` prints, from a forecast that is made up: tables and JSON."""
+"""What `zerojax plan` prints, from a forecast that is made up: tables and JSON."""
 
 import dataclasses
 import json

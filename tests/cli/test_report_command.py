@@ -1,4 +1,4 @@
-"""`python -m zerojax report`: the tables, the JSON, and the exit status."""
+"""`zerojax report`: the tables, the JSON, and the exit status."""
 
 import importlib.util
 import json

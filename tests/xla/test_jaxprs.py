@@ -241,8 +241,11 @@ def test_the_backward_pass_is_known() -> None:
     assert not jaxprs.is_transposed(traced(lambda x: x.sum(0), "reduce_sum"))
 
 
-@pytest.mark.parametrize("function", [double, with_vjp, with_jvp, jax.jit(double), looped, until,
-                                      chosen, jax.checkpoint(double), windowed, mapped])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [double, with_vjp, with_jvp, jax.jit(double), looped, until, chosen, jax.checkpoint(double),
+     windowed, mapped],
+)  # fmt: skip
 def test_equations_run_again(function: Callable[..., Any]) -> None:
     """Those with functions among their parameters too; kept calls, and opened ones."""
     closed = jax.make_jaxpr(function)(X)

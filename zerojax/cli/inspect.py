@@ -1,4 +1,4 @@
-"""`python -m zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
+"""`zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
-from zerojax.cli.bar import bytes_bar
+from zerojax.cli import terminal
+from zerojax.cli.terminal import bytes_bar
 from zerojax.plan.table import columns, size
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
       leaves: list the arrays of the last step.
       alone: other steps were not looked at.
     """
-    console = tables.console()
+    console = terminal.console()
     console.print(_table(found))
     if known := [step for step in found.steps if step.arrays]:
         last = known[-1]
@@ -178,7 +178,7 @@ def _about(step: InspectedStep) -> list[tuple[str, str]]:
 
 def _table(found: Inspection) -> Table:
     heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
-    table = tables.table(*heads)
+    table = terminal.table(*heads)
     for step in found.steps:
         table.add_row(
             escape(step.folder if step.step is None else str(step.step)),
@@ -193,7 +193,7 @@ def _table(found: Inspection) -> Table:
 
 
 def _leaves(step: InspectedStep) -> Table:
-    table = tables.table("array", "shape", "dtype", "spec", ">bytes")
+    table = terminal.table("array", "shape", "dtype", "spec", ">bytes")
     for array in step.arrays:
         spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
         table.add_row(

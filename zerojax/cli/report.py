@@ -1,4 +1,4 @@
-"""`python -m zerojax report`: what is here, and what works with it."""
+"""`zerojax report`: this machine, and what works on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def report(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Says which devices, versions and extras are here, and what of zerojax works with them.
+    """Shows devices, versions and extras, and what of zerojax works with them.
 
-    It tries: a step of a tiny model at each stage and with each offload, and a compile for devices
-    that are absent. It takes seconds, and leaves a GPU's memory to others.
+    Tried are a step of a tiny model at each stage and with each offload, and a compile for absent
+    devices. This takes seconds, and leaves a GPU's memory to other programs.
 
     Exits with 0 unless JAX finds no devices, then with 1.
     """
@@ -42,13 +42,13 @@ def report(
 
 
 def to_json(found: Report) -> dict[str, Any]:
-    """The same as the tables, for programs; null where the device or the package is silent."""
+    """The same as the tables, for programs; null where a figure is unknown."""
     return dataclasses.asdict(found)
 
 
 def show(found: Report) -> None:
-    """Prints a table each of devices, versions, settings, extras and what works."""
-    console = tables.console()
+    """Print tables of devices, versions, settings, extras and what works."""
+    console = terminal.console()
     if found.problem is None:
         console.print(
             _table(("device", "platform", "how many", "says"), map(_device, found.devices))
@@ -102,7 +102,7 @@ def _yes(works: bool) -> Text:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = tables.table(*heads)
+    table = terminal.table(*heads)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

@@ -95,8 +95,8 @@ def check_params(
         elif key in checked.values and param.only and checked.values[key] not in param.only:
             problem = f"{path} = {shown(checked.values[key])} is not supported: {param.why}"
         elif json and key not in checked.values and param.only and param.default not in param.only:
-            told = f"{shown(param.default)}, DeepSpeed's default,"
-            problem = f"{path} = {told} is not supported: {param.why}"
+            default = f"{shown(param.default)}, DeepSpeed's default,"
+            problem = f"{path} = {default} is not supported: {param.why}"
         else:
             continue
         checked.problems.append(problem)
@@ -196,7 +196,7 @@ class OptimizerConfig(_Named):
     """An optimizer by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> OptimizerConfig(type="adamw", params={"lr": 3e-4}).with_defaults()["betas"]
@@ -211,7 +211,7 @@ class SchedulerConfig(_Named):
     """A learning-rate schedule by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 20}).type

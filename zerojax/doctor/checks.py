@@ -1,4 +1,4 @@
-"""What works on the devices at hand, by trying it on the smallest of models."""
+"""What works on the devices at hand, tried on the smallest of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ from zerojax.offload.disk.array import DiskArray
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried.
+    """The outcome of one check.
 
     Attributes:
-      name: what it is.
-      works: whether it does.
-      says: what was done; where it does not work, why, and the remedy.
-      seconds: how long it took.
+      name: The name of what was tried.
+      works: Whether it works.
+      says: What was done; where it does not work, why, and the remedy.
+      seconds: How long the check took.
     """
 
     name: str
@@ -49,8 +49,12 @@ x = jax.ShapeDtypeStruct((128,), "float32", sharding=whole)
 jax.jit(lambda x: x * 2).lower(x).compile()
 """
 
-Try = tuple[str, Callable[[], str]]
-"""A name, and a function that says what it did, or raises."""
+
+class Try(NamedTuple):
+    """A check to make: its name, and a function that says what it did, or raises."""
+
+    name: str
+    check: Callable[[], str]
 
 
 def stages() -> str:
@@ -81,7 +85,7 @@ def to_disk() -> str:
 
 
 def kernels() -> str:
-    """Whether the fused kernels run on the default device, which is not tried."""
+    """Whether the default device can run the fused kernels; they are not run."""
     at = dispatch.target()
     if "mosaic_gpu" not in dispatch.available(at):
         raise RuntimeError(
@@ -94,12 +98,12 @@ def kernels() -> str:
 
 
 def absent_gpus() -> str:
-    """A compile for a GPU."""
+    """A compile for one GPU."""
     return _compiled("h100", 1)
 
 
 def absent_tpus() -> str:
-    """A compile for a host of TPUs."""
+    """A compile for the four TPUs of a host."""
     return _compiled("v5e", 4)
 
 
@@ -113,19 +117,19 @@ def processes() -> str:
     return f"{jax.process_count()} of them, this is number {jax.process_index()}"
 
 
-CHECKS: tuple[Try, ...] = (
-    ("stages 0 to 3", stages),
-    ("offload to host memory", to_host),
-    ("offload to disk (nvme)", to_disk),
-    ("fused kernels", kernels),
-    ("compile for absent GPUs", absent_gpus),
-    ("compile for absent TPUs", absent_tpus),
-    ("several processes", processes),
+CHECKS = (
+    Try("stages 0 to 3", stages),
+    Try("offload to host memory", to_host),
+    Try("offload to disk (nvme)", to_disk),
+    Try("fused kernels", kernels),
+    Try("compile for absent GPUs", absent_gpus),
+    Try("compile for absent TPUs", absent_tpus),
+    Try("several processes", processes),
 )
 
 
 def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
-    """Tries each; one that raises does not work.
+    """The outcome of each check; one that raises does not work.
 
     Example:
       >>> def refuses() -> str:
@@ -134,18 +138,18 @@ def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
       >>> check.works, check.says
       (False, 'no disk: add one')
     """
-    found = []
+    outcomes = []
     for name, check in checks:
         start = time.perf_counter()
         try:
             works, says = True, check()
         except Exception as error:
-            works, says = False, told(error)
-        found.append(Check(name, works, says, round(time.perf_counter() - start, 2)))
-    return tuple(found)
+            works, says = False, in_one_line(error)
+        outcomes.append(Check(name, works, says, round(time.perf_counter() - start, 2)))
+    return tuple(outcomes)
 
 
-def told(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """An error in one line, with its type where its text alone says too little."""
     text = " ".join(str(error).split())
     plain = isinstance(error, ValueError | ImportError | RuntimeError)
@@ -153,7 +157,7 @@ def told(error: Exception) -> str:
 
 
 def _step(**config: Any) -> TrainState:
-    """Runs a decorated step of a linear model of which every device has a row."""
+    """The state after a decorated step of a linear model, of which every device has a row."""
     n = len(jax.devices())
     wanted = zero(stage3_param_persistence_threshold=0, **config)
 
@@ -174,7 +178,7 @@ def _step(**config: Any) -> TrainState:
 
 
 def _compiled(kind: str, devices: int) -> str:
-    """Compiles one line for devices that need not be there, in a process that looks for none."""
+    """Compile one line for absent devices, in a process that looks for no devices."""
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, kind, str(devices)],
         capture_output=True,

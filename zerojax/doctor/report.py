@@ -1,6 +1,6 @@
-"""What is here: devices, versions, settings, extras, and what works with them.
+"""A report on this machine: devices, versions, settings, extras, and what works with them.
 
-It is what DeepSpeed's ``ds_report`` tells of a machine; ``python -m zerojax report`` prints it.
+``zerojax report`` prints it; DeepSpeed's counterpart is ``ds_report``.
 """
 
 from __future__ import annotations
@@ -9,48 +9,57 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
-from zerojax.doctor.checks import CHECKS, Check, Try, told, tried
+from zerojax.doctor.checks import CHECKS, Check, Try, in_one_line, tried
 from zerojax.doctor.packages import Extra, Package, extras, packages
 
+
+class Variable(NamedTuple):
+    """An environment variable: its name, what it sets, and what holds where it is not set."""
+
+    name: str
+    sets: str
+    default: str
+
+
 SETTINGS = (
-    ("JAX_PLATFORMS", "backends that JAX may start, the first is the default", "all there are"),
-    ("JAX_NUM_CPU_DEVICES", "virtual devices of the CPU, to try several", "one"),
-    ("JAX_OPTIMIZATION_LEVEL", "O0 to O3: how hard XLA tries", "XLA's own choice"),
-    ("JAX_COMPILATION_CACHE_DIR", "keeps compiled programs for the next run", "none are kept"),
-    ("CUDA_VISIBLE_DEVICES", "GPUs that the process sees", "all"),
-    (
+    Variable("JAX_PLATFORMS", "backends that JAX may start, the first is the default", "all"),
+    Variable("JAX_NUM_CPU_DEVICES", "virtual devices of the CPU, to try several", "one"),
+    Variable("JAX_OPTIMIZATION_LEVEL", "O0 to O3: how hard XLA tries", "XLA's own choice"),
+    Variable("JAX_COMPILATION_CACHE_DIR", "keeps compiled programs for the next run", "none kept"),
+    Variable("CUDA_VISIBLE_DEVICES", "GPUs that the process sees", "all"),
+    Variable(
         "XLA_PYTHON_CLIENT_PREALLOCATE",
         "whether JAX takes its share of a GPU's memory when it starts",
         "true; this command sets false for itself",
     ),
-    (
+    Variable(
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        "that share, the most that a program can use; 0.95 gives more to one that is alone",
+        "that share, the most that a program can use; 0.95 where no other program runs",
         "0.75, a quarter of each GPU is out of reach",
     ),
-    ("XLA_CLIENT_MEM_FRACTION", "the newer name of the same; set one of them", "as above"),
-    ("XLA_FLAGS", "flags of XLA; one that it does not know ends the process", "none"),
+    Variable("XLA_CLIENT_MEM_FRACTION", "the newer name of the same; set one of them", "as above"),
+    Variable("XLA_FLAGS", "flags of XLA; an unknown one ends the process", "none"),
 )
-"""Environment variables: name, what it sets, and what holds where it is not set."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one kind, as JAX tells of them.
+    """The devices of one kind.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      kind: the device's name.
-      count: how many, over all processes.
-      processes: how many processes they belong to.
-      memories: kinds of memory they reach, as "device", "pinned_host".
-      limit: bytes that a program can use on each, None where the device does not say.
-      in_use: bytes that this process uses on the fullest.
-      driver: what the backend says of itself, with the version of CUDA or libtpu.
-      capability: the compute capability of a GPU.
+      kind: The kind's name.
+      count: How many devices, over all processes.
+      processes: How many processes they belong to.
+      memories: The kinds of memory they reach, as "device", "pinned_host".
+      limit: Bytes that a program can use on each; None where the device does not report them.
+      in_use: Bytes that this process uses on the fullest.
+      driver: What the backend says of itself, with the version of CUDA or libtpu.
+      capability: The compute capability of a GPU.
     """
 
     platform: str
@@ -66,7 +75,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable; ``value`` is None where it is not set, and ``says`` what holds."""
+    """One environment variable: its value, None where it is not set, and what holds."""
 
     name: str
     value: str | None
@@ -75,16 +84,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Report:
-    """What is here.
+    """A report on this machine.
 
     Attributes:
-      python: its version and the machine.
-      devices: one entry a kind, the default backend's; empty where JAX finds none.
-      packages: what zerojax needs, and the compilers.
-      settings: the environment.
-      extras: what can be installed beside it.
-      works: what was tried; nothing where there are no devices.
-      problem: why there are no devices, else None.
+      python: Python's version, and the machine.
+      devices: One entry a kind of the default backend; empty where JAX finds no devices.
+      packages: What zerojax requires, and the compilers.
+      settings: The environment variables that matter.
+      extras: The extras of zerojax.
+      works: What was tried; nothing without devices.
+      problem: Why JAX finds no devices, else None.
     """
 
     python: str
@@ -97,13 +106,13 @@ class Report:
 
 
 def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] = CHECKS) -> Report:
-    """Looks at what is here and tries what works; takes seconds, and no more than a few MB.
+    """A report on this machine, made in seconds and a few MB of device memory.
 
-    It starts JAX's backends. In a program of several processes each of them calls it.
+    JAX's backends are started. In a program of several processes, each calls this function.
 
     Args:
-      environment: the variables to tell of; those of the process by default.
-      checks: what to try, each a name and a function that raises where it does not work.
+      environment: The environment variables; None for those of this process.
+      checks: What is tried.
 
     Example:
       >>> found = report({"JAX_PLATFORMS": "cpu"}, checks=())
@@ -112,18 +121,18 @@ def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] =
     """
     problem = None
     try:
-        there = devices()
+        found = devices()
     except Exception as error:  # some of jax's have another type, and no text
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         remedy = f": JAX_PLATFORMS asks for {asked!r}, leave it unset or say cpu" if asked else ""
-        there, problem = (), f"{told(error)}{remedy}"
+        found, problem = (), f"{in_one_line(error)}{remedy}"
     return Report(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        devices=there,
+        devices=found,
         packages=packages(),
         settings=settings(os.environ if environment is None else environment),
         extras=extras(),
-        works=tried(checks) if there else (),
+        works=tried(checks) if found else (),
         problem=problem,
     )
 
@@ -141,10 +150,10 @@ def devices() -> tuple[Devices, ...]:
     kinds: dict[tuple[str, str], list[jax.Device]] = {}
     for device in jax.devices():
         kinds.setdefault((device.platform, device.device_kind), []).append(device)
-    return tuple(_told_of(group) for group in kinds.values())
+    return tuple(_of_kind(group) for group in kinds.values())
 
 
-def _told_of(group: list[jax.Device]) -> Devices:
+def _of_kind(group: list[jax.Device]) -> Devices:
     first = group[0]
     near = [device for device in group if device.process_index == jax.process_index()]
     stats = [_memory(device) for device in near]
@@ -167,11 +176,11 @@ def _memory(device: jax.Device) -> Mapping[str, int]:
     try:
         return device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return {}  # some backends do not count
+        return {}  # some backends do not report it
 
 
 def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
-    """What the environment sets, and what holds where it does not.
+    """The environment variables that matter, and what holds where one is not set.
 
     Example:
       >>> found = {s.name: s for s in settings({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"})}
@@ -179,7 +188,7 @@ def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
       ('0.9', None)
     """
     return tuple(
-        Setting(name, value, sets if value is not None else f"{sets}; not set: {holds}")
-        for name, sets, holds in SETTINGS
+        Setting(name, value, sets if value is not None else f"{sets}; not set: {default}")
+        for name, sets, default in SETTINGS
         for value in [environment.get(name)]
     )

@@ -1,4 +1,4 @@
-"""One step on some devices, forecast under different settings."""
+"""One step on some devices, tried under different settings: each compiled, none run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BuiltStep(NamedTuple):
     """A step under one choice, not compiled yet.
 
     Attributes:
-      plan: of its state.
-      programs: as ``train_step.programs`` yields them; traced only when they are asked for.
-      tokens: in a batch of all devices.
+      plan: The plan of its state.
+      programs: Yields its programs, as ``train_step.programs`` does; they are traced on demand.
+      tokens: Tokens in a batch of all devices.
     """
 
     plan: Plan
@@ -31,21 +31,21 @@ class BuiltStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A choice that fits, and what it costs."""
+    """A choice that was compiled, and its forecast."""
 
     choice: Choice
     forecast: Forecast
 
 
 class Trials:
-    """The forecasts of a step, each compiled once.
+    """The forecasts of a step under different choices, each compiled once.
 
     Args:
-      build: the step under a choice.
-      given: the choice that is asked about.
-      rates: of the devices.
-      note: told what is being compiled.
-      measured: what compiles and measures a program, as :func:`zerojax.foresight.costs.measure`.
+      build: Gives the step under a choice.
+      given: The choice that the user asks about.
+      rates: The speeds and the memory of the devices.
+      note: Called with what is compiled next.
+      measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Trials:
         self._failed: Exception | None = None
 
     def _built(self, choice: Choice) -> BuiltStep:
-        """The step under a choice, traced no further than its state, once."""
+        """The step under a choice. Only its state is traced, once."""
         if choice not in self._steps:
             self._steps[choice] = self._build(choice)
         return self._steps[choice]
 
     def forecast(self, choice: Choice) -> Forecast:
-        """What a choice costs; where a program does not fit, those after it are left out."""
+        """The forecast of a choice; programs after one that does not fit are left out."""
         if choice not in self._known:
             built = self._built(choice)
             self._known[choice] = forecast(
@@ -84,8 +84,7 @@ class Trials:
         return self._known[choice]
 
     def tried(self, choice: Choice) -> Forecast | None:
-        """The same, or None where that fails: XLA's own limits, or a step that does not take
-        such settings."""
+        """The forecast of a choice; None where XLA's own limits or the step do not allow it."""
         try:
             return self.forecast(choice)
         except Exception as error:
@@ -95,11 +94,11 @@ class Trials:
 
     @property
     def failed(self) -> Exception | None:
-        """The last choice's error, where no choice could be forecast."""
+        """The error of the last choice, where no choice could be forecast."""
         return None if self._known else self._failed
 
     def hopeless(self, choice: Choice) -> bool:
-        """Whether a choice cannot fit, by :meth:`least`, or is none for this step."""
+        """Whether a choice cannot fit, by :meth:`least`, or cannot be built."""
         try:
             return self.least(choice) > self.rates.room
         except Exception as error:
@@ -107,10 +106,10 @@ class Trials:
             return True
 
     def least(self, choice: Choice) -> int:
-        """Bytes that a choice takes at the least, without compiling it.
+        """The least bytes of device memory that a choice needs, known without a compile.
 
-        The state at rest, and the activations of what was compiled with as many rows in a
-        micro-batch, or fewer, and as much or more remat.
+        They are the state at rest, and the activations of the largest compiled choice that has no
+        more rows in a micro-batch and no less remat.
         """
         activations = (
             each.peak.memory.get(ACTIVATIONS, 0)

@@ -161,7 +161,13 @@ class HloProgram:
         counts = left.opcode == "get-tuple-element" and right.opcode == "constant"
         return int(right.argument) if counts and right.argument.isdigit() else None
 
+    def nested(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that a loop, a call or a conditional runs in turn."""
+        if instruction.opcode in ("while", "call", "conditional"):
+            yield from self.callees(instruction)
+
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that run as part of an instruction, those within a fusion too."""
         for name in instruction.called:
             if name in self.computations:
                 yield self.computations[name]

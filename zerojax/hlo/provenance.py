@@ -1,6 +1,6 @@
 """Which values of a compiled program are its arguments, moved but not computed upon."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction
@@ -22,6 +22,21 @@ class Caller(NamedTuple):
 
 Callers = Mapping[str, Caller]
 """By the name of the loop's body."""
+
+
+def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
+    """The caller of each loop's body, and the computations that run in turn, the entry first."""
+    callers: dict[str, Caller] = {}
+
+    def run(computation: Computation) -> Iterator[Computation]:
+        yield computation
+        for instruction in computation.instructions:
+            for callee in program.nested(instruction):
+                if instruction.opcode == "while":
+                    callers[callee.name] = Caller(computation, instruction)
+                yield from run(callee)
+
+    return callers, list(run(program.entry))
 
 
 def is_argument(

@@ -106,10 +106,9 @@ def _walk(
             op_name=start.op_name or end.op_name,
         )
     for each in computation.instructions:
-        if each.opcode in ("while", "call", "conditional"):
-            trips = (program.trips(each) or 1) if each.opcode == "while" else 1
-            for callee in program.callees(each):
-                yield from _walk(program, callee, host, times * trips)
+        trips = (program.trips(each) or 1) if each.opcode == "while" else 1
+        for callee in program.nested(each):
+            yield from _walk(program, callee, host, times * trips)
 
 
 def _computing(computation: Computation, copies: Mapping[str, Instruction]) -> list[int]:

@@ -28,11 +28,11 @@ from zerojax.models.loss import cross_entropy, widen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """What a Llama is made of. Named as in `GPTConfig`, with Hugging Face's names beside.
+    """The sizes and options of a Llama. Named as in `GPTConfig`, with Hugging Face's names beside.
 
     `n_kv_head=None` gives each query head a key and value head of its own. `dtype=None` computes in
     the parameters' own dtype, so bf16 parameters make a bf16 model; RMSNorm's statistics, the
-    rotation, the softmax, the logits and the loss are in fp32 whatever it is. `scan` stacks the L
+    rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
     blocks' parameters to `[L, ...]` leaves and compiles one block, not L. `remat` keeps each
     block's input only and computes the rest again in the backward pass.
 
@@ -161,7 +161,7 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 class SelfAttention(nn.Module):
-    """[B, T, D] -> [B, T, D], each position looking at itself and what came before."""
+    """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     config: LlamaConfig
 
@@ -206,8 +206,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
-    With targets int [B, T] the cross-entropy of each, [B, T], in place of the logits. There is no
-    dropout: `deterministic` changes nothing.
+    With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
+    Llama has no dropout, so that `deterministic` changes nothing.
     """
 
     config: LlamaConfig
@@ -225,7 +225,7 @@ class Llama(nn.Module):
         )
         x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
 
-        # Inside a scan nothing can be merged across layers, so the barrier would only cost.
+        # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
         block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
         if c.scan:
             stack = nn.scan(

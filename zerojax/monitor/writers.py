@@ -36,10 +36,10 @@ class MetricsWriter(Protocol):
 
 
 def check(config: ZeroConfig) -> None:
-    """Makes sure that what the config's monitors need is installed.
+    """Checks that the packages of the config's monitors are installed.
 
     Raises:
-      ImportError: a package is missing or broken, with the way to get it.
+      ImportError: A package is missing or broken, with the command that installs it.
     """
     if config.tensorboard is not None:
         _need("tensorboard.summary", "tensorboard", "pip install 'zerojax[monitor]'")
@@ -58,10 +58,10 @@ def _need(module: str, section: str, install: str) -> None:
 
 
 def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
-    """The writers that the config asks for, ready to take metrics.
+    """Opens the writers that the config asks for.
 
     Raises:
-      OSError: a folder cannot be made, or written; the message has the key and the path.
+      OSError: A folder cannot be made or written; the message has the key and the path.
     """
     opened: list[MetricsWriter] = []
     try:
@@ -79,13 +79,13 @@ def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
 
 
 def _folder(section: str, config: MonitorConfig) -> str:
-    """The folder of a monitor's files, made if need be."""
+    """The folder of a monitor's files, which exists and can be written."""
     folder = os.path.join(config.output_path, config.job_name)
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (OSError, ValueError) as error:  # ValueError: a null character in it
+    except (OSError, ValueError) as error:  # ValueError: a null character
         number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
         raise OSError(
             number or errno.EINVAL,
@@ -97,14 +97,14 @@ def _folder(section: str, config: MonitorConfig) -> str:
 
 
 class CsvFiles:
-    """One file a tag: ``Train/Samples/lr`` is ``<folder>/Train_Samples_lr.csv``, with the header
-    ``step,lr`` and a row ``samples,value`` for each event.
+    """One CSV file for each tag, as DeepSpeed's ``csv_monitor`` writes them.
 
-    A file that is there is appended to, and gets no second header (DeepSpeed writes one each time
-    it starts). Rows are on their way to the disk when :meth:`write` returns.
+    ``Train/Samples/lr`` is ``<folder>/Train_Samples_lr.csv``, with the header ``step,lr`` and a row
+    ``samples,value`` for each event. An existing file continues, without a second header
+    (DeepSpeed writes one at every start). :meth:`write` hands its rows to the operating system.
 
     Raises:
-      OSError: the folder cannot be made.
+      OSError: The folder cannot be made.
     """
 
     def __init__(self, folder: str) -> None:
@@ -113,19 +113,19 @@ class CsvFiles:
         os.makedirs(folder, exist_ok=True)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Appends the events, each to its file.
+        """Appends each event to its file.
 
         Raises:
-          OSError: a file could not be written; it is as it was before, the others have their rows.
+          OSError: A file could not be written, and is unchanged; the others have their rows.
         """
         rows: dict[str, list[Event]] = {}
         for event in events:
             rows.setdefault(event[0], []).append(event)
         failed: OSError | None = None
-        for tag, mine in rows.items():
+        for tag, own in rows.items():
             path = os.path.join(self._folder, tag.replace("/", "_").replace(" ", "_") + ".csv")
             try:
-                self._append(path, tag.rpartition("/")[2], mine)
+                self._append(path, tag.rpartition("/")[2], own)
             except OSError as error:
                 failed = failed or OSError(error.errno, error.strerror, path)
         if failed is not None:
@@ -140,7 +140,7 @@ class CsvFiles:
             rows: list[Any] = [] if start else [("step", header)]
             rows += ((samples, value) for _, value, samples in events)
             data = _encoded(rows)
-            # A full disk may take a part: half a row would spoil the next one.
+            # A full disk may take a part of the data; half a row would spoil the next one.
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -157,13 +157,13 @@ def _encoded(rows: list[Any]) -> bytes:
 
 
 class TensorBoardFile:
-    """An event file in ``folder``; one more where there are some already.
+    """A new event file in ``folder``.
 
-    Written by the package tensorboard itself, as those who write its files have it to read them.
-    tensorboardX is lighter, but its queue blocks for good once its thread has met a full disk.
+    The package tensorboard writes the file, which its readers have installed anyway. tensorboardX
+    is lighter, but its queue blocks forever after its thread meets a full disk.
 
     Raises:
-      OSError: the folder cannot be made.
+      OSError: The folder cannot be made.
     """
 
     def __init__(self, folder: str) -> None:
@@ -186,9 +186,9 @@ class TensorBoardFile:
 
 
 class WandbRun:
-    """Logs to the run that is there, or begins one, which :meth:`close` then finishes.
+    """Logs to the open run of wandb, or begins one, which :meth:`close` finishes.
 
-    wandb's step is the number of global samples, as with DeepSpeed.
+    wandb's step is the number of global samples, as in DeepSpeed.
     """
 
     def __init__(self, config: WandbConfig) -> None:

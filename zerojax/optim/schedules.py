@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules, as functions of the number of updates made.
 
-DeepSpeed ticks its schedule after each update, so the update that finds `count` updates behind it
-runs at t = count - 1, and the first one at the schedule's start value.
+DeepSpeed ticks its schedule after each update. So the update after `count` others runs at
+t = count - 1, and the first one at the schedule's start value (`runtime/lr_schedules.py`).
 """
 
 import math
@@ -26,7 +26,7 @@ _MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
 
 def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> optax.Schedule:
-    """The rate of each update, exactly DeepSpeed's.
+    """The learning rate of each update, equal to DeepSpeed's.
 
     With t = count - 1, w = max(2, warmup_num_steps) and T = total_num_steps:
 
@@ -37,24 +37,24 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     - WarmupCosineLR: base_lr times r0 + (1 - r0) g while t < w, then
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.
     - OneCycle: from min to max over `cycle_first_step_size` updates, back over
-      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size). Its
-      momentum is that of :func:`zerojax.optim.schedules.momentum_schedule`. The stair counts have
-      no effect, as in DeepSpeed.
+      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size).
+      :func:`zerojax.optim.schedules.momentum_schedule` has its momentum. The stair counts have no
+      effect, as in DeepSpeed.
     - LRRangeTest: min (1 + rate i), i = (t + 1) / step_size, rounded down with staircase.
 
     The start value, at count 0, is the minimum, and 0 for WarmupCosineLR.
 
     Args:
-      scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
-      base_lr: the optimizer's rate.
+      scheduler: A `SchedulerConfig`, or the JSON's object with `type` and `params`.
+      base_lr: The optimizer's learning rate.
 
     Returns:
-      A function from the count of updates made (an int or an integer array; updates that were
-      skipped do not count) to the rate, in the default float dtype. Optax takes it as a schedule;
-      it may be jitted and vmapped. In float32 it is within 1e-6 relative of the formula.
+      An optax schedule: a function from the number of updates made (an int or an integer array;
+      skipped updates do not count) to the rate, in the default float dtype, within 1e-6 relative of
+      the formula in float32. The function may be jitted and vmapped.
 
     Raises:
-      ConfigError: an unknown type or parameter, or a wrong value.
+      ConfigError: An unknown type or parameter, or a wrong value.
 
     Example:
       >>> rate = schedule({"type": "WarmupLR", "params": {
@@ -69,20 +69,20 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
 
 
 def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
-    """The first beta of each update, where the schedule sets it: OneCycle with `cycle_momentum`.
+    """The first beta of each update, if the schedule sets one: OneCycle with `cycle_momentum`.
 
     max - (max - min) h over the cycle, with h the height of the rate in its own cycle, then
     max (1 + decay_mom_rate (t - both + 1) / decay_step_size); the minimum at count 0. DeepSpeed
-    sets the second beta to 0.99 along with it.
+    sets the second beta to 0.99 with it.
 
     Args:
-      scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
+      scheduler: A `SchedulerConfig`, or the JSON's object with `type` and `params`.
 
     Returns:
-      A function of the count of updates made, or None where the momentum is left alone.
+      A function of the number of updates made, or None where the schedule sets no momentum.
 
     Raises:
-      ConfigError: an unknown type or parameter, or a wrong value.
+      ConfigError: An unknown type or parameter, or a wrong value.
 
     Example:
       >>> momentum = momentum_schedule({"type": "OneCycle", "params": {
@@ -136,10 +136,10 @@ def _float(value: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _warmup(params: Params) -> tuple[int, OfStep]:
-    """The steps of the warm-up and its g, which holds while 0 <= t < w."""
+    """The steps w of the warm-up, and its g for 0 <= t < w."""
     w = max(2, params["warmup_num_steps"])
     if params["warmup_type"] == "log":
-        # t = -1 gets the start value, so that ln need not see 0.
+        # At t = -1 the rate is the start value, so that ln(0) is never needed.
         return w, lambda t: jnp.log(_float(jnp.maximum(t, 0) + 1)) * (1 / math.log(w))
     return w, lambda t: _float(t) / w
 
@@ -173,7 +173,7 @@ def _warmup_cosine_lr(params: Params, base_lr: float) -> OfStep:
     start, end = params["warmup_min_ratio"], params["cos_min_ratio"]
 
     def rate(t: jax.Array) -> jax.Array:
-        # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, and that does not cancel as x nears 1.
+        # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, which does not cancel as x nears 1.
         left = jnp.clip(span - (t - w + 1), 0, span)
         cosine = end + (1 - end) * jnp.sin(math.pi / 2 * (_float(left) / span)) ** 2
         ratio = jnp.where(t < w, start + (1 - start) * g(t), cosine)
@@ -245,7 +245,7 @@ class _Cycle(NamedTuple):
 
     Attributes:
       runs: Whether t lies in the cycle.
-      height: n / F for n <= F, then (F + S - n) / S until n = F + S.
+      height: N / F for n <= F, then (F + S - n) / S until n = F + S.
       intervals: (n - F - S) / D after the cycle, 0 before.
     """
 

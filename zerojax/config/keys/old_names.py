@@ -1,4 +1,4 @@
-"""Names and forms that DeepSpeed still takes, given their present ones."""
+"""Old names and forms that DeepSpeed still accepts, and their present ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -48,12 +48,12 @@ def renamed(path: str) -> str:
 
 
 def rename(raw: dict[str, Any]) -> Iterator[str]:
-    """Gives every key its present name, in place; yields what is wrong.
+    """Gives every key its present name, in place; yields one problem for each key given twice.
 
     `"zero_optimization": true` is read as stage 1, false as stage 0.
 
     Args:
-      raw: a config in plain dicts.
+      raw: A config in plain dicts.
 
     Example:
       >>> raw = {"zero_optimization": True, "bfloat16": {}}

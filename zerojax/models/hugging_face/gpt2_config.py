@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` of a GPT-2, and `GPTConfig`.
 
 >>> config = config_from_hf({"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_head": 4})
->>> config.block_size, config.n_layer, config.dropout     # what is not said is as in `gpt2`
+>>> config.block_size, config.n_layer, config.dropout     # as in `gpt2` where nothing is said
 (64, 12, 0.1)
 >>> config_from_hf(config_to_hf(config)) == config
 True
@@ -17,7 +17,7 @@ from zerojax.models.hugging_face.read import read_json
 
 CONFIG_FILE = "config.json"
 
-# GPTConfig's name, Hugging Face's, and what transformers' GPT2Config takes where it is not said.
+# GPTConfig's name, Hugging Face's, and the default of transformers' GPT2Config.
 SIZES = (
     ("vocab_size", "vocab_size", 50257),
     ("block_size", "n_positions", 1024),
@@ -47,7 +47,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     Keys that say nothing of the forward pass (token ids, generation, summaries) are passed over.
 
     Raises:
-      ValueError: a value that `zerojax.models.gpt` does not compute, such as another activation.
+      ValueError: A value that `zerojax.models.gpt` does not compute, such as another activation.
     """
     for key, supported in SUPPORTED.items():
         if key in values and values[key] not in supported:
@@ -70,7 +70,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` have no place there."""
+    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
     end_of_text = 50256  # transformers' default, an error where the vocabulary is smaller
     known = config.vocab_size > end_of_text
     return {
@@ -89,8 +89,8 @@ def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
     """`config_from_hf` of a folder's `config.json`.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is no JSON object, or `zerojax.models.gpt` cannot compute what it says.
+      FileNotFoundError: The folder has none.
+      ValueError: The file is no JSON object, or `zerojax.models.gpt` cannot compute such a model.
     """
     file = pathlib.Path(folder) / CONFIG_FILE
     if not file.exists():
@@ -104,10 +104,10 @@ def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
 
 
 def check_config(folder: str | os.PathLike[str], config: GPTConfig) -> None:
-    """`config` is that of the folder's `config.json`; `n_head` shows in no tensor's shape.
+    """Refuse a `config` other than the folder's `config.json`: no tensor's shape shows `n_head`.
 
     Raises:
-      ValueError: a size differs.
+      ValueError: A size differs.
     """
     theirs = read_config(folder)
     for ours, key, _ in SIZES:

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face GPT-2 make up which parameter, and whether they fit.
+"""The tensors of a Hugging Face GPT-2 that make up each parameter, and the check that they fit.
 
 >>> config = GPTConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=64)
 >>> names_of("h_1/attn/c_attn/kernel", config)
@@ -26,7 +26,7 @@ ROWS = 1024  # of the embedding, read at a time
 
 
 def is_stacked(path: str) -> bool:
-    """The parameter has a leading dimension of layers."""
+    """Whether a parameter has a leading dimension of layers."""
     return path.startswith("h/")
 
 
@@ -34,7 +34,8 @@ def names_of(path: str, config: GPTConfig) -> tuple[str, ...]:
     """The tensors of a parameter: one, or of a stacked parameter one for each layer.
 
     Args:
-      path: as `jax.tree_util.keystr(path, simple=True, separator="/")`.
+      path: The parameter's, as `jax.tree_util.keystr(path, simple=True, separator="/")`.
+      config: The sizes of the model.
     """
     *modules, leaf = path.split("/")
     tail = ".".join([*modules[1:], KINDS[leaf]])
@@ -49,17 +50,19 @@ def check_fit(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, list[Tensor]]:
-    """The tensors of each parameter, after a look at every header.
+    """The tensors of each parameter, after a check of every header.
 
-    The mask buffers `h.N.attn.bias` and `h.N.attn.masked_bias` are left, and `lm_head.weight`
+    The mask buffers `h.N.attn.bias` and `h.N.attn.masked_bias` are ignored, and `lm_head.weight`
     where it equals `wte.weight`.
 
     Args:
-      source: the file or folder, for messages.
-      shapes: of the parameters, by path.
+      source: The file or folder, for messages.
+      config: The sizes of the model.
+      shapes: Shapes of the parameters, by path.
+      tensors: The tensors found, by name.
 
     Raises:
-      ValueError: tensors are missing, too many, of a wrong shape or dtype; with the first few.
+      ValueError: Tensors are missing, superfluous, of a wrong shape or dtype; with the first few.
     """
     found: dict[str, Tensor] = {}
     problems = []
@@ -125,7 +128,7 @@ def _mismatch(name: str, tensor: Tensor, needed: tuple[int, ...]) -> list[str]:
 
 
 def _check_tied(head: Tensor, table: Tensor) -> None:
-    """The output weights are the embedding's: else the model would compute something else."""
+    """Refuse output weights other than the embedding: the model would compute something else."""
     same = head.shape == table.shape and all(
         np.array_equal(head.read(rows), table.read(rows))
         for start in range(0, table.shape[0], ROWS)

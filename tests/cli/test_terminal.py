@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zerojax.cli.tables import console, table
+from zerojax.cli.terminal import console, table
 
 LONG = "device memory, " * 20
 

@@ -1,12 +1,10 @@
 """A small program with ZeRO-3's communication, compiled for eight H100s."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.devices.topology import topology
@@ -14,13 +12,8 @@ from zerojax.devices.topology import topology
 DIM, LAYERS = 1024, 4  # the tests count with these
 
 
-@pytest.fixture(scope="session")
-def compile_mlp() -> Callable[..., str]:
-    """``compile_mlp(scan=..., remat=...)``; each variant is compiled once."""
-    return functools.cache(_compile_mlp)
-
-
-def _compile_mlp(*, scan: bool, remat: bool) -> str:
+@functools.cache
+def compile_mlp(*, scan: bool, remat: bool) -> str:
     """Text of one SGD step of an MLP of DIM x DIM layers, each cut over eight devices.
 
     Each layer is cast to bf16 and gathered where it is used; its gradient is scattered.

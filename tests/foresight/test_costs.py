@@ -13,8 +13,7 @@ from optax import sgd
 import zerojax
 from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import ParameterShapes
-from zerojax.foresight.costs import forecast, measure, measure_memory
-from zerojax.foresight.refused import refused
+from zerojax.foresight.costs import forecast, measure, measure_memory, wanted_bytes
 from zerojax.xla.lowered import LoweredProgram
 
 TEMPORARIES = (
@@ -38,10 +37,10 @@ class Refusing:
 
 
 def test_the_least_that_it_takes() -> None:
-    assert refused(TEMPORARIES) == 34.5 * 2**30
-    assert refused(USED) == 20.5 * 2**30
-    assert refused("RESOURCE_EXHAUSTED: no") == 0
-    assert refused("INTERNAL: Used 3.0G") is None
+    assert wanted_bytes(TEMPORARIES) == 34.5 * 2**30
+    assert wanted_bytes(USED) == 20.5 * 2**30
+    assert wanted_bytes("RESOURCE_EXHAUSTED: no") == 0
+    assert wanted_bytes("INTERNAL: Used 3.0G") is None
 
 
 def test_a_step_that_is_refused_does_not_fit() -> None:

@@ -1,14 +1,11 @@
 """Lifetimes of gathered arrays, on small texts and on programs compiled for eight H100s."""
 
-from collections.abc import Callable
-
 import pytest
+from hlo.mlp import DIM, LAYERS, compile_mlp
 
-from zerojax.hlo.lifetimes import gather_lifetimes, peak_gathered_bytes
+from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
 
-DIM, LAYERS = 1024, 4  # of the program that compile_mlp compiles
 WHOLE = 2 * DIM * DIM  # one gathered layer in bf16
-CompileMLP = Callable[..., str]
 
 UNROLLED = """\
 HloModule m, is_scheduled=true, num_partitions=8
@@ -136,27 +133,25 @@ def test_into_a_loop_and_out_again() -> None:
 @pytest.mark.usefixtures("require_gpu_compiler")
 class TestCompiledForH100:
     @pytest.mark.parametrize("scan", [False, True])
-    def test_every_layer_is_a_parameter(self, compile_mlp: CompileMLP, scan: bool) -> None:
+    def test_every_layer_is_a_parameter(self, scan: bool) -> None:
         lifetimes = gather_lifetimes(compile_mlp(scan=scan, remat=True))
         assert all(each.of_parameter for each in lifetimes)
         assert len(lifetimes) == (2 if scan else 2 * LAYERS)
 
     @pytest.mark.parametrize("scan", [False, True])
-    def test_rematerialised_layers_do_not_cross(self, compile_mlp: CompileMLP, scan: bool) -> None:
+    def test_rematerialised_layers_do_not_cross(self, scan: bool) -> None:
         assert not any(e.crosses for e in gather_lifetimes(compile_mlp(scan=scan, remat=True)))
 
-    def test_saved_layers_cross(self, compile_mlp: CompileMLP) -> None:
+    def test_saved_layers_cross(self) -> None:
         # The first layer's input needs no gradient, so the backward pass never asks for it.
         crossing = [e.crosses for e in gather_lifetimes(compile_mlp(scan=False, remat=False))]
         assert sorted(crossing) == [False] + [True] * (LAYERS - 1)
 
-    def test_layers_stacked_by_a_scan_cross(self, compile_mlp: CompileMLP) -> None:
+    def test_layers_stacked_by_a_scan_cross(self) -> None:
         (layer,) = gather_lifetimes(compile_mlp(scan=True, remat=False))
         assert layer.stacked
         assert layer.crosses
 
-    def test_peak_is_all_layers_unless_they_are_gathered_one_by_one(
-        self, compile_mlp: CompileMLP
-    ) -> None:
+    def test_peak_is_all_layers_unless_they_are_gathered_one_by_one(self) -> None:
         assert peak_gathered_bytes(compile_mlp(scan=False, remat=False)) >= LAYERS * WHOLE
         assert peak_gathered_bytes(compile_mlp(scan=True, remat=True)) < LAYERS * WHOLE

@@ -31,7 +31,6 @@ from zerojax.foresight.devices import parse_devices
 from zerojax.models import names as models
 from zerojax.models.registry import bound
 from zerojax.plan.table import size
-from zerojax.step.arguments import Arguments
 from zerojax.step.step import Step
 from zerojax.tuning.study import Study
 from zerojax.tuning.workload import workload
@@ -94,12 +93,12 @@ def run(wanted: Case) -> dict[str, Any]:
     """The case itself; ``bytes`` is None on devices that keep no statistic."""
     choice = wanted.choice
     mesh = zerojax.mesh()
-    zero = zerojax.zero(choice.config(load(CONFIG), mesh.size), mesh=mesh)
+    config = choice.config(load(CONFIG), mesh.size)
+    zero = zerojax.zero(config, mesh=mesh, check_memory=False)  # what does not fit is to run out
     rows = choice.micro * mesh.size
     function = bound(getattr(models, wanted.model), {"seq": wanted.seq, "remat": choice.remat})
     work = workload(function, zero, rows, wanted.seq)
-    # What does not fit is to run out.
-    step: Step[..., Any] = Step(Arguments(work.train_step), zero.states, True, None)
+    step: Step[..., Any] = zero(work.train_step)
     batch = {
         name: jax.random.randint(jax.random.key(1), x.shape, 0, 200, x.dtype)
         for name, x in work.batch.items()

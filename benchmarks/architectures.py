@@ -1,4 +1,4 @@
-"""Traffic and memory of eight architectures, from compiling for GPUs that are not here.
+"""Traffic and memory of eight architectures, compiled for absent GPUs.
 
     python -m benchmarks.architectures                              # about ten minutes on two cores
     python -m benchmarks.architectures --only LSTM --only ViT       # those whose names begin so
@@ -35,7 +35,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 STAGES: tuple[int | None, ...] = (2, 3, None)
 WITHIN = 1.1  # of the theory, for the recurrent model
 NOTE = (
-    "Compiled by XLA:GPU for 8 H100s that are not there: bf16 compute with fp32 masters, AdamW.\n"
+    "Compiled by XLA:GPU for 8 absent H100s: bf16 compute with fp32 masters, AdamW.\n"
     "Traffic in units of 2P bytes, the bf16 parameters once. Theory: stage 2 one gather and one\n"
     "scatter, stage 3 two gathers and one scatter (one gather of what is only looked up). A table\n"
     "tied to the output is gathered and scattered once for each of its two uses.\n"
@@ -51,7 +51,7 @@ class Cost:
 
     Attributes:
       stage: None for plain jit.
-      parameters: how many there are.
+      parameters: how many the model has.
       units: by kind of collective, the bytes that go through it in a step, over 2P.
       sent: bytes sent in a ring, over those of the theory.
       peak_bytes: arguments and temporaries.
@@ -82,10 +82,10 @@ def compile_architecture(architecture: Architecture, stage: int | None) -> Cost:
     lowered, parameters = lower_architecture(architecture, stage, mesh)
     compiled: Any = lowered.compile()
     seconds = time.perf_counter() - began
-    found = collectives(compiled.as_text())
+    moves = collectives(compiled.as_text())
     unit = COMPUTE_BYTES * parameters
     units: dict[str, float] = {}
-    for each in found:
+    for each in moves:
         units[each.kind] = units.get(each.kind, 0) + each.times * each.payload_bytes / unit
     memory = compiled.memory_analysis()
     theory = (2 if stage == 2 else 3) * unit * (DEVICES - 1) / DEVICES
@@ -94,7 +94,7 @@ def compile_architecture(architecture: Architecture, stage: int | None) -> Cost:
         stage=stage,
         parameters=parameters,
         units=units,
-        sent=sum(each.moved_bytes for each in found) / theory,
+        sent=sum(each.moved_bytes for each in moves) / theory,
         peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         seconds=seconds,
     )
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
     chosen = _chosen(architectures(Sizes()), options.only)
-    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    # Compiling for an absent GPU works only while JAX does not look for one.
     jax.config.update("jax_platforms", "cpu")
     out: Console = console()
     costs = run(chosen, say=lambda text: out.print(text, highlight=False))
@@ -209,11 +209,11 @@ def main() -> None:
 
 
 def _chosen(known: Sequence[Architecture], names: Sequence[str] | None) -> list[Architecture]:
-    found = [each for each in known if not names or each.name.startswith(tuple(names))]
-    if not found:
+    chosen = [each for each in known if not names or each.name.startswith(tuple(names))]
+    if not chosen:
         listed = ", ".join(each.name for each in known)
         raise SystemExit(f"no architecture begins with {' or '.join(names or ())}: {listed}")
-    return found
+    return chosen
 
 
 def _count(params: Any) -> int:

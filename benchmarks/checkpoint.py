@@ -26,7 +26,7 @@ from benchmarks.checkpoint_memory import Footprint, footprint
 from benchmarks.checkpoint_times import CALL, COLD, COPY, NEXT_STEP, STEP, Timing, Turns, take_turns
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from benchmarks.savers import SAVERS
-from examples.devices import data_mesh
+from examples.run_clm.devices import data_mesh
 
 SLOWEST = 0.95  # of orbax's speed
 MOST = 1.2  # of orbax's peak memory
@@ -103,8 +103,8 @@ def time_table(turns: Turns) -> list[list[str]]:
 def memory_table(results: Results) -> list[list[str]]:
     """Headings, and a row for each task."""
 
-    def cell(found: Footprint) -> str:
-        return f"{found.peak / MEGA:,.0f} ({found.growth / MEGA:+,.0f})"
+    def cell(footprint: Footprint) -> str:
+        return f"{footprint.peak / MEGA:,.0f} ({footprint.growth / MEGA:+,.0f})"
 
     return [
         ["peak MB (growth)", "zerojax", "plain orbax", "zerojax's peak / orbax's", "at most"],

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import zerojax
 from benchmarks.savers import SAVERS, create_state_of
-from examples.devices import data_mesh
+from examples.run_clm.devices import data_mesh
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -85,9 +85,9 @@ def _forget_peak() -> None:
 
 def _resident(what: str) -> int:
     """VmRSS: bytes resident now; VmHWM: the most since the peak was forgotten."""
-    found = re.search(rf"^{what}:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"^{what}:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def main() -> None:
@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("gigabytes", type=float)
     options = parser.parse_args()
     task, saver, folder = options.task, options.saver, options.folder
-    found = measure(task, saver, folder, options.gigabytes, data_mesh(None))
-    print(json.dumps(dataclasses.asdict(found)))
+    measured = measure(task, saver, folder, options.gigabytes, data_mesh(None))
+    print(json.dumps(dataclasses.asdict(measured)))
 
 
 if __name__ == "__main__":

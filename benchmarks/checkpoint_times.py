@@ -117,7 +117,7 @@ def take_turns(
         devices=f"stage 3 on {mesh.size} devices",
         elsewhere=elsewhere,
         first_calls={by: taken[0] for by, taken in clocks[0].seconds[CALL].items()},
-        timings=[Timing(what=what, seconds=found) for what, found in clocks[1].seconds.items()],
+        timings=[Timing(what=what, seconds=each) for what, each in clocks[1].seconds.items()],
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.checkpoint_times import drop_caches
 from benchmarks.report import heading, markdown_table, write_json
-from zerojax.offload.disk.space import DiskStore
+from zerojax.offload.disk.store import DiskStore
 
 LEAST = 0.8  # of the plain rate
 TURNS = 5
@@ -100,7 +100,7 @@ def measure(
     rng = np.random.default_rng(0)
     data = [rng.integers(0, 256, block_bytes, np.uint8) for _ in range(min(count, 4))]
     blocks = [data[i % len(data)] for i in range(count)]
-    found: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     cold = True
     with (
         DiskStore(nvme_path, buffer_count=buffer_count) as store,
@@ -120,8 +120,8 @@ def measure(
                 begin = time.perf_counter()
                 acts[name]()
                 seconds = time.perf_counter() - begin
-                found.setdefault(name, []).append(count * block_bytes / 1e6 / seconds)
-    return Rates(cold=cold, **found)
+                rates.setdefault(name, []).append(count * block_bytes / 1e6 / seconds)
+    return Rates(cold=cold, **rates)
 
 
 def _store_write(store: DiskStore, blocks: list[np.ndarray]) -> None:

@@ -74,8 +74,7 @@ def _run(torch: Any, call: Measured, formula: Callable[..., Any], device: str) -
     def tensor(x: Any) -> Any:
         if x.dtype.kind in "iu":
             return torch.randint(0, 100, x.shape, device=device)
-        made = torch.rand(x.shape, device=device, dtype=dtype)
-        return made.requires_grad_(backward)
+        return torch.rand(x.shape, device=device, dtype=dtype).requires_grad_(backward)
 
     inputs = [tensor(x) for x in arrays]
     of = [x for x in inputs if x.requires_grad]

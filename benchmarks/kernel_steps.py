@@ -20,7 +20,7 @@ DEVICES, STAGE = 8, 3
 ABOUT = (
     "Bytes of one of 8 H100s at stage 3 in bf16, blocks scanned and rematerialised, AdamW; the\n"
     "norms, activations and loss by Mosaic kernels. Attention is the model's own in all of them:\n"
-    "cuDNN, which the fused layers take where there is one, cannot be compiled without a GPU, and\n"
+    "cuDNN, which the fused layers take on a GPU, cannot be compiled without a GPU, and\n"
     "at 1024 positions the scores of its backward pass are the peak."
 )
 
@@ -82,9 +82,9 @@ def run() -> list[Step]:
 
 def rows(steps: Sequence[Step]) -> list[list[str]]:
     """Headings, and a line for each step."""
-    found = [["model", "tokens a device", "step", "temporaries MB", "peak MB", "launches"]]
+    lines = [["model", "tokens a device", "step", "temporaries MB", "peak MB", "launches"]]
     for s in steps:
         tokens = f"{s.size.rows} x {s.size.block_size}"
         sizes = f"{s.temporaries / 1e6:.0f}", f"{s.peak / 1e6:.0f}"
-        found.append([s.size.model, tokens, s.way, *sizes, str(s.launches)])
-    return found
+        lines.append([s.size.model, tokens, s.way, *sizes, str(s.launches)])
+    return lines

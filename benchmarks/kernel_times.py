@@ -22,10 +22,10 @@ def timed(call: Measured, compiled: Callable[..., Any]) -> float:
     arguments = list(jax.tree.map(_random, call.arguments))
 
     def once() -> Any:
-        made = compiled(*arguments)
-        for at, result in zip(call.in_place, made if call.in_place else (), strict=False):
+        results = compiled(*arguments)
+        for at, result in zip(call.in_place, results if call.in_place else (), strict=False):
             arguments[at] = result
-        return made
+        return results
 
     return _median(once, jax.block_until_ready)
 
@@ -50,8 +50,8 @@ def _median(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     def round_of(calls: int) -> float:
         begin = time.perf_counter()
         for _ in range(calls):
-            made = call()
-        wait(made)
+            results = call()
+        wait(results)
         return (time.perf_counter() - begin) / calls
 
     once = [round_of(1) for _ in range(_WARM_UP)][-1]

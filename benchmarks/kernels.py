@@ -5,7 +5,7 @@
 On a GPU: the time of each call, beside XLA's and (where it is installed) torch's and Liger's, and
 the share of a plain copy's bandwidth measured in the same run. Without one: what the H100's
 compiler makes of it, so that the timings are owed. "step" is the memory of the main job's step
-with them, which is always compiled for H100s that are not there.
+with them, which is always compiled for absent H100s.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Cost:
 def run(calls: Sequence[Measured], devices: int) -> tuple[list[Cost], float | None]:
     """Costs of all calls, and the bandwidth of a copy in bytes a second, on a GPU."""
     here = dispatch.target().platform == "gpu"
-    found = []
+    costs = []
     for call in track(calls, description="kernels", transient=True):
-        found += [cost(call, name, devices, here) for name in IMPLEMENTATIONS]
-        found += [_peer(call, *peer) for peer in peers(call)] if here else []
-    return found, copy_rate() if here else None
+        costs += [cost(call, name, devices, here) for name in IMPLEMENTATIONS]
+        costs += [_peer(call, *peer) for peer in peers(call)] if here else []
+    return costs, copy_rate() if here else None
 
 
 def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
-    """Compiles one call, and times it where there is a GPU."""
+    """Compiles one call, and times it on a GPU."""
     compiled, seconds = _compiled(call, implementation, devices, here)
     analysis: Any = compiled.memory_analysis()
     return Cost.of(
@@ -144,7 +144,7 @@ HEADER = (
 def rows(costs: Sequence[Cost], copy: float | None) -> list[list[str]]:
     """Headings, and a line for each cost; ``copy`` is a copy's bytes a second."""
     xla = {(c.kernel, c.shape): c.seconds for c in costs if c.implementation == "xla"}
-    found = [[*HEADER]]
+    lines = [[*HEADER]]
     for c in costs:
         base = xla.get((c.kernel, c.shape))
         times = ["owed"] * 3
@@ -152,8 +152,8 @@ def rows(costs: Sequence[Cost], copy: float | None) -> list[list[str]]:
             share = c.bytes / c.seconds / copy
             times = [f"{1e3 * c.seconds:.3f}", f"{share:.0%}", f"{base / c.seconds:.2f}"]
         sizes = f"{c.bytes / 1e9:.2f}", str(c.launches), f"{c.temporaries / 1e6:.1f}"
-        found.append([c.kernel, c.shape, c.implementation, *sizes, *times])
-    return found
+        lines.append([c.kernel, c.shape, c.implementation, *sizes, *times])
+    return lines
 
 
 def markdown(
@@ -163,7 +163,7 @@ def markdown(
     where = (
         f"On {jax.devices()[0].device_kind}; a plain copy moves {copy / 1e9:.0f} GB/s."
         if copy is not None
-        else "No GPU at hand: compiled for H100s that are not there, and **all timings are owed**; "
+        else "No GPU at hand: compiled for absent H100s, and **all timings are owed**; "
         'until then\n`implementation=None` is `"xla"` for every kernel.'
     )
     parts = [heading("Kernels"), where]

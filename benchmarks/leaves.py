@@ -57,7 +57,7 @@ def creating(leaves: int) -> Callable[[jax.Array], TrainState]:
     return create
 
 
-def step(state: TrainState, x: jax.Array) -> tuple[TrainState, Any]:
+def step(state: TrainState, x: Any) -> tuple[TrainState, Any]:
     def loss(params: Any) -> jax.Array:
         return sum((jnp.mean((x @ p - 1) ** 2) for p in params.values()), start=jnp.zeros(()))
 
@@ -107,15 +107,15 @@ def compare(leaves: int, calls: int) -> list[Cost]:
 
 
 def table(costs: list[Cost], leaves: int) -> Table:
-    found = Table(title=f"{leaves} parameters of {WIDTH} elements, {jax.device_count()} devices")
+    shown = Table(title=f"{leaves} parameters of {WIDTH} elements, {jax.device_count()} devices")
     for name in ("stage", "all-gather", "reduce-scatter", "all-reduce", "ms", "to stage 0"):
-        found.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for each in costs:
         kinds = (each.counts.get(k, 0) for k in ("all-gather", "reduce-scatter", "all-reduce"))
-        found.add_row(
+        shown.add_row(
             str(each.stage), *map(str, kinds), f"{each.seconds * 1e3:.1f}", f"{each.ratio:.2f}"
         )
-    return found
+    return shown
 
 
 def main() -> None:

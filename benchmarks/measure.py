@@ -1,10 +1,10 @@
-"""Compile one training step for devices that are not there, and write down what it costs.
+"""Compile one training step for absent devices, and write down what it costs.
 
     record = compile_case(Case(stage=3))
     record.peak_bytes, record.moved_bytes, record.compile_seconds
 
-The program is a GPT of ``examples/gpt.py`` trained with AdamW in bf16 or fp16 with fp32 masters,
-its blocks rematerialised. ``memory.py`` prints these records, and the tests assert on them.
+The program is a GPT of ``zerojax.models.gpt``, its blocks rematerialised, trained with AdamW in
+bf16 or fp16 over fp32 masters. ``memory.py`` prints these records, and the tests assert on them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.hlo.lifetimes import gather_lifetimes, peak_gathered_bytes
+from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
 from zerojax.hlo.traffic import collectives, moved_by_kind
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn
@@ -93,7 +93,7 @@ class Record:
     """What a case costs, for each device. Sizes in bytes, times in seconds.
 
     Attributes:
-      parameters: how many there are.
+      parameters: how many the model has.
       resting_bytes: the step's arguments less the batch: what lives between steps.
       expected_resting_bytes: 12P/N, or 12P at stage 0.
       argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
@@ -178,9 +178,9 @@ def measure(case: Case, compiled: Compiled) -> Record:
     """Read memory, collectives and lifetimes off a compiled step."""
     memory = compiled.executable.memory_analysis()
     text = compiled.executable.as_text()
-    found = collectives(text)
+    moves = collectives(text)
     gathered = [each for each in gather_lifetimes(text) if each.of_parameter]
-    times = {(each.computation, each.name): each.times for each in found}
+    times = {(each.computation, each.name): each.times for each in moves}
     batch_bytes = math.prod(case.batch["tokens"].shape) * 4 // case.devices
     shards = 1 if case.stage == 0 else case.devices
     return Record(
@@ -190,23 +190,23 @@ def measure(case: Case, compiled: Compiled) -> Record:
         expected_resting_bytes=MASTER_BYTES * compiled.parameters // shards,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        moved_bytes=moved_by_kind(found),
+        moved_bytes=moved_by_kind(moves),
         expected_moved_bytes=expected_moved(case, compiled.parameters),
         collective_dtypes={
             kind: _sum_by(
                 (dtype, each.times * size)
-                for each in found
+                for each in moves
                 if each.kind == kind
                 for dtype, size in each.bytes_by_dtype.items()
             )
-            for kind in dict.fromkeys(each.kind for each in found)
+            for kind in dict.fromkeys(each.kind for each in moves)
         },
         gather_dtypes=_sum_by(
             (each.shape.dtype, each.bytes * times[each.computation, each.name]) for each in gathered
         ),
-        collective_counts=_sum_by((each.kind, 1) for each in found),
+        collective_counts=_sum_by((each.kind, 1) for each in moves),
         largest_all_reduce=max(
-            (each.payload_bytes for each in found if each.kind == "all-reduce"), default=0
+            (each.payload_bytes for each in moves if each.kind == "all-reduce"), default=0
         ),
         crossing_bytes=sum(each.bytes for each in gathered if each.crosses),
         peak_gathered_bytes=peak_gathered_bytes(text),

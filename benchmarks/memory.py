@@ -1,4 +1,4 @@
-"""Memory and communication of ZeRO's stages, from compiling for GPUs that are not here.
+"""Memory and communication of ZeRO's stages, compiled for absent GPUs.
 
     python -m benchmarks.memory                      # everything, about ten minutes on two cores
     python -m benchmarks.memory --quick              # a shallower model, about two minutes
@@ -143,14 +143,12 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=names, help="may be given repeatedly")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the records here")
     options = parser.parse_args()
-    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    # Compiling for an absent GPU works only while JAX does not look for one.
     jax.config.update("jax_platforms", "cpu")
     results = run(options.only or names, quick=options.quick)
     if options.json:
-        write_json(
-            options.json,
-            {name: [dataclasses.asdict(each) for each in found] for name, found in results.items()},
-        )
+        as_json = {name: list(map(dataclasses.asdict, results[name])) for name in results}
+        write_json(options.json, as_json)
 
 
 def _mega(size: int) -> str:

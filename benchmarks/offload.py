@@ -1,12 +1,12 @@
-"""What offload takes of the device and of the host, from compiling for GPUs that are not here.
+"""What offload takes of the device and of the host, compiled for absent GPUs.
 
     python -m benchmarks.offload                     # everything, about a quarter of an hour
     python -m benchmarks.offload --quick             # toy sizes, a minute
     python -m benchmarks.offload --only sizes --record benchmarks/records
 
-GPTs of ``examples/gpt.py`` in bf16 with AdamW and rematerialised blocks, sequences of 1024, one a
-device, on H100s. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU. Exits with 1 where
-a limit is missed.
+GPTs of ``zerojax.models.gpt`` in bf16 with AdamW and rematerialised blocks, sequences of 1024,
+one a device, on H100s. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU. Exits with 1
+where a limit is missed.
 """
 
 import argparse
@@ -190,17 +190,17 @@ def without(case: OffloadCase) -> OffloadCase:
 
 def plain(costs: Costs) -> dict[str, Any]:
     """The figures of a case without its list of copies."""
-    found = dataclasses.asdict(costs)
-    for program in found["programs"]:
+    costs_json = dataclasses.asdict(costs)
+    for program in costs_json["programs"]:
         del program["copies"]
-    return found
+    return costs_json
 
 
 def markdown(results: Results) -> str:
     """The record."""
     parts = [
         heading("Memory under offload", ", no GPU"),
-        "Compiled by XLA:GPU for H100s that are not there. GPTs with rematerialised blocks, "
+        "Compiled by XLA:GPU for absent H100s. GPTs with rematerialised blocks, "
         "sequences of 1024, one a device,\nbf16 compute with fp32 masters, AdamW. GB are 10^9 "
         "bytes, of one device. Device bytes of a program: arguments, temporaries,\nresults that "
         "take no argument's place, and what rests on the device meanwhile.",
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
-    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    # Compiling for an absent GPU works only while JAX does not look for one.
     jax.config.update("jax_platforms", "cpu")
     results = run(quick() if options.quick else full(), tuple(options.only or SECTIONS))
     figures = results.figures | {"missed": results.missed()}

@@ -46,7 +46,7 @@ class Largest:
 
 
 def parameters(width: int, layers: int, vocab: int = 50304, block: int = 1024) -> int:
-    """Of the GPT of ``examples/gpt.py``."""
+    """Of the GPT of ``zerojax.models.gpt``."""
     return layers * (12 * width**2 + 13 * width) + (vocab + block + 2) * width
 
 
@@ -114,9 +114,9 @@ def find_largest(
       reserve: bytes of it that the step may not take.
       compiled: the costs of a case; programs after one that takes more than so many bytes may be
         missing.
-      done: told of each outcome as it is there.
+      done: called with each outcome.
     """
-    found = []
+    outcomes = []
     sizes = [parameters(*size) for size in ladder]
     for name, mode in modes.items():
         costs: dict[int, Costs] = {}
@@ -127,11 +127,11 @@ def find_largest(
             measure = functools.partial(_measure, compiled, mode, ladder, room, costs)
             at, estimate = search(room, sizes, known, measure)
             above = known.get(at + 1, estimate)
-            found.append(
+            outcomes.append(
                 Largest(name, memory, room, costs.get(at), above, compiled=at + 1 in known)
             )
-            done(found[-1])
-    return found
+            done(outcomes[-1])
+    return outcomes
 
 
 def _measure(

@@ -1,4 +1,4 @@
-"""Compile all programs of one offloaded step for GPUs that are not there, and write down the bytes.
+"""Compile all programs of one offloaded step for absent GPUs, and write down the bytes.
 
     costs = compile_costs(OffloadCase(stage=3, optimizer=True, param=True, devices=1, scan=True))
     costs.peak.device_bytes, costs.host_bytes
@@ -98,7 +98,7 @@ class Costs:
     """What a step takes of each device and of the host for it. Sizes in bytes.
 
     Attributes:
-      parameters: how many there are.
+      parameters: how many the model has.
       state_bytes: masters, moments and the rest of the state that lie on the device.
       between_bytes: what lies on the device between programs, as the program of the gradients
         takes and leaves it.
@@ -156,7 +156,7 @@ def compile_costs(
     zero = zerojax.zero(case.config, mesh=zerojax.topology(case.device, case.devices))
     state = zero.abstract_state(create_state_of(case.model), jax.random.key(0))
     plan = zero.plan(state)
-    found: list[Footprint] = []
+    programs: list[Footprint] = []
     between = host = 0
     for name, program, _ in zero(train_step_of(case.model)).programs(state, case.batch):
         note(name)
@@ -169,7 +169,7 @@ def compile_costs(
             between = memory.argument_size_in_bytes + result
             host = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
         known = name in (GRADIENTS, STEP)
-        found.append(
+        programs.append(
             Footprint(
                 name=name,
                 argument=memory.argument_size_in_bytes,
@@ -181,7 +181,7 @@ def compile_costs(
                 seconds=seconds,
             )
         )
-        if enough(found[-1]):
+        if enough(programs[-1]):
             break
     return Costs(
         case=case,
@@ -189,8 +189,8 @@ def compile_costs(
         state_bytes=plan.bytes_in(DEVICE),
         between_bytes=between,
         planned_bytes=_planned(plan) if between else 0,
-        host_bytes=plan.bytes_in(HOST) + host + max(each.host_temporary for each in found),
-        programs=tuple(found),
+        host_bytes=plan.bytes_in(HOST) + host + max(each.host_temporary for each in programs),
+        programs=tuple(programs),
     )
 
 
@@ -209,14 +209,14 @@ class Compiled:
         """``room``: programs after one that takes more are left out."""
         if case not in self._known:
             size = f"{case.n_layer} layers of {case.n_embd}"
-            found = compile_costs(
+            costs = compile_costs(
                 case,
                 enough=lambda p: room is not None and p.device_bytes > room,
                 note=lambda name: self._note(f"compiling {case.where}, {size}: {name}"),
             )
-            if found.peak.device_bytes > (room or found.peak.device_bytes):
-                return found  # not all of it
-            self._known[case] = found
+            if costs.peak.device_bytes > (room or costs.peak.device_bytes):
+                return costs  # not all of it
+            self._known[case] = costs
         return self._known[case]
 
 

@@ -50,12 +50,12 @@ class Limit:
         return f"{self.what}: {self.figure:.2f} {self.unit}, limit {self.limit:.2f}: {self.word}"
 
 
-def size_rows(found: Iterable[tuple[str, Costs, int]]) -> tuple[Rows, list[Limit]]:
+def size_rows(sizes: Iterable[tuple[str, Costs, int]]) -> tuple[Rows, list[Limit]]:
     """A row for each size, with its limit in bytes."""
     rows = [["model", "parameters", "gradients GB", "updates GB", "peak GB", "at most", "",
              "host GB", "programs", "compile s"]]  # fmt: skip
     limits = []
-    for name, costs, limit in found:
+    for name, costs, limit in sizes:
         bound = Limit(f"sizes, {name}", costs.peak.device_bytes / GIGA, limit / GIGA)
         limits.append(bound)
         rows.append(
@@ -140,8 +140,8 @@ def overlap(programs: Sequence[Sequence[HostCopy]], inward: bool) -> Overlap:
     mine = [each for copies in programs for each in copies if each.inward == inward]
     total = sum(each.times * each.bytes for each in mine)
 
-    def share(found: Iterable[HostCopy]) -> float:
-        return sum(each.times * each.bytes for each in found) / max(1, total)
+    def share(copies: Iterable[HostCopy]) -> float:
+        return sum(each.times * each.bytes for each in copies) / max(1, total)
 
     return Overlap(
         number=len(mine),
@@ -161,13 +161,13 @@ def overlap(programs: Sequence[Sequence[HostCopy]], inward: bool) -> Overlap:
 
 def parts(costs: Costs) -> dict[str, list[list[HostCopy]]]:
     """Copies of the gradients program by loop, and of the updates that copy both ways."""
-    found: dict[str, list[list[HostCopy]]] = {}
+    groups: dict[str, list[list[HostCopy]]] = {}
     for each in costs.gradients.copies:
         loop = "backward loop" if each.backward else "forward loop"
         name = loop if each.times > 1 else "outside loops"
-        found.setdefault(f"gradients, {name}", [[]])[0].append(each)
+        groups.setdefault(f"gradients, {name}", [[]])[0].append(each)
     both = [list(u.copies) for u in costs.updates if len({c.inward for c in u.copies}) == 2]
-    return found | {f"{len(both)} update programs": both}
+    return groups | {f"{len(both)} update programs": both}
 
 
 def overlap_rows(cases: Iterable[Costs]) -> tuple[Rows, list[Limit]]:
@@ -179,17 +179,17 @@ def overlap_rows(cases: Iterable[Costs]) -> tuple[Rows, list[Limit]]:
         what = "both" if case.param else "optimizer"
         for where, programs in parts(costs).items():
             for inward, way in ((True, "in"), (False, "out")):
-                found = overlap(programs, inward)
-                if found.number:
-                    rows.append([f"{what}, {case.where}", where, way, *found.row])
+                overlapping = overlap(programs, inward)
+                if overlapping.number:
+                    rows.append([f"{what}, {case.where}", where, way, *overlapping.row])
     return rows, []
 
 
-def largest_rows(found: Iterable[Largest]) -> tuple[Rows, list[Limit]]:
+def largest_rows(outcomes: Iterable[Largest]) -> tuple[Rows, list[Limit]]:
     """A row for each mode and memory."""
     rows = [["mode", "memory GB", "largest", "width x layers", "peak GB", "bound by",
              "host GB a device", "next size GB"]]  # fmt: skip
-    for each in found:
+    for each in outcomes:
         start = [each.mode, f"{each.memory / GIGA:g}"]
         above = "-" if each.above is None else f"{'' if each.compiled else '~'}{_giga(each.above)}"
         if each.costs is None:

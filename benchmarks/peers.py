@@ -3,7 +3,7 @@
     python -m benchmarks.peers                    # two to five minutes on two cores
     python -m benchmarks.peers --json records/peers.json
 
-``../shared/peers`` holds runs of the real DeepSpeed 0.19.8: a config, and for each of 30 steps the
+``tests/data/peers`` holds runs of the real DeepSpeed 0.19.8: a config, and for each of 30 steps the
 loss, learning rate, loss scale, gradient norm before clipping and the skipped total, from given
 weights (a small GPT-2) and batches. Each is trained here at every stage on 1 and on 8 virtual
 devices; the table tells the largest distance from the record.
@@ -27,7 +27,7 @@ from benchmarks.report import console, write_json
 from zerojax.models.gpt import GPT, loss_fn
 from zerojax.models.hugging_face.gpt2 import config_from_hf, load
 
-PEERS = Path(__file__).parents[2] / "shared" / "peers"
+PEERS = Path(__file__).parents[1] / "tests" / "data" / "peers"
 RECORDS = ("fp32_zero2_adamw_clip", "fp16_overflow_warmup", "bf16_zero2_adamw_clip")
 STAGES, DEVICES = (0, 1, 2, 3), (1, 8)
 
@@ -80,10 +80,10 @@ def follow(config: dict[str, Any], devices: int) -> list[dict[str, float]]:
 
 def distance(record: str, stage: int, devices: int) -> Distance:
     """Follows a record at a stage of our choice."""
-    found = json.loads((PEERS / f"{record}.json").read_text())
-    config = found["config"]
+    trajectory = json.loads((PEERS / f"{record}.json").read_text())
+    config = trajectory["config"]
     config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    pairs = list(zip(follow(config, devices), found["rows"], strict=True))
+    pairs = list(zip(follow(config, devices), trajectory["rows"], strict=True))
     norms = [(got["grad_norm"], want["grad_norm"]) for got, want in pairs]
     return Distance(
         record=record,
@@ -97,13 +97,13 @@ def distance(record: str, stage: int, devices: int) -> Distance:
     )
 
 
-def table(found: list[Distance]) -> Table:
+def table(distances: list[Distance]) -> Table:
     """A row for each run."""
     rows = Table(title="Largest distance from DeepSpeed's record over 30 steps")
     for name in ("record", "stage", "devices", "loss", "gradient norm", "learning rate",
                  "loss scales off", "skipped off"):  # fmt: skip
         rows.add_column(name, justify="left" if name == "record" else "right")
-    for each in found:
+    for each in distances:
         rows.add_row(
             each.record,
             str(each.stage),
@@ -125,13 +125,11 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
-    if not PEERS.exists():
-        raise SystemExit(f"the records are not at {PEERS}")
     cases = [(record, stage, n) for record in RECORDS for stage in STAGES for n in DEVICES]
-    found = [distance(*case) for case in track(cases, "following", console=console())]
-    console().print(table(found))
+    distances = [distance(*case) for case in track(cases, "following", console=console())]
+    console().print(table(distances))
     if options.json:
-        write_json(options.json, {"runs": [dataclasses.asdict(each) for each in found]})
+        write_json(options.json, {"runs": [dataclasses.asdict(each) for each in distances]})
 
 
 if __name__ == "__main__":

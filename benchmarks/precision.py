@@ -21,8 +21,8 @@ from matplotlib import pyplot as plt
 from rich.table import Table
 
 from benchmarks.report import console, write_json
-from examples.job import DEFAULT_CONFIG, Job, size_of
-from examples.run_clm import train
+from examples.run_clm.job import DEFAULT_CONFIG, Job, size_of
+from examples.run_clm.train import train
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 WINDOW = 20  # steps that a mean of the training loss covers
@@ -86,14 +86,14 @@ def run(precision: str, steps: int, model: str, folder: Path, evaluations: int =
 
 def table(runs: list[Run]) -> Table:
     """A row for each precision, beside fp32."""
-    found = Table(title=f"{len(runs[0].train)} steps of the main job")
-    found.add_column("precision")
+    shown = Table(title=f"{len(runs[0].train)} steps of the main job")
+    shown.add_column("precision")
     for name in ("held-out loss", "parts at most by", "mean training loss by", "tokens/s",
                  "of fp32's"):  # fmt: skip
-        found.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for each in runs:
         held_out, training = each.parts_from(runs[0])
-        found.add_row(
+        shown.add_row(
             each.precision,
             f"{each.held_out[-1][1]:.4f}",
             f"{held_out:.2%}",
@@ -101,7 +101,7 @@ def table(runs: list[Run]) -> Table:
             f"{each.tokens_per_second:,.0f}",
             f"{each.tokens_per_second / runs[0].tokens_per_second:.2f}",
         )
-    return found
+    return shown
 
 
 def draw(path: Path, runs: list[Run]) -> None:
@@ -142,8 +142,8 @@ def main() -> None:
         draw(options.picture, runs)
     if options.json:
         device = jax.devices()[0].device_kind
-        found = [dataclasses.asdict(each) for each in runs]
-        write_json(options.json, {"device": device, "devices": jax.device_count(), "runs": found})
+        as_json = [dataclasses.asdict(each) for each in runs]
+        write_json(options.json, {"device": device, "devices": jax.device_count(), "runs": as_json})
     worst = max(runs[PRECISIONS.index("fp16")].parts_from(runs[0]))
     if worst > ALLOWED:
         raise SystemExit(f"fp16 parts from fp32 by {worst:.2%}, more than {ALLOWED:.0%}")

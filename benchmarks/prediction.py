@@ -28,7 +28,6 @@ from benchmarks.report import console, console_table, heading, markdown_table, w
 from zerojax.config import load
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.guard import Guard
 from zerojax.models import names as models
 from zerojax.models.registry import bound
 from zerojax.plan.table import size
@@ -87,8 +86,8 @@ def predict(wanted: Case, kind: str) -> dict[str, Any]:
         getattr(models, wanted.model), load(CONFIG), mesh, rates,
         rows=wanted.choice.micro, seq=wanted.seq, remat=wanted.choice.remat,
     )  # fmt: skip
-    found = study.forecast(wanted.choice)
-    return {"bytes": found.peak.bytes, "fits": found.fits, "seconds": found.seconds}
+    forecast = study.forecast(wanted.choice)
+    return {"bytes": forecast.peak.bytes, "fits": forecast.fits, "seconds": forecast.seconds}
 
 
 def run(wanted: Case) -> dict[str, Any]:
@@ -98,16 +97,16 @@ def run(wanted: Case) -> dict[str, Any]:
     zero = zerojax.zero(choice.config(load(CONFIG), mesh.size), mesh=mesh)
     rows = choice.micro * mesh.size
     function = bound(getattr(models, wanted.model), {"seq": wanted.seq, "remat": choice.remat})
-    made = workload(function, zero, rows, wanted.seq)
-    guard = Guard(zero.config, mesh, "data", zero._other, lambda mesh: None)  # let it run out
-    step = Step(Arguments(made.train_step), zero.states, True, guard)
+    work = workload(function, zero, rows, wanted.seq)
+    # What does not fit is to run out.
+    step: Step[..., Any] = Step(Arguments(work.train_step), zero.states, True, None)
     batch = {
         name: jax.random.randint(jax.random.key(1), x.shape, 0, 200, x.dtype)
-        for name, x in made.batch.items()
+        for name, x in work.batch.items()
     }
     times = []
     try:
-        state = zero.init(made.create_state, jax.random.key(0))
+        state = zero.init(work.create_state, jax.random.key(0))
         for _ in range(WARM_UP + STEPS):
             begun = time.perf_counter()
             state, out = step(state, batch)
@@ -138,13 +137,13 @@ def measured(at: int, kind: str, here: bool) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def verdict(predicted: dict[str, Any], found: dict[str, Any]) -> str:
+def verdict(predicted: dict[str, Any], actual: dict[str, Any]) -> str:
     """What of a prediction is off, or "ok"."""
     wrong = []
-    if predicted["fits"] != found["fits"]:
+    if predicted["fits"] != actual["fits"]:
         wrong.append("fit")
     for name, most in (("bytes", MEMORY), ("seconds", TIME)):
-        if found[name] is not None and abs(predicted[name] / found[name] - 1) > most:
+        if actual[name] is not None and abs(predicted[name] / actual[name] - 1) > most:
             wrong.append(name)
     return ", ".join(wrong) or "ok"
 
@@ -152,16 +151,16 @@ def verdict(predicted: dict[str, Any], found: dict[str, Any]) -> str:
 def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["case", "predicted", "peak", "predicted", "step", "verdict"]]
     for each in results:
-        predicted, found = each["predicted"], each["measured"]
-        peak = "no statistic" if found["fits"] else "out of memory"
+        predicted, actual = each["predicted"], each["measured"]
+        peak = "no statistic" if actual["fits"] else "out of memory"
         rows.append(
             [
                 each["case"],
                 size(predicted["bytes"]) + ("" if predicted["fits"] else ", does not fit"),
-                size(found["bytes"]) if found["bytes"] is not None else peak,
+                size(actual["bytes"]) if actual["bytes"] is not None else peak,
                 f"{1e3 * predicted['seconds']:.0f} ms",
-                "" if found["seconds"] is None else f"{1e3 * found['seconds']:.0f} ms",
-                verdict(predicted, found),
+                "" if actual["seconds"] is None else f"{1e3 * actual['seconds']:.0f} ms",
+                verdict(predicted, actual),
             ]
         )
     return rows
@@ -184,8 +183,8 @@ def main() -> None:
     results = []
     for at, each in enumerate(CASES):
         print(f"{at + 1} of {len(CASES)}: {each.name}", file=sys.stderr)
-        predicted, found = (measured(at, asked.kind, here) for here in (False, True))
-        results.append({"case": each.name, "predicted": predicted, "measured": found})
+        predicted, actual = (measured(at, asked.kind, here) for here in (False, True))
+        results.append({"case": each.name, "predicted": predicted, "measured": actual})
     rows = table(results)
     console().print(console_table(rows))
     if asked.record:

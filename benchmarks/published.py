@@ -1,4 +1,4 @@
-"""Published tables of what fits and how fast, recomputed from compiles for GPUs that are not here.
+"""Published tables of what fits and how fast, recomputed from compiles for absent GPUs.
 
     python -m benchmarks.published                       # everything, a quarter of an hour
     python -m benchmarks.published --only gpt2-xl --only states
@@ -33,7 +33,7 @@ SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "states": model_states,
 }
 NOTE = (
-    "Compiled by XLA:GPU for devices that are not there. GB are 10^9 bytes; "
+    "Compiled by XLA:GPU for absent devices. GB are 10^9 bytes; "
     f"{RESERVE / 1e9:.1f} GB of each device's memory are left for the driver, NCCL and the "
     "allocator. A largest batch was compiled and fits; one more was compiled and does not."
 )
@@ -42,7 +42,7 @@ NOTE = (
 def run(wanted: Sequence[str], out: Console | None = None) -> list[Section]:
     """Compile the wanted sections and print their tables as they are ready."""
     out = out or console()
-    found = []
+    tables = []
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
@@ -54,10 +54,10 @@ def run(wanted: Sequence[str], out: Console | None = None) -> list[Section]:
             def note(text: str, name: str = name) -> None:
                 progress.update(task, description=f"{name}: {text}")
 
-            found.append(SECTIONS[name](functools.partial(open_study, note=note)))
+            tables.append(SECTIONS[name](functools.partial(open_study, note=note)))
             progress.advance(task)
-            show(found[-1], out)
-    return found
+            show(tables[-1], out)
+    return tables
 
 
 def show(section: Section, out: Console) -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=SECTIONS, help="may be repeated")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
-    # Compiling for a GPU that is not here works only while JAX does not look for one.
+    # Compiling for an absent GPU works only while JAX does not look for one.
     jax.config.update("jax_platforms", "cpu")
     # Programs that are too large are part of the tables: XLA need not warn of them.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

@@ -38,7 +38,7 @@ def gpt2(opened: Opener) -> Section:
     """GPT-2 XL in blocks of 128 on one 24 GB GPU."""
     study = opened(Setup(function=gpt2_xl, devices="titan-rtx:1", seq=128))
     plain, offloaded = study.forecast(PLAIN), study.forecast(OFFLOADED)
-    found = find_largest(study, OFFLOADED, start=OFFLOADED.micro)
+    largest = find_largest(study, OFFLOADED, start=OFFLOADED.micro)
     torch = AMP_BYTES * plain.parameters
     rows = (
         Row(
@@ -60,8 +60,8 @@ def gpt2(opened: Opener) -> Section:
         Row(
             "the same, largest batch",
             "16",
-            str(found.micro),
-            largest_detail(found),
+            str(largest.micro),
+            largest_detail(largest),
             "whether more than 16 was tried is not said. Activations decide; beside them DeepSpeed "
             "keeps up to 10^9 gathered parameters (2 GB), its buckets and dropout's masks",
         ),
@@ -72,7 +72,7 @@ def gpt2(opened: Opener) -> Section:
         source=f"{BLOG}, table 3: fp16, AdamW, one Titan RTX.",
         ours="The same device, fp16, AdamW; no dropout, blocks in a scan, no remat.",
         rows=rows,
-        figures={"plain": figures(plain), "offloaded": figures(offloaded)} | _figures(found),
+        figures={"plain": figures(plain), "offloaded": figures(offloaded)} | _figures(largest),
     )
 
 
@@ -162,13 +162,13 @@ def _pair(
     )
 
 
-def _figures(found: Largest, name: str = "largest") -> dict[str, Any]:
+def _figures(largest: Largest, name: str = "largest") -> dict[str, Any]:
     return {
         name: {
-            "micro": found.micro,
-            "row_bytes": found.row_bytes,
-            "compiled": found.compiled,
-            "fitting": figures(found.fitting) if found.fitting else None,
-            "above": figures(found.above),
+            "micro": largest.micro,
+            "row_bytes": largest.row_bytes,
+            "compiled": largest.compiled,
+            "fitting": figures(largest.fitting) if largest.fitting else None,
+            "above": figures(largest.above),
         }
     }

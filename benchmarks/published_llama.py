@@ -34,7 +34,7 @@ NOMINAL = 70 * 10**9
 
 def speeds(opened: Opener) -> Section:
     """Four Llamas on eight A100s."""
-    rows, found = [], {}
+    rows, by_size = [], {}
     for size, stage, offload, published in RUNS:
         setup = Setup(
             function=llama_of(f"llama-{size}"),
@@ -50,7 +50,7 @@ def speeds(opened: Opener) -> Section:
         }
         what = f"{size[:-1]}B, ZeRO-{stage}{'' if offload == 'none' else ' + offload'}"
         rows.append(_speed(what, published, each, offload))
-        found[size] = {str(micro): figures(forecast) for micro, forecast in each.items()}
+        by_size[size] = {str(micro): figures(forecast) for micro, forecast in each.items()}
     return Section(
         name="llama",
         title="Llama 7B, 13B, 30B, 65B on 8 x A100 80 GB",
@@ -62,17 +62,17 @@ def speeds(opened: Opener) -> Section:
         "kernel; it knows no waiting for the host, no other user of PCIe and no optimizer on a "
         "CPU. Its shares are not yet measured on an A100.",
         rows=tuple(rows),
-        figures=found,
+        figures=by_size,
     )
 
 
-def _speed(what: str, published: int, found: dict[int, Forecast], offload: Offload) -> Row:
-    first = next(iter(found.values()))
+def _speed(what: str, published: int, forecasts: dict[int, Forecast], offload: Offload) -> Row:
+    first = next(iter(forecasts.values()))
     fast = [
         f"{each.tokens_per_second:,.0f} tokens/s" if each.fits else "does not fit"
-        for each in found.values()
+        for each in forecasts.values()
     ]
-    parts = (f"at {n} a GPU {text}" for n, text in zip(found, fast, strict=True))
+    parts = (f"at {n} a GPU {text}" for n, text in zip(forecasts, fast, strict=True))
     peak = max(first.rates.matrix.values())
     of_all = 6 * first.parameters * published / (peak * GPUS)
     why = (
@@ -98,7 +98,8 @@ def model_states(opened: Opener) -> Section:
         remat=True,
     )
     study = opened(setup)
-    found = {stage: study.forecast(Choice(stage=stage, micro=1, remat=True)) for stage in FORMULAS}
+    choices = {stage: Choice(stage=stage, micro=1, remat=True) for stage in FORMULAS}
+    forecasts = {stage: study.forecast(choice) for stage, choice in choices.items()}
     return Section(
         name="states",
         title=f"Model states of a 70B model on {GPUS} GPUs, GB a GPU",
@@ -108,8 +109,8 @@ def model_states(opened: Opener) -> Section:
         "128 to leave the activations small; parameters, gradients and optimizer state at the "
         "peak of the step, gathered ones included. At rest zerojax has no 16-bit weights and no "
         "gradients: 12 bytes.",
-        rows=tuple(_states(stage, each) for stage, each in found.items()),
-        figures={f"stage {stage}": figures(each) for stage, each in found.items()},
+        rows=tuple(_states(stage, each) for stage, each in forecasts.items()),
+        figures={f"stage {stage}": figures(each) for stage, each in forecasts.items()},
     )
 
 
@@ -123,17 +124,17 @@ def formula(stage: int, parameters: int, gpus: int) -> float:
     return parameters * (whole + cut / gpus)
 
 
-def _states(stage: int, found: Forecast) -> Row:
+def _states(stage: int, forecast: Forecast) -> Row:
     whole, cut = FORMULAS[stage]
     terms = [f"{whole}P"] * bool(whole) + [f"{cut}P/{GPUS}"] * bool(cut)
-    nominal, own = (formula(stage, p, GPUS) / GIGA for p in (NOMINAL, found.parameters))
-    resting = found.plan.bytes_per_device
+    nominal, own = (formula(stage, p, GPUS) / GIGA for p in (NOMINAL, forecast.parameters))
+    resting = forecast.plan.bytes_per_device
+    in_all = resting * (GPUS if stage else 1) / forecast.parameters
     return Row(
         f"stage {stage}",
-        f"{' + '.join(terms)} = {nominal:,.1f} ({own:,.1f} of {found.parameters / GIGA:.1f}B)",
-        f"{states(found) / GIGA:,.1f}",
-        f"at rest {giga(resting)}, {resting * (GPUS if stage else 1) / found.parameters:.1f} bytes "
-        "a parameter in all",
+        f"{' + '.join(terms)} = {nominal:,.1f} ({own:,.1f} of {forecast.parameters / GIGA:.1f}B)",
+        f"{states(forecast) / GIGA:,.1f}",
+        f"at rest {giga(resting)}, {in_all:.1f} bytes a parameter in all",
         STATES_WHY[stage],
     )
 

@@ -1,4 +1,4 @@
-"""The models of the published tables that ``examples`` has not: an encoder, an encoder-decoder.
+"""The models of the published tables that zerojax.models lacks: an encoder, an encoder-decoder.
 
 Shaped as DeBERTa-v2 XLarge and as BlenderBot 400M distill, from their configs on the Hugging Face
 hub. Left out: dropout (the published runs had 0.1 of it), and the encoder's convolution after its

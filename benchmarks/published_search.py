@@ -29,7 +29,7 @@ class Largest:
 
     Attributes:
       micro: the largest micro-batch that fits, 0 where not even one row does.
-      fitting: its forecast; None where there is none.
+      fitting: its forecast; None where nothing fits.
       above: the forecast of one row more.
       row_bytes: what a row more takes at the peak, from the two compiles farthest apart.
       compiled: the micro-batches that were.
@@ -59,8 +59,8 @@ def find_largest(study: Forecasts, choice: Choice, *, start: int) -> Largest:
     wanted = start
     while True:
         known[wanted] = study.forecast(dataclasses.replace(choice, micro=wanted))
-        low = max((n for n, found in known.items() if found.fits), default=0)
-        high = min((n for n, found in known.items() if not found.fits), default=None)
+        low = max((n for n, forecast in known.items() if forecast.fits), default=0)
+        high = min((n for n, forecast in known.items() if not forecast.fits), default=None)
         if high is not None and high - low <= 1:
             break
         wanted = _next(known, low, high)

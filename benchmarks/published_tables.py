@@ -95,52 +95,52 @@ class Section:
         return [HEADINGS, *(row.cells for row in self.rows)]
 
 
-def states(found: Forecast) -> int:
+def states(forecast: Forecast) -> int:
     """Bytes of parameters, gradients and optimizer state at the peak, gathered ones included."""
-    memory = found.peak.memory
+    memory = forecast.peak.memory
     return sum(memory.get(kind, 0) for kind in (PARAMETERS, GRADIENTS, STATE, GATHERED))
 
 
-def detail(found: Forecast) -> str:
-    """Of what the peak consists, and what there is."""
-    peak, held = found.peak.bytes, states(found)
+def detail(forecast: Forecast) -> str:
+    """The peak by kind, beside the memory of a device."""
+    peak, held = forecast.peak.bytes, states(forecast)
     return (
-        f"{giga(peak)} of {giga(found.rates.room)} GB: model states {giga(held)}, "
+        f"{giga(peak)} of {giga(forecast.rates.room)} GB: model states {giga(held)}, "
         f"activations and the rest {giga(peak - held)}"
     )
 
 
-def largest_detail(found: Largest) -> str:
+def largest_detail(largest: Largest) -> str:
     """The same, and what one row more takes."""
-    text = "" if found.fitting is None else f"{detail(found.fitting)}; "
+    text = "" if largest.fitting is None else f"{detail(largest.fitting)}; "
     return (
-        f"{text}{found.row_bytes / 1e6:.0f} MB a row; at {found.micro + 1} it takes "
-        f"{giga(found.above.peak.bytes)}"
+        f"{text}{largest.row_bytes / 1e6:.0f} MB a row; at {largest.micro + 1} it takes "
+        f"{giga(largest.above.peak.bytes)}"
     )
 
 
-def fits(found: Forecast) -> str:
-    return "fits" if found.fits else "does not fit"
+def fits(forecast: Forecast) -> str:
+    return "fits" if forecast.fits else "does not fit"
 
 
 def giga(size: float) -> str:
     return f"{size / GIGA:.1f}"
 
 
-def figures(found: Forecast) -> dict[str, Any]:
+def figures(forecast: Forecast) -> dict[str, Any]:
     """What of a forecast goes into the JSON."""
     return {
-        "fits": found.fits,
-        "devices": found.devices,
-        "kind": found.rates.kind,
-        "parameters": found.parameters,
-        "peak_program": found.peak.name,
-        "peak_bytes": found.peak.bytes,
-        "room_bytes": found.rates.room,
-        "memory": dict(found.peak.memory),
-        "resting_bytes": found.plan.bytes_per_device,
-        "host_bytes": found.host_bytes,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "compile_seconds": found.compile_seconds,
+        "fits": forecast.fits,
+        "devices": forecast.devices,
+        "kind": forecast.rates.kind,
+        "parameters": forecast.parameters,
+        "peak_program": forecast.peak.name,
+        "peak_bytes": forecast.peak.bytes,
+        "room_bytes": forecast.rates.room,
+        "memory": dict(forecast.peak.memory),
+        "resting_bytes": forecast.plan.bytes_per_device,
+        "host_bytes": forecast.host_bytes,
+        "tokens_per_second": forecast.tokens_per_second,
+        "mfu": forecast.mfu,
+        "compile_seconds": forecast.compile_seconds,
     }

@@ -50,11 +50,11 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 def heading(title: str, machine: str = "") -> str:
     """How a record begins; ``machine`` is what else is to be said of it."""
-    found = circumstances()
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    made_on = circumstances()
+    versions = ", ".join(f"{name} {version}" for name, version in made_on["versions"].items())
     return (
-        f"# {title}\n\nDate: {datetime.date.today()}. Command: `{found['command']}` (figures as "
-        f"JSON beside this file).\nMachine: {found['cores']} CPU cores{machine}. "
+        f"# {title}\n\nDate: {datetime.date.today()}. Command: `{made_on['command']}` (figures as "
+        f"JSON beside this file).\nMachine: {made_on['cores']} CPU cores{machine}. "
         f"Versions: {versions}."
     )
 

@@ -143,13 +143,13 @@ def many_leaves(calls: int = 300, leaves: int = LEAVES) -> Timing:
 
 def table(timings: list[Timing]) -> Table:
     """One row for each comparison."""
-    found = Table(title=f"one {jax.devices()[0].device_kind}, stage 0, medians")
-    found.add_column("step")
+    shown = Table(title=f"one {jax.devices()[0].device_kind}, stage 0, medians")
+    shown.add_column("step")
     for name in ("calls", "plain jit ms", "decorated ms", "decorated / plain",
                  "plain call µs", "decorated call µs", "added µs a call"):  # fmt: skip
-        found.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for each in timings:
-        found.add_row(
+        shown.add_row(
             each.what,
             str(each.calls),
             f"{each.plain * 1e3:.3f}",
@@ -159,7 +159,7 @@ def table(timings: list[Timing]) -> Table:
             f"{each.decorated_dispatch * 1e6:.0f}",
             f"{each.overhead * 1e6:.0f}",
         )
-    return found
+    return shown
 
 
 def main() -> None:

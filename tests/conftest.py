@@ -28,6 +28,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from processes import joined
 
+ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 jax.config.update("jax_num_cpu_devices", 8)
 
 
@@ -47,8 +48,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"Pallas kernels: run {where}; {compiled}")
 
 
-@pytest.fixture(scope="session")
-def require_gpu_compiler() -> None:
+@pytest.fixture
+def require_gpu_compiler(full_compile: None) -> None:
     """Skip where XLA's GPU compiler is not installed; fail where it was asked for, as CI does."""
     if gpu_compiler():
         return
@@ -64,23 +65,42 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
+def configure(**options: Any) -> None:
+    """Options of jax, ``jax_`` left out."""
+    for name, value in options.items():
+        jax.config.update(f"jax_{name}", value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="module")
 def quick_compile(compiled: Path) -> Iterator[None]:
     """For tests of what a program computes: XLA without its costly passes, which takes a third of
-    the time, and no program twice."""
-    quick = {
-        "jax_disable_most_optimizations": (True, False),
-        "jax_compilation_cache_dir": (str(compiled), None),
-        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
-    }
-    for name, (value, _) in quick.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    the time, and no program twice. A GPU runs what its users would."""
+    if ON_GPU:
+        yield
+        return
+    configure(
+        disable_most_optimizations=True,
+        compilation_cache_dir=str(compiled),
+        persistent_cache_min_compile_time_secs=0.0,
+        persistent_cache_min_entry_size_bytes=-1,
+    )
     yield
-    for name, (_, default) in quick.items():
-        jax.config.update(name, default)
-    compilation_cache.reset_cache()
+    configure(
+        disable_most_optimizations=False,
+        compilation_cache_dir=None,
+        persistent_cache_min_compile_time_secs=1.0,
+        persistent_cache_min_entry_size_bytes=0,
+    )
+
+
+@pytest.fixture
+def full_compile(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
+    """XLA's default optimizations, in a file of quick compiles too."""
+    quick = "quick_compile" in request.fixturenames and not ON_GPU
+    configure(disable_most_optimizations=False, compilation_cache_dir=None)
+    yield
+    configure(disable_most_optimizations=quick, compilation_cache_dir=str(compiled) * quick or None)
 
 
 @pytest.fixture

@@ -25,33 +25,38 @@ STAGES = (0, 1, 2, 3)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 ALL = CASES | PARTITIONED
 
+# Without accumulation stages 1 and 2 are one program, as tests/benchmarks/test_memory.py shows.
+WHOLE = (0, 2, 3)
+
 # These take seconds to compile. The variants of a GPT differ in the forward pass alone, so not
 # all of them go through all stages.
 SLOW = {name for name in CASES if "gpt" in name or name == "convnet"}
-SOME_STAGES = {"gpt": (3,), "nnx_gpt_dropout": (1, 3), "nnx_gpt_remat": (1, 3)} | dict.fromkeys(
+SOME_STAGES = dict.fromkeys(SLOW - {"convnet", "gpt_scan_remat", "nnx_gpt"}, (3,)) | dict.fromkeys(
     ("momentum", "contrastive", "key_in_state", "frozen", "masked_decay", "jitted", "nnx_momentum"),
     (1, 3),
-)
+) | {"mlp": STAGES}  # fmt: skip
 SINGLE = (
     "mlp", "gpt_dropout", "gpt_remat", "gpt_scan", "gpt_scan_remat", "convnet", "has_aux",
     "masked", "tied", "odd", "nnx_mlp", "nnx_gpt",
 )  # fmt: skip
 
 
-# Where one Python version alone does the sweep, the other does stage 3, where all is sharded.
+# Stage 3, where all is sharded, stands for the others, and two GPTs for the rest of them, but in
+# the sweep.
 EACH_STAGE = [*(pytest.param(stage, marks=pytest.mark.sweep) for stage in STAGES[:-1]), 3]
+COMMON = {*CASES} - SLOW | {"gpt_scan_remat", "nnx_gpt_dropout"}
 
 
 def each(
     names: Iterable[str],
     stages: Callable[[str], tuple[int, ...]],
-    everywhere: Iterable[str] = CASES,
+    common: Iterable[str] = COMMON,
 ) -> Any:
-    """Parametrizes a test over cases and their stages. Stage 3 of the cases ``everywhere`` is
-    no part of the sweep."""
+    """Parametrizes a test over cases and their stages. An MLP, and stage 3 of the ``common``
+    cases, are no part of the sweep."""
 
     def marks(name: str, stage: int) -> Any:
-        return () if stage == 3 and name in everywhere else pytest.mark.sweep
+        return () if name == "mlp" or (stage == 3 and name in common) else pytest.mark.sweep
 
     return pytest.mark.parametrize(
         ("name", "stage"),
@@ -139,7 +144,7 @@ def assert_equal_runs(got: tuple[Any, ...], want: tuple[Any, ...], dtype: str) -
         assert_near(got[1:], want[1:], TOLERANCE[dtype])
 
 
-@each(CASES, lambda name: SOME_STAGES.get(name, STAGES))
+@each(CASES, lambda name: SOME_STAGES.get(name, WHOLE))
 def test_float64(name: str, stage: int) -> None:
     """A plain state, placed when it first comes."""
     with jax.enable_x64(True):
@@ -148,7 +153,17 @@ def test_float64(name: str, stage: int) -> None:
         assert_equal_runs(got, plain(name, "float64"), "float64")
 
 
-@each(SINGLE, lambda name: (0, 3) if name in SLOW else STAGES, ("mlp", "nnx_mlp", "convnet"))
+@pytest.mark.usefixtures("full_compile")
+@pytest.mark.parametrize("stage", STAGES)
+def test_under_xlas_default_optimizations(stage: int) -> None:
+    with jax.enable_x64(True):
+        step = zero_for(stage, gradient_accumulation_steps=4)(CASES["mlp"].step)
+        got = follow("mlp", step, start("mlp", "float64"), "float64")
+        np.testing.assert_allclose(got[0], plain("mlp", "float64")[0], rtol=TOLERANCE["float64"])
+        assert_near(got[2:], plain("mlp", "float64")[2:], TOLERANCE["float64"])
+
+
+@each(SINGLE, lambda name: (3,) if name in SLOW else WHOLE, ("nnx_mlp",))
 def test_float32(name: str, stage: int) -> None:
     """A state born sharded."""
     zero, state = zero_for(stage), start(name, "float32")
@@ -160,7 +175,7 @@ def test_float32(name: str, stage: int) -> None:
 @each(
     [name for name, case in CASES.items() if case.averages],
     lambda name: STAGES if name in ("mlp", "nnx_mlp") else (2, 3),
-    ("mlp", "nnx_mlp", "has_aux", "gpt_scan_remat"),
+    ("nnx_mlp", "has_aux", "gpt_scan_remat"),
 )
 def test_accumulation_by_four(name: str, stage: int) -> None:
     """Numbers are averaged, arrays of a row each come stacked by micro-batch."""

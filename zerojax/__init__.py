@@ -3,6 +3,8 @@
 See :func:`zerojax.zero`.
 """
 
+from importlib import metadata as _metadata
+
 from zerojax.api import Zero as Zero
 from zerojax.api import zero as zero
 from zerojax.config import ConfigError as ConfigError
@@ -24,7 +26,7 @@ from zerojax.foresight.estimators import (
 from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
 from zerojax.monitor.after_step import LossScaleError as LossScaleError
 from zerojax.offload.activations import remat_policy as remat_policy
-from zerojax.offload.disk.errors import DiskError as DiskError
+from zerojax.offload.disk.folder import DiskError as DiskError
 from zerojax.offload.fetch import on_device as on_device
 from zerojax.optim.loss_scale import LossScale as LossScale
 from zerojax.optim.schedules import schedule as schedule
@@ -37,3 +39,42 @@ from zerojax.trace.gradients import weighted_mean as weighted_mean
 from zerojax.tuning.fit import Fitted as Fitted
 from zerojax.tuning.fit import fit as fit
 from zerojax.tuning.workload import Workload as Workload
+
+try:
+    __version__ = _metadata.version("zerojax")
+except _metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "ConfigError",
+    "DiskError",
+    "Fitted",
+    "LossScale",
+    "LossScaleError",
+    "OutOfMemoryError",
+    "Plan",
+    "Workload",
+    "Zero",
+    "ZeroConfig",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "fit",
+    "grad",
+    "mesh",
+    "on_device",
+    "remat_policy",
+    "schedule",
+    "telemetry",
+    "topology",
+    "value_and_grad",
+    "weighted_mean",
+    "wrap",
+    "zero",
+]
+
+
+def __dir__() -> list[str]:
+    """The API and nothing else; the rooms of the package are no part of the API."""
+    return [*__all__, "__version__"]

@@ -1,4 +1,6 @@
-"""`python -m zerojax COMMAND`: one command for each file in `zerojax/cli`."""
+"""The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
+
+import os
 
 import typer
 
@@ -21,9 +23,30 @@ app.command()(report)
 
 
 @app.callback()
-def main() -> None:
+def about() -> None:
     """ZeRO for JAX, from the command line."""
 
 
+def main() -> None:
+    """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
+    given = dict(os.environ)
+    set_environment()
+    app(obj=given)
+
+
+def set_environment() -> None:
+    """Set the variables that JAX and XLA read once, when they start.
+
+    They have no other switch. This process is the user's command, so that nothing else of theirs
+    runs in it; the library sets no variable.
+    """
+    # `report` takes a few MB of a GPU, not three quarters of it: another program may be running.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # XLA warns on stderr of programs that do not fit, which `plan` and `fit` compile on purpose.
+    # jax itself sets 1 when it is imported.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m zerojax")
+    main()

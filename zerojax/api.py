@@ -21,6 +21,7 @@ from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
 from zerojax.plan.plan import Plan
 from zerojax.step.arguments import Arguments
+from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.step import Step
 
@@ -31,36 +32,46 @@ class Zero:
     Made by :func:`zero`. Calling it decorates a step.
     """
 
-    def __init__(self, config: ZeroConfig, mesh: Mesh, specs: Any, donate: bool) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        mesh: Mesh,
+        specs: Any = None,
+        donate: bool = True,
+        check_memory: bool = True,
+    ) -> None:
         self.config = config
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
         config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
         self.states = States(config, self.mesh, axis, specs)
-        self._donate = donate
+        self._donate, self._check_memory = donate, check_memory
 
     def __call__(
         self,
-        train_step: Callable[..., Any],
+        train_step: Callable[P, R],
         *,
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
-    ) -> Step:
+    ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
-        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with NNX objects, as many
-        as there are, in any order.
+        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
+        objects in any order.
 
         Args:
-          train_step: the step. A ``jax.jit`` or ``nnx.jit`` around it is taken off, and its static
-            arguments stay static; any other wrapper runs as it is.
-          static_argnums, static_argnames: arguments that are part of the program, as ``jax.jit``
-            has them.
-          batch_argnums: the arguments that are the batch, checked, laid out and cut together:
-            ``(1, 2)`` for ``(state, x, y)``. The first one after the state by default.
+          train_step: The step. A ``jax.jit`` or ``nnx.jit`` around the step is taken off, and its
+            static arguments stay static; any other wrapper runs as it is.
+          static_argnums, static_argnames: The arguments that are part of the program, as for
+            ``jax.jit``.
+          batch_argnums: The arguments that are the batch, checked, laid out and divided together:
+            ``(1, 2)`` for ``(state, x, y)``. The first argument after the state by default.
+
+        Returns:
+          The decorated step, with the signature of ``train_step``.
 
         Raises:
-          ValueError: the step has no such arguments, or its jit has an option that zerojax cannot
+          ValueError: The step has no such arguments, or its jit has an option that zerojax cannot
             follow.
         """
         arguments = Arguments(
@@ -69,18 +80,20 @@ class Zero:
             static_argnames=static_argnames,
             batch_argnums=batch_argnums,
         )
-        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        guard = None
+        if self._check_memory:
+            guard = Guard(self.config, self.mesh, self.states.axis, self._other)
         return Step(arguments, self.states, self._donate, guard)
 
     def evaluate(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         *,
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
-    ) -> Evaluation:
-        """A function that updates nothing, evaluated as a step computes: also ``@zero.evaluate``.
+    ) -> Evaluation[P, R]:
+        """A function without updates, computed as a step computes: also ``@zero.evaluate``.
 
         Parameters are gathered, cast and streamed as in a step at the same stage, so that what can
         be trained can be evaluated. The state is neither changed nor used up.
@@ -98,7 +111,7 @@ class Zero:
             batch, ...) -> anything`` with NNX: the model alone, or an optimizer, metrics and other
             NNX objects with it, in any order. All but parameters may change in place, as under
             ``nnx.jit``.
-          static_argnums, static_argnames, batch_argnums: as a step has them.
+          static_argnums, static_argnames, batch_argnums: As for a step.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, optax, zerojax
@@ -131,21 +144,21 @@ class Zero:
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
-        """Makes a state that is sharded from the start.
+        """Makes a state whose arrays are sharded from the start.
 
         Args:
           create_state: ``create_state(*args)`` returns a ``TrainState``, or a tuple of an
             ``nnx.Module``, its ``nnx.Optimizer`` and further NNX objects (metrics, ``nnx.Rngs``) in
             any order. It runs under ``jit``.
-          *args: usually a PRNG key.
+          *args: Usually a PRNG key.
 
         Returns:
-          The same, on the mesh as planned, with its optimizer wrapped as the config asks.
+          The state, on the mesh as planned, with its optimizer wrapped as the config asks.
         """
         return self.states.init(create_state, *args)
 
     def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
-        """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings: for
+        """The state that :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings: for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
         return self.states.abstract(create_state, *args)
 
@@ -153,12 +166,12 @@ class Zero:
         """How a state lies over the devices, and why.
 
         Args:
-          *state: a ``TrainState``, or NNX objects as :meth:`init` makes them (or the tuple);
-            abstract ones too.
+          *state: A ``TrainState``, or NNX objects as :meth:`init` makes them (or their tuple),
+            abstract or not.
 
         Returns:
-          Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of it is
-          a table with bytes per device and reasons.
+          Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of the plan
+          is a table with bytes per device and reasons.
         """
         objects = state[0] if len(state) == 1 and isinstance(state[0], tuple) else state
         return self.states.plan(self.states.open(tuple(objects)))
@@ -167,11 +180,12 @@ class Zero:
         """The config's optimizer with schedule, clipping and loss scale, for optax.
 
         Args:
-          weight_decay_mask: which parameters decay, as optax has it: a tree of bools in the form
-            of the parameters, or a function from them to one. None leaves it to the config.
+          weight_decay_mask: The parameters that decay, as for optax: a tree of bools in the form
+            of the parameters, or a function from the parameters to one. None leaves the choice to
+            the config.
 
         Raises:
-          ConfigError: the config names no optimizer.
+          ConfigError: The config names no optimizer.
         """
         config = self.config
         if config.optimizer is None:
@@ -193,17 +207,18 @@ class Zero:
     ) -> Callable[..., Any]:
         """``function`` run by each device on its own rows of a batch.
 
-        A decorated step is written for the whole batch, and XLA shares the work out. What XLA
-        cannot cut, such as a kernel of ``pallas_kernels``, goes through this; the step may
-        differentiate it. Gradients of what is ``whole`` are summed over the devices.
+        A decorated step is written for the whole batch, and XLA shares the work out. A function
+        that XLA cannot divide, such as a kernel of ``pallas_kernels``, goes through this method;
+        the step may differentiate the result. Gradients of ``whole`` arguments are summed over the
+        devices.
 
         Args:
-          function: of arrays (or trees of them) whose first dimension is the batch's, giving
-            arrays of the same kind; what it computes for a row must not depend on other rows.
-          whole: positions of arguments that every device has whole: weights, scalars.
+          function: A function of arrays (or trees of them) [rows of the batch, ...] that gives
+            such arrays; a row's results must not depend on other rows.
+          whole: Positions of the arguments that every device has whole: weights, scalars.
 
         Raises:
-          ValueError: when called, if a first dimension does not divide among the devices.
+          ValueError: On a call, a first dimension does not divide among the devices.
 
         Example:
           >>> import jax.numpy as jnp, pallas_kernels, zerojax
@@ -223,31 +238,36 @@ def zero(
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,
+    check_memory: bool = True,
     **keywords: Any,
 ) -> Zero:
-    """Reads a config and returns what decorates a train step.
+    """Reads a config and returns the decorator of a train step.
 
     Args:
-      config: a DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
+      config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
         :class:`ZeroConfig`.
-      mesh: the devices; all there are, on one "data" axis, by default. ZeRO shards over "data";
+      mesh: The devices; by default all devices on one "data" axis. ZeRO shards over "data";
         other axes are the user's.
-      specs: the user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, where
+      specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, where
         the model does not carry them itself (flax partitioning metadata, logical or not).
-      donate: reuse the memory of the state passed to the step, which is then gone, as with
+      donate: Reuse the memory of the state passed to the step, which is then gone, as with
         ``jax.jit(donate_argnums=0)``.
-      auto: what stands in for an "auto" of the config that only the program knows, by dotted
-        key: ``{"scheduler.params.total_num_steps": 300}``.
-      check_finite: skip updates whose gradient is not finite at any precision, beside ``config``
+      auto: Values for each "auto" of the config that only the program knows, by dotted key:
+        ``{"scheduler.params.total_num_steps": 300}``.
+      check_finite: Skip updates whose gradient is not finite at any precision, beside ``config``
         or in place of it: parameters and optimizer state stay as they are, and
         ``telemetry(state)["skipped_steps"]`` counts the step. As ``fp16`` always does, and
         ``bf16`` in a DeepSpeed JSON unless ``check_grad_overflow`` is false; DeepSpeed has no
-        such key for fp32. None leaves it to the config, where it is off by default.
-      **keywords: the fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
+        such key for fp32. None leaves the choice to the config, where the check is off by default.
+      check_memory: Compile a step before it runs for the first time, and raise
+        :class:`zerojax.OutOfMemoryError` where it needs more memory than the devices have free,
+        with settings that fit. False runs the step and leaves that error to XLA. On devices that
+        do not say how much is free (CPUs) nothing is checked.
+      **keywords: The fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
         they do not ask for.
 
     Raises:
-      ConfigError: names the key, its value and the remedy.
+      ConfigError: Names the key, its value and the remedy.
 
     Example:
       >>> import zerojax
@@ -265,10 +285,11 @@ def zero(
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
     if check_finite is not None:
         resolved = _checking(resolved, check_finite)
-    return Zero(resolved, all_devices() if mesh is None else mesh, specs, donate)
+    devices = all_devices() if mesh is None else mesh
+    return Zero(resolved, devices, specs, donate, check_memory)
 
 
 def _checking(config: ZeroConfig, check_finite: bool) -> ZeroConfig:
-    """A config with ``check_finite`` as the keyword says, whatever it said itself."""
+    """A config with another ``check_finite``."""
     notes = tuple(note for note in config.notes if note.key != "check_finite")
     return dataclasses.replace(config, check_finite=check_finite, notes=notes)

@@ -45,7 +45,6 @@ LSTM = ALL[-1]
 gpu_compile = [
     pytest.mark.gpu_compile,
     pytest.mark.usefixtures("require_gpu_compiler"),
-    pytest.mark.xdist_group("architectures"),  # one worker, so that each is compiled once
 ]
 
 

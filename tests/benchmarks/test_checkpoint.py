@@ -77,6 +77,7 @@ def footprints(peak_of_restore: int) -> list[Footprint]:
     ]
 
 
+@pytest.mark.sweep
 def test_memory_is_that_of_another_process(tmp_path: Path, turns: Turns) -> None:
     save = footprint("save", "zerojax", tmp_path, GIGABYTES)
     assert save.before > turns.state_bytes

@@ -20,7 +20,7 @@ from zerojax.hlo.traffic import collectives, moved_by_kind
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_few_collectives_on_gpus() -> None:
     """One gather and one reduce-scatter, of the theory's bytes, and the norm."""
-    leaves = 200
+    leaves = 60
     text = compiled(at(3, zerojax.topology("h100", 8)), leaves)
     found = counts(text)
     assert found["all-gather"] == found["reduce-scatter"] == 1

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.precision import ALLOWED, Run, draw, run, table
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("quick_compile")
 def test_fp16_follows_fp32(tmp_path: Path) -> None:
     runs = [run(precision, 24, "tiny", tmp_path, 2) for precision in ("fp32", "fp16")]

@@ -13,7 +13,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.checkpoint import Checkpointer, layout
+from zerojax.checkpoint import Checkpointer, state_tree
 
 STEPS = 40
 
@@ -30,7 +30,7 @@ def create(key: jax.Array) -> KeyedState:
 def digest(state: KeyedState) -> str:
     """Of every leaf, the moments among them."""
     text = hashlib.sha256()
-    for name, x in sorted(layout.named(state).items()):
+    for name, x in sorted(state_tree.named(state).items()):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         text.update(name.encode() + np.asarray(x).tobytes())

@@ -13,11 +13,11 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.checkpoint import layout
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.arrays import STATE, Arrays
+from zerojax.checkpoint import state_tree
 from zerojax.checkpoint.checksum import checksum, share
 from zerojax.checkpoint.record import LeafRecord, Record
+from zerojax.checkpoint.saved import STATE, SavedArrays
 
 
 def tree(seed: int = 0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def write(folder: Path, saved: Any, whole: int = records.WHOLE_FILE_BYTES, **fie
             "devices": "NVIDIA H100",
             "processes": 1,
             "config": {"stage": 2},
-            "leaves": {name: _leaf(x) for name, x in layout.named(saved).items()},
+            "leaves": {name: _leaf(x) for name, x in state_tree.named(saved).items()},
             "files": records.files(epath.Path(folder), whole),
             "metrics": {"loss": 2.5},
             "extra": None,
@@ -113,7 +113,7 @@ def _leaf(x: Any) -> LeafRecord:
 
 def read(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every array bit for bit, whatever the record says."""
-    arrays = Arrays(folder)
+    arrays = SavedArrays(folder)
     found = {name: arrays.read(name) for name in arrays.names}
     return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
 

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import zerojax
-from zerojax.checkpoint import layout
+from zerojax.checkpoint import state_tree
 
 KEY = jax.random.key(0)
 SPECS = {
@@ -74,11 +74,11 @@ def zero_of(
 
 def filled(state: Any) -> Any:
     """The same state with random numbers in every leaf, a function of its path alone."""
-    tree = layout.tree_of(state)
+    tree = state_tree.tree_of(state)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    made = [jax.device_put(_random(layout.strings(keys), x), x.sharding) for keys, x in leaves]
+    made = [jax.device_put(_random(state_tree.strings(keys), x), x.sharding) for keys, x in leaves]
     tree = jax.tree.unflatten(structure, made)
-    if layout.form_of(state) == "linen":
+    if state_tree.form_of(state) == "linen":
         return tree
     graph, _ = nnx.split(state)
     return nnx.merge(graph, tree)
@@ -104,7 +104,7 @@ def values(state: Any) -> dict[str, np.ndarray]:
         key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if key else x)
 
-    return {name: host(x) for name, x in layout.named(layout.tree_of(state)).items()}
+    return {name: host(x) for name, x in state_tree.named(state_tree.tree_of(state)).items()}
 
 
 def assert_same(got: Any, expected: Any, *, but: str = "loss_scale") -> None:

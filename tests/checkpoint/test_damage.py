@@ -19,11 +19,10 @@ from checkpoint.states import KEY, assert_same, filled, zero_of
 from etils import epath
 from flax.training.train_state import TrainState
 
-from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, layout
+from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, state_tree
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.inspection import inspect
-from zerojax.checkpoint.look import Step
-from zerojax.checkpoint.saved import Saved
+from zerojax.checkpoint.inspection import InspectedStep, inspect
+from zerojax.checkpoint.saved import SavedStep
 
 Damage = Callable[[Path], None]
 
@@ -101,7 +100,7 @@ def each_file(made: Path, directory: Path) -> Iterator[tuple[str, Path]]:
         yield name, directory / "200" / name
 
 
-def looked(directory: Path, step: int = 200, **keywords: Any) -> Step:
+def looked(directory: Path, step: int = 200, **keywords: Any) -> InspectedStep:
     (found,) = inspect(directory, step=step, **keywords).steps
     return found
 
@@ -162,7 +161,7 @@ def _by_orbax(item: Path) -> dict[str, bytes]:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(item, args=args)
-    return {name: _bytes(x) for name, x in layout.named(restored).items()}
+    return {name: _bytes(x) for name, x in state_tree.named(restored).items()}
 
 
 def _bytes(x: Any) -> bytes:
@@ -263,7 +262,7 @@ def test_more_than_a_file(steps: Path, kind: str) -> None:
         assert found.newest_whole is found.steps[0]
     if kind not in ("data swapped", "other state, files agree"):  # which take reading the arrays
         with pytest.raises(DamagedCheckpointError, match=re.escape(says)):
-            Saved(steps / "200")
+            SavedStep(steps / "200")
 
 
 def test_a_chunk_that_is_lost(tmp_path: Path) -> None:
@@ -309,8 +308,8 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
     if error is None:
         return False
     first, *_, last = str(error).splitlines()
-    assert names_something((first,), file, {*layout.named(layout.tree_of(state))}), error
-    assert last.startswith("Step 100 looks whole: restore(abstract_state, step=100)")
+    assert names_something((first,), file, {*state_tree.named(state_tree.tree_of(state))}), error
+    assert last.startswith("InspectedStep 100 looks whole: restore(abstract_state, step=100)")
     return error.whole == 100
 
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.checkpoint.pending import Pending
+from zerojax.checkpoint.pending import PendingSave
 
 MEGABYTES = 24
 
@@ -52,7 +52,7 @@ def test_the_run_is_told_and_goes_on(
             if small_disk:
                 filler.write_bytes(b"x" * (MEGABYTES - 6 - 3) * 2**20)
             else:
-                patch.setattr(Pending, "finish", full_disk)
+                patch.setattr(PendingSave, "finish", full_disk)
             checkpointer.save(1, states[1])
             with pytest.raises(CheckpointError) as told:
                 checkpointer.save(2, states[2])
@@ -78,7 +78,7 @@ def full_disk(self: Any) -> None:
 def test_closing_tells_of_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pending, "finish", full_disk)
+    monkeypatch.setattr(PendingSave, "finish", full_disk)
     zero = zerojax.zero(stage=0)
     state = zero.init(create, jax.random.key(0))
     with (

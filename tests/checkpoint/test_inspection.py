@@ -14,16 +14,15 @@ from checkpoint.recorded import steps as steps
 from checkpoint.states import KEY, create_nnx, zero_of
 from etils import epath
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, look
+from zerojax.checkpoint import Checkpointer, CheckpointError, inspection, saved
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.inspection import inspect
-from zerojax.checkpoint.look import Step
+from zerojax.checkpoint.inspection import InspectedStep, inspect
 from zerojax.checkpoint.writer import DELETED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def only(checkpoint: Path, **keywords: Any) -> Step:
+def only(checkpoint: Path, **keywords: Any) -> InspectedStep:
     (step,) = inspect(checkpoint, **keywords).steps
     return step
 
@@ -150,7 +149,7 @@ def test_a_step_that_goes_meanwhile(steps: Path) -> None:
 
 
 def test_quick_reads_no_array(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays.Arrays, "blocks", pytest.fail)
+    monkeypatch.setattr(saved.SavedArrays, "blocks", pytest.fail)
     found = inspect(made, quick=True)
     assert {step.status for step in found.steps} == {"files whole"}
     assert found.newest_whole is found.steps[1]
@@ -158,7 +157,7 @@ def test_quick_reads_no_array(made: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_progress_ends_with_all(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(saved, "_BLOCK_BYTES", 1000)
     seen: list[tuple[int, int]] = []
     found = inspect(steps, progress=lambda *numbers: seen.append(numbers))
     todo = sum(sum(step.sizes.values()) for step in found.steps)
@@ -227,7 +226,7 @@ def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.Monk
     def fails(*_: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(look.records, "sizes", fails)
+    monkeypatch.setattr(inspection.records, "sizes", fails)
     step = only(steps, step=100)
     assert step.status == "damaged"
     assert any("Input/output error" in line for line in step.problems)

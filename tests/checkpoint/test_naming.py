@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.checkpoint import CheckpointError
-from zerojax.checkpoint.naming import Renamed, parameters, parts, rename
+from zerojax.checkpoint.naming import Renamed, parameters, rename, tensor_parts
 from zerojax.checkpoint.saved import find
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -95,13 +95,13 @@ def test_names_are_the_callables(folder: Path) -> None:
 
     renamed = rename(leaves, split, saved)
     assert renamed.texts == {"a.txt": "a"}
-    found = list(parts("h.w", leaves["h.w"], renamed, jnp.dtype("float16")))
+    found = list(tensor_parts("h.w", leaves["h.w"], renamed, jnp.dtype("float16")))
     assert [(part.tensor.name, part.tensor.shape, part.at) for part in found] == [
         ("w.1", (3,), 1),
         ("w.0", (3,), 0),
     ]
     assert {part.tensor.dtype for part in found} == {np.dtype("float16")}
-    assert list(parts("b", leaves["b"], renamed, None)) == []
+    assert list(tensor_parts("b", leaves["b"], renamed, None)) == []
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
     saved = find(tmp_path)
     leaves = parameters(saved)
     with pytest.raises(CheckpointError, match="a is int4, which safetensors does not have"):
-        list(parts("a", leaves["a"], rename(leaves, None, saved), jnp.dtype("float16")))
+        list(tensor_parts("a", leaves["a"], rename(leaves, None, saved), jnp.dtype("float16")))

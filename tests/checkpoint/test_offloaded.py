@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, disk
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, disk_arrays
 from zerojax.checkpoint import checksum as checksum_module
 from zerojax.checkpoint.checksum import checksum
-from zerojax.checkpoint.saved import Saved
+from zerojax.checkpoint.saved import SavedStep
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.placement.placer import Placer
 
@@ -250,16 +250,16 @@ CASES = [
 def test_every_chunk_is_written_once_and_whole(
     tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(disk, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(disk, "_TOGETHER", 300)
+    monkeypatch.setattr(disk_arrays, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(disk_arrays, "_TOGETHER", 300)
     boxes: dict[str, list[Any]] = {}
-    write = disk._Transactions.write
+    write = disk_arrays._Transactions.write
 
     def writing(self: Any, spec: Any, context: Any, index: Any, block: np.ndarray) -> None:
         boxes.setdefault(str(spec["kvstore"]), []).append((index, spec["metadata"]["chunks"]))
         write(self, spec, context, index, block)
 
-    monkeypatch.setattr(disk._Transactions, "write", writing)
+    monkeypatch.setattr(disk_arrays._Transactions, "write", writing)
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     zero = zero_of(("disk", 8, "fp32"), swap)
     arrays = {}
@@ -270,7 +270,7 @@ def test_every_chunk_is_written_once_and_whole(
     state = TrainState(jnp.int32(0), None, handles, None, ())  # type: ignore[arg-type]
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
-    saved = Saved(tmp_path / "1")
+    saved = SavedStep(tmp_path / "1")
     for name, x in arrays.items():
         np.testing.assert_array_equal(saved.read(f"params.{name}"), np.asarray(x))
     assert len(boxes) == len(CASES)
@@ -284,10 +284,10 @@ def test_every_chunk_is_written_once_and_whole(
 
 def on_disk(zero: zerojax.Zero, x: jax.Array, piece: int, name: str) -> DiskArray:
     size = int(np.prod(x.sharding.shard_shape(x.shape)))
-    cuts = [(start, min(start + piece, size)) for start in range(0, size, piece)]
+    pieces = [range(start, min(start + piece, size)) for start in range(0, size, piece)]
     assert isinstance(x.sharding, NamedSharding)
     store = zero.states.placer.store
-    leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, cuts)
+    leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, pieces)
     leaf.fill(x)
     return leaf.advance()
 
@@ -326,14 +326,14 @@ def test_a_damaged_checkpoint_yields_no_handle(
     monkeypatch.setattr(Placer, "disk_leaf", creating)
     abstract = zero.abstract_state(create_trainable, KEY)
     if what == "data":  # one number of one array, so that only its checksum can tell
-        read = Saved.read
+        read = SavedStep.read
 
-        def changed(self: Saved, name: str, index: Any = ...) -> np.ndarray:
+        def changed(self: SavedStep, name: str, index: Any = ...) -> np.ndarray:
             x = read(self, name, index).copy()
             x[..., -1] += np.float32(1e-3) if name.endswith("nu.w") else 0
             return x
 
-        monkeypatch.setattr(Saved, "read", changed)
+        monkeypatch.setattr(SavedStep, "read", changed)
         expected = r"other numbers than were saved: opt_state.inner.0.nu.w"
     else:
         data = max((tmp_path / "1").rglob("d/*"), key=lambda file: file.stat().st_size)
@@ -365,7 +365,7 @@ def test_a_damaged_disk_is_told_and_the_last_step_stays(
 
 def damage(x: DiskArray) -> None:
     """Every file of the store in which it lies that has the bytes of its first shard."""
-    wanted = next(iter(x.blocks()))[1].tobytes()
+    wanted = x.leaf.read_shard(0, 0).result().tobytes()
     for file in Path(x.leaf.store.path).iterdir():
         if file.read_bytes().startswith(wanted):
             flip(file, 0, 1)
@@ -375,7 +375,7 @@ def test_a_half_updated_leaf_is_not_saved(tmp_path: Path, swap: Path) -> None:
     zero = zero_of(("disk", 8, "fp32"), swap)
     state = zero.init(create_trainable, KEY)
     leaf = state.params["w"].leaf
-    leaf.write(0, {d: np.zeros(leaf.cuts[0][1], np.float32) for d in jax.devices()})
+    leaf.write(0, {d: np.zeros(len(leaf.pieces[0]), np.float32) for d in jax.devices()})
     with Checkpointer(tmp_path, zero) as checkpointer:
         with pytest.raises(CheckpointError, match="is half updated"):
             checkpointer.save(1, state)

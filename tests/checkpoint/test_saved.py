@@ -14,9 +14,10 @@ import pytest
 from checkpoint.recorded import flip, save, save_plain, tree, write
 from orbax.checkpoint import v1
 
-from zerojax.checkpoint import CheckpointError, DamagedCheckpointError, arrays
+from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint.saved import Saved, find, folders, steps
+from zerojax.checkpoint import saved as saved_module
+from zerojax.checkpoint.saved import SavedStep, find, folders, steps
 
 STATE = {
     "params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)},
@@ -80,9 +81,9 @@ def test_whoever_wrote_it(tmp_path: Path, writer: str) -> None:
     WRITERS[writer](tmp_path)
     assert steps(tmp_path) == [5]
     folder = folders(tmp_path)[5]
-    for saved in find(tmp_path), find(tmp_path, 5), find(folder), Saved(folder):
+    for saved in find(tmp_path), find(tmp_path, 5), find(folder), SavedStep(folder):
         assert (saved.record is None) == (writer != "ours")
-        leaves = {leaf.name: leaf for leaf in saved.leaves()}
+        leaves = {leaf.name: leaf for leaf in saved.arrays()}
         assert [*leaves] == ["opt_state.0.mu", "params.b", "params.w", "step"]
         assert leaves["opt_state.0.mu"].path == ("opt_state", "0", "mu")
         assert (leaves["params.w"].shape, leaves["params.w"].dtype) == ((3, 4), np.float32)
@@ -124,12 +125,12 @@ def test_arrays_that_are_named_by_numbers(tmp_path: Path) -> None:
 def test_blocks_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_most: int, compressed: bool
 ) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", at_most)
+    monkeypatch.setattr(saved_module, "_BLOCK_BYTES", at_most)
     handler = ocp.PyTreeCheckpointHandler(use_compression=compressed)
     with ocp.Checkpointer(handler) as made:
         made.save(tmp_path / "5", args=ocp.args.PyTreeSave(tree()))
     saved = find(tmp_path)
-    for leaf in saved.leaves():
+    for leaf in saved.arrays():
         whole = saved.read(leaf.name)
         got, seen = np.zeros_like(whole), np.zeros(whole.shape, int)
         cut = 8 if leaf.name in ("params.wide", "params.half") else 1
@@ -258,9 +259,9 @@ def test_all_that_differs_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_an_array_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    saved = Saved(save_plain(tmp_path, 5, STATE))
+    saved = SavedStep(save_plain(tmp_path, 5, STATE))
     (saved.item / "manifest.ocdbt").unlink()
-    for access in saved.leaf, saved.read, lambda name: [*saved.blocks(name)]:
+    for access in saved.array, saved.read, lambda name: [*saved.blocks(name)]:
         with pytest.raises(
             DamagedCheckpointError, match=r"state: params\.w cannot be read"
         ) as error:
@@ -287,8 +288,8 @@ def test_metadata_of_the_caller(tmp_path: Path) -> None:
     """Whatever else is said there does not mean that there has to be a record."""
     for step, custom in enumerate([{"run": 3}, [1], "text", None]):
         folder = save_plain(tmp_path, step, STATE, custom_metadata=custom)
-        assert not Saved(folder).recorded
-    assert Saved(save(tmp_path, 9, STATE)).recorded
+        assert not SavedStep(folder).recorded
+    assert SavedStep(save(tmp_path, 9, STATE)).recorded
 
 
 def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,4 +297,4 @@ def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax, "devices", pytest.fail)
     monkeypatch.setattr(jnp, "asarray", pytest.fail)
     saved = find(tmp_path)
-    assert sum(leaf.bytes for leaf in saved.leaves()) == 48 + 6 + 16 + 4
+    assert sum(leaf.bytes for leaf in saved.arrays()) == 48 + 6 + 16 + 4

@@ -1,4 +1,4 @@
-"""Forecasts and plans that are made up."""
+"""Trials and plans that are made up."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +8,13 @@ import numpy as np
 from zerojax.cli.planned import Planned
 from zerojax.devices.rates import rates
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.forecast import Cost, Forecast, Traffic
+from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
 
 GB = 10**9
 GIVEN = Choice(stage=3, micro=4, accumulation=2, remat=False)
 
 
-def cost(name: str = "step", **other: Any) -> Cost:
+def cost(name: str = "step", **other: Any) -> ProgramCost:
     sizes = {"parameters": 20 * GB, "activations": 10 * GB, "logits": 123}
     traffic = (
         Traffic("all-gather", ("bf16", "f32"), 1234, 5 * GB, 0.5, 0.125),
@@ -24,10 +24,10 @@ def cost(name: str = "step", **other: Any) -> Cost:
         name=name, memory=sizes, host=0, seconds=2.0, computing=1.5, flops=6e14, forward=2e14,
         traffic=traffic, compile_seconds=12.0,
     )  # fmt: skip
-    return Cost(**{**made, **other})
+    return ProgramCost(**{**made, **other})
 
 
-def forecast(*programs: Cost, kind: str = "h100", **other: Any) -> Forecast:
+def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
     plan: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.zeros(8)))
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,

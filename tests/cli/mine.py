@@ -48,6 +48,45 @@ def demanding(width):
     return Model(width)
 
 
+class CNN(nn.Module):
+    """Images in, classes out."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.relu(nn.Conv(8, (3, 3))(images))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class EncoderDecoder(nn.Module):
+    """Two sequences in."""
+
+    @nn.compact
+    def __call__(self, source, target):
+        table = nn.Embed(64, 16)
+        return table.attend(table(target) + table(source).mean(1, keepdims=True))
+
+
+class Classifier(nn.Module):
+    """Tokens in, classes out."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(10)(nn.Embed(64, 16)(tokens).mean(1))
+
+
+class Normalized(nn.Module):
+    """Logits, and statistics of the batch."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 16)(tokens)
+        return nn.Dense(64)(nn.BatchNorm(use_running_average=False)(x))
+
+
+def nnx_cnn():
+    return nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
+
+
 def nnx_model():
     return nnx.Linear(3, 5, rngs=nnx.Rngs(0))
 

@@ -1,4 +1,4 @@
-"""`python -m zerojax estimate --model`: a model's parameters, counted."""
+"""`zerojax estimate --model`: a model's parameters, counted."""
 
 import sys
 from pathlib import Path

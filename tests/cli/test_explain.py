@@ -1,4 +1,4 @@
-"""`python -m zerojax explain`: the table, the JSON, and the exit status."""
+"""`zerojax explain`: the table, the JSON, and the exit status."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m zerojax export`: the options, the line at the end, and the exit status."""
+"""`zerojax export`: the options, the line at the end, and the exit status."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`python -m zerojax fit`, compiled for the CPU devices of the tests."""
+"""`zerojax fit`, compiled for the CPU devices of the tests."""
 
 from __future__ import annotations
 

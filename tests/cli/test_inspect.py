@@ -1,4 +1,4 @@
-"""`python -m zerojax inspect`: the tables, the JSON, and the exit status."""
+"""`zerojax inspect`: the tables, the JSON, and the exit status."""
 
 import json
 import os

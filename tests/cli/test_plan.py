@@ -1,11 +1,10 @@
-"""`python -m zerojax plan`: from options to an exit status, on devices that are not there."""
+"""`zerojax plan`: from options to an exit status, on devices that are not there."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,20 +165,43 @@ def test_what_gives_no_model(config: Path, model: str, says: str) -> None:
     [
         (
             "narrow",
-            "TypeError: dot_general requires contracting dimensions to have the same shape, got "
-            "(16,) and (15,).",
+            "Model fails on tokens int32[1, 16]:\nTypeError: dot_general requires contracting "
+            "dimensions to have the same shape, got (16,) and (15,).",
             "in layer\n    return nn.relu(nn.Dense(16)(x @ jnp.ones((self.width, 16))))\n",
         ),
-        ("raises", "KeyError: 'no such thing'", 'in raises\n    raise KeyError("no such thing")\n'),
+        (
+            "raises",
+            "model 'mine:raises' cannot be planned:\nKeyError: 'no such thing'\n  File ",
+            'in raises\n    raise KeyError("no such thing")\n',
+        ),
     ],
-    ids=["in the step", "before it"],
+    ids=["in the model", "before it"],
 )
 def test_the_users_own_errors(config: Path, model: str, error: str, line: str) -> None:
     """Their type, their text, and the line of theirs that they come from."""
     said = refused(run(config, model=f"mine:{model}"))
-    assert said.startswith(f"model 'mine:{model}' cannot be planned:\n{error}\n  File ")
+    assert said.startswith(error)
     assert str(HERE / "mine.py") in said
     assert said.endswith(line)
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("CNN", "CNN fails on tokens int32[1, 16]:\n"),
+        ("EncoderDecoder", "missing 1 required positional argument: 'target'"),
+        ("Classifier", "Classifier gives float32[1, 10] for tokens int32[1, 16], which are no log"),
+        ("Normalized", "Normalized has batch_stats beside its parameters"),
+        ("nnx_cnn", "Conv fails on tokens int32[8, 16]:\n"),
+    ],
+)
+def test_a_model_that_predicts_no_tokens(config: Path, model: str, says: str) -> None:
+    """The message says what is wanted, and shows the workload for others."""
+    said = refused(run(config, model=f"mine:{model}"))
+    assert says in said
+    assert "A bare model is taken as a language model: tokens int32 [B, T] -> logits" in said
+    assert "return zerojax.Workload(create_state, train_step, batch)" in said
 
 
 def test_xlas_own_errors() -> None:
@@ -247,12 +269,11 @@ def test_the_module_runs(config: Path) -> None:
 
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-def test_1024_gpus_take_less_than_a_minute(config: Path) -> None:
-    """7B parameters in a scan; with all that it takes to start Python."""
+def test_1024_gpus(config: Path) -> None:
+    """7B parameters in a scan, as from a shell."""
     asked = ["--config", str(config), "--devices", "h100:1024", "--seq", "2048", "--json"]
     command = [sys.executable, "-m", "zerojax", "plan", "--model", "zerojax.models.names:llama_7b"]
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-    begun = time.perf_counter()
     done = subprocess.run(
         [*command, *asked],
         capture_output=True,
@@ -261,7 +282,6 @@ def test_1024_gpus_take_less_than_a_minute(config: Path) -> None:
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - begun < 60
     found = json.loads(done.stdout)
     assert found["devices"]["count"] == 1024
     assert found["parameters"] == 6_738_415_616

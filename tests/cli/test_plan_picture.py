@@ -1,4 +1,4 @@
-"""The picture of `python -m zerojax plan`: what is in it, and where it may be written."""
+"""The picture of `zerojax plan`: what is in it, and where it may be written."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""What `python -m zerojax plan` prints, from a forecast that is made up: tables and JSON."""
+"""What `zerojax plan` prints, from a forecast that is made up: tables and JSON."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from zerojax.cli.plan_table import duration, show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import KINDS
-from zerojax.foresight.forecasts import Found
+from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """And what does instead, in the words of the JSON."""
     small = forecast(cost(memory={"parameters": 8 * GB}, seconds=3.0), host_bytes=GB)
     choice = dataclasses.replace(GIVEN, remat=True, offload="optimizer")
-    made = planned(forecast(kind="rtx-3090"), remedies=(Found(choice, small),))
+    made = planned(forecast(kind="rtx-3090"), remedies=(Trial(choice, small),))
     lines = printed(made, capsys)
     assert row(lines, "total") == ["30 GB", "█" * 30]  # to the scale of what is over
     assert row(lines, "does not fit by") == [size(-made.forecast.headroom)]

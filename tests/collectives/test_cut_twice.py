@@ -17,7 +17,6 @@ from zerojax.hlo.traffic import Collective, collectives
 pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.usefixtures("require_gpu_compiler"),
-    pytest.mark.xdist_group("cut_twice"),  # one worker, so that each case is compiled once
 ]
 
 P = PartitionSpec

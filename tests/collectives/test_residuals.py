@@ -12,7 +12,7 @@ from jaxprs import equations
 
 import zerojax
 from zerojax.collectives import Inserter, residuals
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 MESH = zerojax.mesh()
 N, LAYERS = 16, 4
@@ -46,7 +46,7 @@ def read_in_a_call(ws: Any, x: Any) -> Any:
 
 
 def jaxpr_of(function: Callable[..., Any]) -> Any:
-    return compat.open_jaxpr(jax.make_jaxpr(jax.value_and_grad(function))(W, X))[0]
+    return jaxprs.open_jaxpr(jax.make_jaxpr(jax.value_and_grad(function))(W, X))[0]
 
 
 def inserted(function: Callable[..., Any], away: int | None) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def to_host(jaxpr: Any) -> list[tuple[int, ...]]:
         v.aval.shape
         for _, eqn in equations(jaxpr)
         if eqn.primitive.name == "device_put"
-        for v, to in zip(eqn.outvars, eqn.params["devices"], strict=True)
+        for v, to in zip(eqn.outvars, jaxprs.param(eqn, "devices"), strict=True)
         if to == jax.memory.Space.Host
     ]
 
@@ -95,7 +95,7 @@ def test_what_is_used_elsewhere_stays() -> None:
         value, back = jax.vjp(lambda ws: scanned(ws, x), ws)
         return back(jnp.ones_like(value)), jax.tree.leaves(back)
 
-    assert not residuals.find(compat.open_jaxpr(jax.make_jaxpr(kept)(W, X))[0], 1)
+    assert not residuals.find(jaxprs.open_jaxpr(jax.make_jaxpr(kept)(W, X))[0], 1)
 
 
 def without_checkpoint(ws: Any, x: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxprs import Spec, abstract, the
 import zerojax
 from zerojax.collectives import wanted
 from zerojax.trace.marks import GRADIENT
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 MESH = zerojax.mesh()
 
@@ -22,7 +22,7 @@ MESH = zerojax.mesh()
 def reached(function: Callable[..., Any], *shapes: tuple[int, ...], spec: Any = None) -> Any:
     """(primitive, spec) of each equation that makes a wanted result, and the jaxpr."""
     closed = jax.make_jaxpr(function)(*abstract(*shapes))
-    jaxpr, _ = compat.open_jaxpr(closed)
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
     outs = [spec] + [None] * (len(jaxpr.outvars) - 1)
     wants = wanted.trace_back(jaxpr, outs, MESH)
     made = [(e.primitive.name, wants[v]) for e in jaxpr.eqns for v in e.outvars if v in wants]
@@ -123,7 +123,7 @@ def test_into_a_loop_that_stacks_gradients() -> None:
 
 def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:
     _, wants, jaxpr = reached(jax.grad(stacked), (8, 16, 16), (4, 16), spec=("data", None, None))
-    _, n = compat.scan_counts(backward_scan(jaxpr))
+    _, n = jaxprs.scan_counts(backward_scan(jaxpr))
     assert not any(wanted.of_scan_body(backward_scan(jaxpr), wants)[n:])
 
 
@@ -133,7 +133,7 @@ def test_into_a_loop_that_adds_gradients_up() -> None:
     scan = backward_scan(jaxpr)
     assert ("scan", (None, "data")) in made
     assert (None, "data") in wanted.of_scan_body(scan, wants)
-    a, n = compat.scan_counts(scan)
+    a, n = jaxprs.scan_counts(scan)
     assert (None, "data") in [
         wants.get(v) for v in scan.invars[a : a + n] if not isinstance(v, core.Literal)
     ]

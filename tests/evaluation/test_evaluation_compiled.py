@@ -95,6 +95,7 @@ def test_peak_is_a_layer_above_the_inputs() -> None:
     assert cost(UNROLLED, 8).temporaries < BUCKET + LAYER
 
 
+@pytest.mark.sweep
 def test_13b_in_host_memory_evaluates_in_3_gb() -> None:
     found = cost(HOST, 1)
     assert found.arguments + found.temporaries < 3 * GIGA

@@ -1,75 +1,54 @@
-"""The main job from the command line, each run a process of its own."""
+"""The main job from the command line: in this process, and in others where they are killed."""
 
-import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
+from examples.run_clm.__main__ import app
 from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.saved import find
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SMALL = ["--model", "tiny", "--batch-size", "8"]
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "COLUMNS": "120",
-    "PYTHONUNBUFFERED": "1",
-    # The runs of one test compile the same programs.
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        yield
+def run(*arguments: str | int | pathlib.Path) -> Result:
+    runner = CliRunner(env={"COLUMNS": "120"})
+    return runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 
-def start(*arguments: str | pathlib.Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.run_clm", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments)
-    stdout, stderr = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def stopped(step: int, *signals: int, job: list[str | pathlib.Path]) -> tuple[int, str]:
-    """Sends signals to a run once it has printed a step; its status and the rest of its output."""
-    process = start(*job)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if re.match(rf"step +{step}/\d+  loss", line):
-            break
-    else:
-        pytest.fail(f"no step {step}")
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.02)
-    rest, _ = process.communicate(timeout=300)
+def stopped(
+    step: int, *signals: int, job: list[str | pathlib.Path], environment: dict[str, str]
+) -> tuple[int, str]:
+    """Sends signals to a process once it has printed a step; its status and the rest of its
+    output."""
+    command = [sys.executable, "-m", "examples.run_clm", *map(str, job)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.match(rf"step +{step}/\d+  loss", line):
+                break
+        else:
+            pytest.fail(f"no step {step}")
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.02)
+        rest, _ = process.communicate(timeout=300)
     return process.returncode, rest
 
 
 def parameters(out: pathlib.Path, step: int) -> dict[str, bytes]:
     saved = find(out / "checkpoints", step)
-    return {leaf.name: saved.read(leaf.name).tobytes() for leaf in saved.leaves()}
+    return {leaf.name: saved.read(leaf.name).tobytes() for leaf in saved.arrays()}
 
 
 @pytest.fixture
@@ -90,7 +69,7 @@ def test_trains_resumes_and_knows_when_it_is_done(
     job = [*SMALL, "--text", text, "--out", out]
 
     first = run(*job, "--steps", 6, "--eval-every", 3)
-    assert first.returncode == 0, first.stderr
+    assert first.exit_code == 0, first.stderr
     assert steps_in(first.stdout) == [1, 2, 3, 4, 5, 6]
     assert "Bytes on each of 8 devices, by stage" in first.stdout
     before, after = map(float, re.findall(r"held-out loss (\d.\d+) -> (\d.\d+)", first.stdout)[0])
@@ -98,7 +77,7 @@ def test_trains_resumes_and_knows_when_it_is_done(
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     more = run(*job, "--steps", 9, "--eval-every", 3)
-    assert more.returncode == 0, more.stderr
+    assert more.exit_code == 0, more.stderr
     assert "Continuing from step 6" in more.stdout
     assert steps_in(more.stdout) == [7, 8, 9]
 
@@ -106,19 +85,19 @@ def test_trains_resumes_and_knows_when_it_is_done(
     assert summary_losses(more.stdout) == summary_losses(unbroken.stdout)
 
     done = run(*job, "--steps", 9)
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "nothing to do" in done.stdout
     assert steps_in(done.stdout) == []
 
     other = run(*job, "--steps", 12, "--scan", "--seed", 1)
-    assert other.returncode == 2
+    assert other.exit_code == 2
     assert "holds a checkpoint of another run" in other.stderr
     assert "model.scan: False there, True now" in other.stderr
     assert "seed: 0 there, 1 now" in other.stderr
     assert sorted(p.name for p in (out / "checkpoints").iterdir() if p.name.isdigit()) == ["6", "9"]
 
     again = run(*job, "--steps", 2, "--scan", "--remat", "--restart")
-    assert again.returncode == 0, again.stderr
+    assert again.exit_code == 0, again.stderr
     assert steps_in(again.stdout) == [1, 2]
 
 
@@ -127,32 +106,32 @@ def summary_losses(output: str) -> list[str]:
 
 
 def test_killed_and_told_to_stop_it_ends_bit_for_bit_as_if_left_alone(
-    tmp_path: pathlib.Path, text: pathlib.Path
+    tmp_path: pathlib.Path, text: pathlib.Path, environment: dict[str, str]
 ) -> None:
     common = [*SMALL, "--text", text, "--dropout", "0.2", "--steps", 12, "--eval-every", 6]
     unbroken = run(*common, "--save-every", 1, "--out", tmp_path / "unbroken")
-    assert unbroken.returncode == 0, unbroken.stderr
+    assert unbroken.exit_code == 0, unbroken.stderr
 
     out = tmp_path / "run"
     job = [*common, "--save-every", 1, "--out", out]
-    status, _ = stopped(3, signal.SIGKILL, job=job)
+    status, _ = stopped(3, signal.SIGKILL, job=job, environment=environment)
     assert status == -signal.SIGKILL
-    status, rest = stopped(6, signal.SIGTERM, job=job)
+    status, rest = stopped(6, signal.SIGTERM, job=job, environment=environment)
     assert status == PREEMPTED == 75
     saved, steps = map(int, re.findall(r"stopped by SIGTERM after (\d+)/(\d+) steps", rest)[0])
     assert 6 <= saved < steps == 12
     assert (out / "checkpoints" / str(saved)).is_dir()
-    status, _ = stopped(saved + 1, signal.SIGTERM, signal.SIGTERM, job=job)
+    status, _ = stopped(saved + 1, signal.SIGTERM, signal.SIGTERM, job=job, environment=environment)
     assert status == -signal.SIGTERM
     last = run(*job)
-    assert last.returncode == 0, last.stderr
+    assert last.exit_code == 0, last.stderr
     assert summary_losses(last.stdout) == summary_losses(unbroken.stdout)
     assert parameters(out, 12) == parameters(tmp_path / "unbroken", 12)
 
     # Half the devices, another stage, from the step before the last: to rounding.
-    elsewhere = ["--devices", 4, "--config", REPOSITORY / "configs" / "zero1.json"]
-    moved = run(*job, *elsewhere, "--from-step", 11)
-    assert moved.returncode == 0, moved.stderr
+    elsewhere = ["--devices", "4", "--config", REPOSITORY / "configs" / "zero1.json"]
+    command = ["-m", "examples.run_clm", *map(str, job), *elsewhere, "--from-step", "11"]
+    subprocess.run([sys.executable, *command], env=environment, check=True)
     a, b = parameters(out, 12), parameters(tmp_path / "unbroken", 12)
     for name in a:
         if name.startswith("params"):
@@ -166,18 +145,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
 ) -> None:
     out = tmp_path / "run"
     job = [*SMALL, "--text", text, "--out", out, "--eval-every", 2]
-    assert run(*job, "--steps", 4).returncode == 0
+    assert run(*job, "--steps", 4).exit_code == 0
     largest = max((out / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     whole = bytearray(largest.read_bytes())
     whole[len(whole) // 2] ^= 1
     largest.write_bytes(whole)
 
     damaged = run(*job, "--steps", 5)
-    assert damaged.returncode == 2
+    assert damaged.exit_code == 2
     assert str(largest) in damaged.stderr
     assert "--from-step 2 goes on from there" in damaged.stderr
     good = run(*job, "--steps", 5, "--from-step", 2)
-    assert good.returncode == 0, good.stderr
+    assert good.exit_code == 0, good.stderr
     assert steps_in(good.stdout) == [3, 4, 5]
 
 
@@ -189,7 +168,7 @@ def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathl
     rates = []
     for i, config in enumerate([nvme, ready / "zero3_bf16.json", ready / "zero3_offload.json"]):
         done = run(*job, "--steps", 2 * i + 2, "--config", config)
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         assert steps_in(done.stdout) == [2 * i + 1, 2 * i + 2]
         assert (f"Continuing from step {2 * i}" in done.stdout) == (i > 0)
         assert ("of disk for each" in done.stdout) == (i == 0)
@@ -203,7 +182,7 @@ def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathl
 def test_a_disk_that_is_not_there(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     config = REPOSITORY / "configs" / "zero3_nvme.json"
     job = run(*SMALL, "--text", text, "--out", tmp_path, "--steps", 1, "--config", config)
-    assert job.returncode == 2
+    assert job.exit_code == 2
     assert job.stderr == (
         "error: nvme_path /local_nvme is not there: make the folder, or mount the disk first\n"
     )
@@ -227,7 +206,7 @@ def test_user_errors_are_one_message_and_exit_code_2(
     garbage.write_bytes(b"abc\0def")
     filled = [str(garbage) if a == "GARBAGE" else a for a in arguments]
     job = run("--model", "tiny", "--out", tmp_path / "run", "--steps", 2, *filled)
-    assert job.returncode == 2
+    assert job.exit_code == 2
     assert job.stderr.startswith("error: ")
     assert message in job.stderr
     assert "Traceback" not in job.stderr

@@ -64,7 +64,7 @@ BATCH = {"x": np.ones((ROWS, DIM))}  # float64: jax makes it float32
 
 def guarded(
     zero: zerojax.Zero, free: int | None, function: Callable[..., Any] = train_step
-) -> Step:
+) -> Step[..., Any]:
     """A step on devices with so many bytes free."""
     guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free)
     return Step(Arguments(function), zero.states, True, guard)
@@ -149,6 +149,18 @@ def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str])
     guarded(zero, None)(state, BATCH)
 
 
+def test_the_check_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tight(*setting: Any) -> Guard:
+        return Guard(*setting[:3], lambda *_: {}["no search"], lambda mesh: 1000)
+
+    monkeypatch.setattr("zerojax.api.Guard", tight)
+    state = zerojax.zero(stage=3).init(create_state, jax.random.key(0))
+    with pytest.raises(OutOfMemoryError):
+        zerojax.zero(stage=3)(train_step)(state, BATCH)
+    state, _ = zerojax.zero(stage=3, check_memory=False)(train_step)(state, BATCH)
+    assert int(state.step) == 1
+
+
 def test_where_nothing_helps_it_says_so() -> None:
     zero = zerojax.zero(stage=3)
     state = zero.init(create_state, jax.random.key(0))
@@ -174,7 +186,7 @@ def refuse_together(process: int) -> None:
     by_row = NamedSharding(zero.mesh, PartitionSpec("data"))
     half = BATCH["x"][: ROWS // 2].astype(np.float32)
     batch = {"x": jax.make_array_from_process_local_data(by_row, half)}
-    with pytest.raises(OutOfMemoryError, match="`python -m zerojax plan`"):
+    with pytest.raises(OutOfMemoryError, match="`zerojax plan`"):
         Step(Arguments(train_step), zero.states, True, guard)(state, batch)
 
 

@@ -1,14 +1,10 @@
 """Counting collectives, on small texts and on programs compiled for eight H100s."""
 
-from collections.abc import Callable
-
 import pytest
+from hlo.mlp import DIM, LAYERS, compile_mlp
 
 from zerojax.hlo.program import parse
 from zerojax.hlo.traffic import collectives, group_size, moved_by_kind
-
-DIM, LAYERS = 1024, 4  # of the program that compile_mlp compiles
-CompileMLP = Callable[..., str]
 
 ADD = """\
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -166,7 +162,7 @@ class TestCompiledForH100:
 
     once = LAYERS * DIM * DIM * 2 * 7 // 8  # all layers in bf16
 
-    def test_one_gather_and_one_scatter_a_layer_in_a_scan(self, compile_mlp: CompileMLP) -> None:
+    def test_one_gather_and_one_scatter_a_layer_in_a_scan(self) -> None:
         gather, scatter = collectives(compile_mlp(scan=True, remat=False))
         assert (gather.kind, gather.times, gather.dtypes) == ("all-gather", LAYERS, ("bf16",))
         assert (scatter.kind, scatter.times, scatter.dtypes) == (
@@ -174,7 +170,7 @@ class TestCompiledForH100:
         )  # fmt: skip
         assert gather.moved_bytes == scatter.moved_bytes == self.once
 
-    def test_combined_when_unrolled(self, compile_mlp: CompileMLP) -> None:
+    def test_combined_when_unrolled(self) -> None:
         found = collectives(compile_mlp(scan=False, remat=False))
         moved = moved_by_kind(found)
         assert set(moved) == {"all-gather", "reduce-scatter"}
@@ -182,7 +178,7 @@ class TestCompiledForH100:
         assert sum(len(each.shapes) for each in found if each.kind == "all-gather") == LAYERS
 
     @pytest.mark.parametrize("scan", [False, True])
-    def test_rematerialisation_gathers_twice(self, compile_mlp: CompileMLP, scan: bool) -> None:
+    def test_rematerialisation_gathers_twice(self, scan: bool) -> None:
         found = collectives(compile_mlp(scan=scan, remat=True))
         gathered = sum(e.times * len(e.shapes) for e in found if e.kind == "all-gather")
         assert gathered == 2 * LAYERS

@@ -4,7 +4,7 @@ import pytest
 
 from zerojax.devices.rates import RESERVE, rates
 from zerojax.hlo.program import parse
-from zerojax.hlo.timeline import spend
+from zerojax.hlo.timeline import program_time
 from zerojax.hlo.traffic import collectives
 from zerojax.hlo.transfers import host_copies
 from zerojax.hlo.work import work_of
@@ -93,7 +93,7 @@ def test_a_fusion_reads_what_it_slices_and_no_more() -> None:
 
 def seconds(*lines: str) -> float:
     text = program(*lines)
-    return spend(parse(text), collectives(text), host_copies(text), rates("h100")).seconds
+    return program_time(parse(text), collectives(text), host_copies(text), rates("h100")).seconds
 
 
 def test_a_loop_takes_its_body_as_often_as_it_runs() -> None:
@@ -113,7 +113,7 @@ def test_a_collective_is_hidden_by_what_runs_before_its_done() -> None:
     alone = seconds(*many)
     assert alone <= beside < alone + waited - seconds()
     text = program(START, *many, DONE)
-    spent = spend(parse(text), collectives(text), host_copies(text), rates("h100"))
+    spent = program_time(parse(text), collectives(text), host_copies(text), rates("h100"))
     assert spent.under_way["main", "ag"] == pytest.approx(
         rates("h100").collective_seconds(7 / 8 * 8000 * 4, 8)
     )

@@ -22,6 +22,8 @@ from pallas_kernels.activations import bias_gelu, mosaic_gpu, reference, swiglu
 from pallas_kernels.activations.arguments import MEASURED, TESTED
 from pallas_kernels.compat import kernels_in
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 erf = np.vectorize(math.erf)
 
 

@@ -13,6 +13,8 @@ from kernels.running import assert_close, random
 
 from pallas_kernels.attention import attention
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 B, T, S, N, K, D = 2, 5, 7, 4, 2, 8
 
 

@@ -26,6 +26,8 @@ from pallas_kernels.cross_entropy import (
 )
 from pallas_kernels.cross_entropy.arguments import MEASURED, TESTED, both_ways
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PLAIN: dict[str, Any] = {"label_smoothing": 0.0, "z_loss": 0.0}
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.02}
 

@@ -20,6 +20,8 @@ from pallas_kernels import compat, fused_adamw
 from pallas_kernels.fused_adamw import reference
 from pallas_kernels.fused_adamw.arguments import MEASURED, TESTED
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 HYPER = {"count": 7, "learning_rate": 0.01, "b1": 0.8, "b2": 0.99, "eps": 1e-6, "scale": 0.25}
 
 

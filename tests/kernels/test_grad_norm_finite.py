@@ -12,6 +12,8 @@ from pallas_kernels import grad_norm_finite
 from pallas_kernels.compat import kernels_in
 from pallas_kernels.grad_norm_finite.arguments import TESTED
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def found(implementation: str, grads: Any) -> Any:
     return run(implementation, lambda g: grad_norm_finite(g, implementation=implementation), grads)

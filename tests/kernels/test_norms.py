@@ -23,6 +23,8 @@ from pallas_kernels.compat import kernels_in
 from pallas_kernels.norms import layer_norm, mosaic_gpu_backward, rms_norm, row
 from pallas_kernels.norms.arguments import MEASURED, TESTED
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 EPS = 1e-3
 RATE = 0.25
 

@@ -14,6 +14,8 @@ from pallas_kernels.compat import kernels_in
 from pallas_kernels.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 from pallas_kernels.quantize.arguments import MEASURED, TESTED
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 KERNEL = "mosaic_gpu"
 LIMIT = {8: 127, 4: 7}
 

@@ -15,13 +15,15 @@ from flax import nnx
 from zerojax.models import gpt, gpt_nnx
 from zerojax.models.gpt import GPT, SIZES, GPTConfig, loss_fn, stack_blocks
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY = GPTConfig(**SIZES["tiny"])
 TOKENS = jax.random.randint(jax.random.key(1), (4, TINY.block_size), 0, TINY.vocab_size)
 
 
 @pytest.fixture(scope="module")
 def params() -> dict:
-    return GPT(TINY).init(jax.random.key(0), TOKENS)["params"]
+    return jax.jit(GPT(TINY).init)(jax.random.key(0), TOKENS)["params"]
 
 
 def logits_of(params: dict, config: GPTConfig = TINY, tokens: jax.Array = TOKENS) -> jax.Array:

@@ -1,7 +1,6 @@
 """Hugging Face's Llama weights: the logits are transformers', and what does not fit is named."""
 
 import dataclasses
-import doctest
 import importlib.util
 import math
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from zerojax.models.gpt import stack_blocks
-from zerojax.models.hugging_face import llama as hf_llama
 from zerojax.models.hugging_face.llama import from_hf, shapes_of
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 
@@ -70,12 +68,6 @@ def transformers_logits() -> np.ndarray:
         with torch.no_grad():
             found.append(model(torch.from_numpy(TOKENS)).logits.numpy())
     return np.stack(found)
-
-
-def test_the_examples_in_the_docstrings_run() -> None:
-    result = doctest.testmod(hf_llama)
-    assert result.attempted
-    assert not result.failed
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -104,6 +104,7 @@ def test_the_nnx_twin() -> None:
 
 
 @pytest.mark.usefixtures("quick_compile")
+@pytest.mark.sweep
 def test_the_kernels_themselves_in_a_decorated_step() -> None:
     """In the simulator, on two devices; 128 wide, as narrower lines are XLA's."""
     with pytest.MonkeyPatch.context() as patch:

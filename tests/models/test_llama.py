@@ -1,7 +1,6 @@
 """The Llama: its parts, its variants, and a sharded step. test_hf_llama.py has transformers'."""
 
 import dataclasses
-import doctest
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.models import llama, llama_config
 from zerojax.models.gpt import attention, stack_blocks
 from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention, rotary_tables, rotate
 from zerojax.models.loss import loss_fn
@@ -42,13 +40,6 @@ def params(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def logits_of(params: Any, config: LlamaConfig = GROUPED, tokens: Any = TOKENS) -> jax.Array:
     return jax.jit(Llama(config).apply)({"params": params}, tokens)
-
-
-def test_the_examples_in_the_docstrings_run() -> None:
-    for module in (llama, llama_config):
-        result = doctest.testmod(module)
-        assert result.attempted
-        assert not result.failed
 
 
 @pytest.mark.parametrize(

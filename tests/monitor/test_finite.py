@@ -69,13 +69,13 @@ def test_every_floating_scalar_is_looked_at(dtype, bad):
     out = {"a": {"loss": jnp.asarray(bad, dtype)}, "n": jnp.int32(3), "x": jnp.full(3, jnp.nan)}
     found = jax.jit(lambda out: Finiteness.of(jnp.int32(7), jnp.float32(1), out))(out)
     assert found.names == ("grad_norm", "a/loss")
-    assert (found.told(), int(found.step)) == (["a/loss"], 7)
-    assert Finiteness.of(jnp.int32(7), jnp.asarray(bad, dtype), None).told() == ["grad_norm"]
-    assert Finiteness.of(jnp.int32(7), jnp.float32(1), (0.5, True, "x")).told() == []
+    assert (found.wrong_names(), int(found.step)) == (["a/loss"], 7)
+    assert Finiteness.of(jnp.int32(7), jnp.asarray(bad, dtype), None).wrong_names() == ["grad_norm"]
+    assert Finiteness.of(jnp.int32(7), jnp.float32(1), (0.5, True, "x")).wrong_names() == []
 
 
 def test_more_numbers_than_bits():
     out = {f"m{i:02}": jnp.where(i == 39, jnp.nan, 0.0) for i in range(40)}
-    told = Finiteness.of(jnp.int32(1), jnp.float32(1), out).told()
+    told = Finiteness.of(jnp.int32(1), jnp.float32(1), out).wrong_names()
     assert told == [f"m{i:02}" for i in range(30, 40)]
-    assert Finiteness.of(jnp.int32(1), jnp.float32(1), {"m": jnp.nan} | out).told()[0] == "m"
+    assert Finiteness.of(jnp.int32(1), jnp.float32(1), {"m": jnp.nan} | out).wrong_names()[0] == "m"

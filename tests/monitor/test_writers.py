@@ -1,13 +1,15 @@
-"""Which writers a config opens, and what is said of missing packages."""
+"""Which writers a config opens, and what each of them writes."""
 
+import errno
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
-from zerojax.config import ZeroConfig
-from zerojax.monitor import Reporter
-from zerojax.monitor.writers import open_writers
+from zerojax.config import WandbConfig, ZeroConfig
+from zerojax.monitor import Reporter, writers
+from zerojax.monitor.writers import CsvFiles, TensorBoardFile, WandbRun, open_writers
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_those_that_are_open_are_closed_when_another_fails(tmp_path, monkeypatch
     def init(**_):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("zerojax.monitor.tensorboard_file.TensorBoardFile", Board)
+    monkeypatch.setattr("zerojax.monitor.writers.TensorBoardFile", Board)
     fake = types.SimpleNamespace(run=None, init=init)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = ZeroConfig.from_keywords(
@@ -81,3 +83,152 @@ def test_those_that_are_open_are_closed_when_another_fails(tmp_path, monkeypatch
     with pytest.raises(ConnectionError, match="no network"):
         open_writers(config)
     assert closed == [str(tmp_path / "a")]
+
+
+def test_layout_of_csv_files(tmp_path):
+    writer = CsvFiles(str(tmp_path / "run" / "job"))
+    writer.write(
+        [("Train/Samples/lr", 0.001, 8), ("a b,c", -1.5, 8), ("Train/Samples/lr", 1e-9, 16)]
+    )
+    writer.close()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "job").iterdir()}
+    assert files == {
+        "Train_Samples_lr.csv": b"step,lr\r\n8,0.001\r\n16,1e-09\r\n",
+        "a_b,c.csv": b'step,"a b,c"\r\n8,-1.5\r\n',
+    }
+
+
+def test_a_file_that_is_there_is_continued_without_a_second_header(tmp_path):
+    for samples, value in ((8, 1.0), (16, float("nan"))):
+        CsvFiles(str(tmp_path)).write([("loss", value, samples)])
+    assert (tmp_path / "loss.csv").read_bytes() == b"step,loss\r\n8,1.0\r\n16,nan\r\n"
+
+
+def test_one_bad_file_does_not_keep_the_others_from_their_rows(tmp_path):
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        CsvFiles(str(tmp_path)).write([("a", 1.0, 8), ("b", 2.0, 8)])
+    assert error.value.filename == str(tmp_path / "a.csv")
+    assert (tmp_path / "b.csv").read_text().splitlines() == ["step,b", "8,2.0"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    (tmp_path / "a.csv").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as error:
+        CsvFiles(str(tmp_path)).write([("a", 1.0, 8)])
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(tmp_path / "a.csv"))
+
+
+def test_half_a_row_is_taken_back(tmp_path, monkeypatch):
+    import builtins
+
+    writer = CsvFiles(str(tmp_path))
+    writer.write([("a", 1.0, 8)])
+    real = builtins.open
+
+    def open_short(*args, **kwargs):
+        file = real(*args, **kwargs)
+
+        class Short:
+            tell, truncate = file.tell, file.truncate
+            __enter__ = lambda self: self  # noqa: E731
+            __exit__ = lambda self, *_: file.close()  # noqa: E731
+            write = staticmethod(lambda data: file.write(data[:3]))
+
+        return Short()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", open_short)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write([("a", 2.0, 16)])
+    writer.write([("a", 3.0, 24)])
+    assert (tmp_path / "a.csv").read_text().splitlines() == ["step,a", "8,1.0", "24,3.0"]
+
+
+EVENTS = [
+    ("Train/Samples/train_loss", 0.5, 8),
+    ("Train/Samples/lr", 0.001, 8),
+    ("Train/Samples/train_loss", float("inf"), 16),
+]
+
+
+def test_event_files_are_read_back(tmp_path):
+    reason = "reads the files with tensorboard: pip install 'zerojax[monitor]'"
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(module, reason=reason)
+    folder = str(tmp_path / "run" / "job")
+    for part in (EVENTS[:2], EVENTS[2:]):  # a run that was resumed: two files
+        writer = TensorBoardFile(folder)
+        writer.write(part)
+        writer.close()
+    found = reader.EventAccumulator(folder)
+    found.Reload()
+    read = {
+        tag: [(e.step, e.tensor_proto.float_val[0]) for e in found.Tensors(tag)]
+        for tag in found.Tags()["tensors"]
+    }
+    assert read == {
+        "Train/Samples/train_loss": [(8, 0.5), (16, float("inf"))],
+        "Train/Samples/lr": [(8, pytest.approx(0.001))],
+    }
+
+
+def test_event_files_flush_once_a_second_at_most(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, folder):
+            calls.append(folder)
+
+        def add_scalar(self, *event):
+            calls.append(event)
+
+        def flush(self):
+            calls.append("flush")
+
+        def close(self):
+            calls.append("close")
+
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", types.SimpleNamespace(Writer=Writer))
+    now = [100.0]
+    monkeypatch.setattr(writers.time, "monotonic", lambda: now[0])
+    writer = TensorBoardFile("folder")
+    for event in EVENTS:
+        now[0] += 0.6
+        writer.write([event])
+    writer.close()
+    assert calls == ["folder", EVENTS[0], EVENTS[1], "flush", EVENTS[2], "close"]
+
+
+# A stand-in for the package wandb: the real one wants an account.
+@pytest.fixture
+def wandb(monkeypatch):
+    module = types.ModuleType("wandb")
+    module.run, module.calls = None, []
+    module.init = lambda **given: module.calls.append(("init", given))
+    module.log = lambda values, step: module.calls.append(("log", values, step))
+    module.finish = lambda: module.calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_wandb_run_of_its_own(wandb):
+    run = WandbRun(WandbConfig(project="p", team="t", group="g"))
+    run.write([("loss", 0.5, 8), ("lr", 0.1, 8), ("loss", 0.25, 16)])
+    run.close()
+    assert wandb.calls == [
+        ("init", {"project": "p", "entity": "t", "group": "g"}),
+        ("log", {"loss": 0.5, "lr": 0.1}, 8),
+        ("log", {"loss": 0.25}, 16),
+        ("finish",),
+    ]
+
+
+def test_the_users_wandb_run_is_used_and_left_open(wandb):
+    wandb.run = object()
+    run = WandbRun(WandbConfig())
+    run.write([("loss", 0.5, 8)])
+    run.close()
+    assert wandb.calls == [("log", {"loss": 0.5}, 8)]

@@ -39,7 +39,7 @@ class Case:
       base: keywords of both; ``offload`` those of one of them.
       exact: bit for bit, or close.
       cut: leaves are updated in several pieces.
-      repeats: shows what other cases show, elsewhere.
+      sweep: shows what other cases show, elsewhere.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Case:
     group: int = 240
     exact: bool = True
     cut: bool = True
-    repeats: bool = False
+    sweep: bool = False
 
     @property
     def skips(self) -> bool:
@@ -71,51 +71,54 @@ HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 ON_HOST = {"offload_optimizer": {"device": "cpu", "compute_on": "host"}}
 
 CASES = [
-    Case("cpu, stage 1", CPU, 1, base=CLIP),
-    Case("cpu, stage 2", CPU, 2, base=CLIP, devices=8, group=120),
+    Case("cpu, stage 1", CPU, 1, base=CLIP, sweep=True),
+    Case("cpu, stage 2", CPU, 2, base=CLIP, devices=8, group=120, sweep=True),
     Case("cpu, stage 3", CPU, 3, base=CLIP),
-    Case("cpu, stage 1, fp16", CPU, 1, base=FP16, repeats=True),
+    Case("cpu, stage 1, fp16", CPU, 1, base=FP16, sweep=True),
     Case("cpu, stage 2, fp16", CPU, 2, base=FP16),
-    Case("cpu, stage 3, fp16", CPU, 3, base=FP16, repeats=True),
+    Case("cpu, stage 3, fp16", CPU, 3, base=FP16, sweep=True),
     Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}),
-    Case("cpu, one group", CPU, 2, base=CLIP, group=10**9, cut=False),
-    Case("cpu, one device", CPU, 2, base=CLIP, devices=1, group=500),
+    Case("cpu, one group", CPU, 2, base=CLIP, group=10**9, cut=False, sweep=True),
+    Case("cpu, one device", CPU, 2, base=CLIP, devices=1, group=500, sweep=True),
     Case("cpu, accumulation", CPU, 1, base=CLIP | TWICE),
-    Case("cpu, accumulation, fp16", CPU, 2, base=FP16 | TWICE, repeats=True),
+    Case("cpu, accumulation, fp16", CPU, 2, base=FP16 | TWICE, sweep=True),
     Case("cpu, ratio", HALF, 2, base=CLIP),
-    Case("cpu, sgd", CPU, 3, tx="sgd", repeats=True),
+    Case("cpu, sgd", CPU, 3, tx="sgd", sweep=True),
     Case("cpu, lamb", CPU, 2, tx="lamb", cut=False),
-    Case("cpu, adafactor", CPU, 2, tx="adafactor", cut=False, repeats=True),
-    Case("cpu, mask", CPU, 2, tx="mask"),
-    Case("cpu, clip in the chain", CPU, 3, tx="chain"),
-    Case("cpu, nnx", CPU, 3, "nnx", repeats=True),
-    Case("cpu, batch_stats and dropout", CPU, 2, "stateful", repeats=True),
-    Case("cpu, scanned", CPU, 3, "scanned", base=CLIP, repeats=True),
+    Case("cpu, adafactor", CPU, 2, tx="adafactor", cut=False, sweep=True),
+    Case("cpu, mask", CPU, 2, tx="mask", sweep=True),
+    Case("cpu, clip in the chain", CPU, 3, tx="chain", sweep=True),
+    Case("cpu, nnx", CPU, 3, "nnx", sweep=True),
+    Case("cpu, batch_stats and dropout", CPU, 2, "stateful", sweep=True),
+    Case("cpu, scanned", CPU, 3, "scanned", base=CLIP, sweep=True),
     Case("cpu, on the host", ON_HOST, 2, base=CLIP, exact=False),
-    Case("nvme, stage 1", NVME, 1, base=CLIP, repeats=True),
-    Case("nvme, stage 2", NVME, 2, base=CLIP, repeats=True),
+    Case("nvme, stage 1", NVME, 1, base=CLIP, sweep=True),
+    Case("nvme, stage 2", NVME, 2, base=CLIP, sweep=True),
     Case("nvme, stage 3", NVME, 3, base=CLIP, devices=8, group=120),
-    Case("nvme, stage 1, fp16", NVME, 1, base=FP16, repeats=True),
-    Case("nvme, stage 2, fp16", NVME, 2, base=FP16, repeats=True),
-    Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, repeats=True),
-    Case("nvme, accumulation", NVME, 1, base=CLIP | TWICE, repeats=True),
-    Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, repeats=True),
+    Case("nvme, stage 1, fp16", NVME, 1, base=FP16, sweep=True),
+    Case("nvme, stage 2, fp16", NVME, 2, base=FP16, sweep=True),
+    Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, sweep=True),
+    Case("nvme, accumulation", NVME, 1, base=CLIP | TWICE, sweep=True),
+    Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, sweep=True),
     Case("nvme, nnx", NVME, 3, "nnx"),
     Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16),
     Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
-    Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, repeats=True),
-    Case("both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500),
+    Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
+    Case(
+        "both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500,
+        sweep=True,
+    ),
     Case("both, scanned, accumulation", BOTH, 3, "scanned", base=CLIP | TWICE),
-    Case("both, unrolled", BOTH, 3, "unrolled", base=CLIP),
-    Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16, repeats=True),
-    Case("both, ratio", BOTH | HALF, 3, base=CLIP),
-    Case("both, nnx", BOTH, 3, "nnx", repeats=True),
-    Case("both, batch_stats and dropout, fp16", BOTH, 3, "stateful", base=FP16, repeats=True),
+    Case("both, unrolled", BOTH, 3, "unrolled", base=CLIP, sweep=True),
+    Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16, sweep=True),
+    Case("both, ratio", BOTH | HALF, 3, base=CLIP, sweep=True),
+    Case("both, nnx", BOTH, 3, "nnx", sweep=True),
+    Case("both, batch_stats and dropout, fp16", BOTH, 3, "stateful", base=FP16, sweep=True),
     Case("param", PARAM, 3, "scanned", base=CLIP),
-    Case("param, fp16", PARAM, 3, base=FP16),
-    Case("param, sgd", PARAM, 3, tx="sgd", repeats=True),
+    Case("param, fp16", PARAM, 3, base=FP16, sweep=True),
+    Case("param, sgd", PARAM, 3, tx="sgd", sweep=True),
     Case("both nvme", BOTH_NVME, 3, "scanned", base=CLIP),
-    Case("both nvme, fp16", BOTH_NVME, 3, base=FP16),
+    Case("both nvme, fp16", BOTH_NVME, 3, base=FP16, sweep=True),
     Case("param on the host, state nvme", BOTH | NVME, 3, "unrolled", base=CLIP),
 ]  # fmt: skip
 
@@ -210,7 +213,9 @@ def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
         arrays, skipped = now, overflows
     (program,) = step._programs.values()
     groups = (
-        [turn.update.group for turn in program.update.turns] if "sub_group_size" in keywords else []
+        [turn.update.group for turn in program.update.by_groups.turns]
+        if "sub_group_size" in keywords
+        else []
     )
     pieces = [piece.cluster.outputs for group in groups for piece in group]
     return {

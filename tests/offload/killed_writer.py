@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
@@ -16,20 +15,20 @@ def main(folder: str, nvme: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)
     from offload.training import BATCH, create, train_step, zero_for
+    from offload.watched_store import WatchedStore
 
     from zerojax.checkpoint import Checkpointer
-    from zerojax.offload.disk.space import DiskStore
 
     left: list[int] = []
 
-    def event(kind: Any, key: str, when: float) -> None:
+    def event(kind: str, key: str) -> None:
         if left and kind == "write issued":
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     zero = zero_for(nvme)
-    zero.states.placer._store = DiskStore(nvme, buffer_count=2, on_event=event)
+    zero.states.placer._store = WatchedStore(nvme, event)
     step, state = zero(train_step), zero.init(create)
     with Checkpointer(folder, zero) as checkpointer:
         for i in range(1, 3):

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from offload import killed_writer
 from offload.training import BATCH, create, train_step, zero_for
+from offload.watched_store import WatchedStore
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
 from zerojax.offload.disk import file as disk_file
-from zerojax.offload.disk.errors import DiskError, DiskStateError
-from zerojax.offload.disk.space import DiskStore
+from zerojax.offload.disk.folder import DiskError
+from zerojax.offload.disk.store import DiskStateError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -150,7 +151,7 @@ class Interruption(BaseException):
 def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
     left: list[int] = []
 
-    def event(kind: str, key: str, when: float) -> None:
+    def event(kind: str, key: str) -> None:
         if left and kind == "write issued":
             left[0] -= 1
             if not left[0]:
@@ -159,7 +160,7 @@ def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
     nvme, folder = tmp_path / "nvme", tmp_path / "run"
     nvme.mkdir()
     zero = zero_for(nvme)
-    zero.states.placer._store = DiskStore(nvme, buffer_count=2, on_event=event)
+    zero.states.placer._store = WatchedStore(nvme, event)
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
     with Checkpointer(folder, zero) as checkpointer:
@@ -225,9 +226,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -> None:
     told: list[tuple[str, str]] = []
     zero = zero_for(tmp_path)
-    zero.states.placer._store = DiskStore(
-        tmp_path, buffer_count=2, on_event=lambda kind, key, when: told.append((kind, key))
-    )
+    zero.states.placer._store = WatchedStore(tmp_path, lambda kind, key: told.append((kind, key)))
     step, state = zero(train_step), zero.init(create)
     state, _ = step(state, BATCH)
     zero.states.placer.store.wait()
@@ -240,7 +239,7 @@ def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -
         for kind, run in itertools.groupby(issued, key=lambda event: event[0])
     ]
     (program,) = step._programs.values()
-    n = len(program.update.turns)
+    n = len(program.update.by_groups.turns)
     assert n > 3
     assert [kind for kind, _ in runs] == ["read", "write"] * (n - 1)
     reads, writes = ([set(keys) for _, keys in runs[i::2]] for i in (0, 1))

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, cuts, groups
+from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, disk_pieces, groups
 from zerojax.offload.separate import Cluster
 
 MESH = zerojax.mesh(8)
 WHOLE = P()
 
 
-def lying(*shape: int, spec: P = WHOLE) -> ArrayPlacement:
+def placed(*shape: int, spec: P = WHOLE) -> ArrayPlacement:
     return ArrayPlacement(shape, jnp.dtype(jnp.float32), spec, "host")
 
 
@@ -34,13 +34,11 @@ def made(arrays: list[ArrayPlacement], largest: int, whole: tuple[int, ...] = ()
 
 
 def pieces_of(found: list[Group], i: int) -> list[tuple[int, int | None]]:
-    return [(p.start, p.count) for g in found for p in g if p.cluster.inputs == (i,)]
+    return [(p.start, p.rows) for g in found for p in g if p.cluster.inputs == (i,)]
 
 
 def size(found: Group, arrays: list[ArrayPlacement]) -> int:
-    return sum(
-        (p.count or 0) * math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in found
-    )
+    return sum((p.rows or 0) * math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in found)
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
@@ -51,7 +49,7 @@ def size(found: Group, arrays: list[ArrayPlacement]) -> int:
 )
 def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) -> None:
     arrays = [
-        lying(*(n * 8 if sharded and k == 0 else n for k, n in enumerate(shape)),
+        placed(*(n * 8 if sharded and k == 0 else n for k, n in enumerate(shape)),
               spec=P("data") if sharded else P())
         for shape in shapes
     ]  # fmt: skip
@@ -66,8 +64,8 @@ def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) ->
             ends.append(start + count)
         assert ends[-1] == rows[0]
         width = math.prod(rows[1:])
-        assert cuts(array, MESH, largest) == [
-            (a * width, b * width) for a, b in itertools.pairwise(ends)
+        assert disk_pieces(array, MESH, largest) == [
+            range(a * width, b * width) for a, b in itertools.pairwise(ends)
         ]
     for group in found:
         widest = max(math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in group)
@@ -88,48 +86,48 @@ def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) ->
     ],
 )
 def test_pieces_are_alike_where_that_costs_little(rows: int, most: int, sizes: list[int]) -> None:
-    found = cuts(lying(rows, 10), MESH, 2 * 10 * most)
-    assert [(stop - start) // 10 for start, stop in found] == sizes
+    found = disk_pieces(placed(rows, 10), MESH, 2 * 10 * most)
+    assert [len(piece) // 10 for piece in found] == sizes
 
 
 def test_a_row_is_not_cut() -> None:
     """Wider than a sub-group: the rows go one by one."""
-    found = made([lying(3, 100)], 50)
+    found = made([placed(3, 100)], 50)
     assert pieces_of(found, 0) == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_rows_are_those_of_a_device() -> None:
-    sharded = lying(16, 4, spec=P("data"))
+    sharded = placed(16, 4, spec=P("data"))
     assert sharded.local(MESH) == (2, 4)
     assert sharded.axes() == ("data",)
-    assert cuts(sharded, MESH, 8) == [(0, 4), (4, 8)]
-    stack = lying(3, 16, 8, spec=P(None, None, "data"))
+    assert disk_pieces(sharded, MESH, 8) == [range(4), range(4, 8)]
+    stack = placed(3, 16, 8, spec=P(None, None, "data"))
     assert stack.rows(MESH) == (48, 1)
 
 
 def test_one_dimension_and_none() -> None:
-    arrays = [lying(100), lying()]
+    arrays = [placed(100), placed()]
     found = made(arrays, 64)
     assert pieces_of(found, 0) == [(0, 25), (25, 25), (50, 25), (75, 25)]
     assert pieces_of(found, 1) == [(0, None)]
-    assert cuts(lying(7), MESH, 8) == [(0, 4), (4, 7)]
+    assert disk_pieces(placed(7), MESH, 8) == [range(4), range(4, 7)]
 
 
 def test_whole_clusters_go_alone() -> None:
-    arrays = [lying(4, 4), lying(400, 4), lying(4, 4), lying(4, 4)]
+    arrays = [placed(4, 4), placed(400, 4), placed(4, 4), placed(4, 4)]
     found = made(arrays, 1000, whole=(1, 2))
     assert [sorted(p.cluster.inputs[0] for p in g) for g in found] == [[0, 3], [2], [1]]
-    assert [[p.count for p in g] for g in found] == [[4, 4], [None], [None]]
+    assert [[p.rows for p in g] for g in found] == [[4, 4], [None], [None]]
 
 
 def test_a_cluster_whose_arrays_lie_differently_goes_whole() -> None:
-    arrays = [lying(16, 4, spec=P("data")), lying(16, 4)]
+    arrays = [placed(16, 4, spec=P("data")), placed(16, 4)]
     (group,) = groups([Cluster((0, 1), (0,), True, "")], arrays, MESH, 100)
-    assert [p.count for p in group] == [None]
+    assert [p.rows for p in group] == [None]
 
 
 def test_small_leaves_share_a_group() -> None:
-    arrays = [lying(4) for _ in range(10)]
+    arrays = [placed(4) for _ in range(10)]
     assert [len(g) for g in made(arrays, 24)] == [3, 3, 3, 1]
     assert [len(g) for g in made(arrays, 10**9)] == [10]
 
@@ -137,8 +135,8 @@ def test_small_leaves_share_a_group() -> None:
 def test_no_sub_group_is_larger_than_the_largest() -> None:
     """DeepSpeed's default of 1e9 elements would be 12 GB on the device."""
     rows = LARGEST // 1024
-    found = made([lying(rows * 4, 1024)], 10**9)
-    assert [p.count for g in found for p in g] == [rows // 2] * 8
+    found = made([placed(rows * 4, 1024)], 10**9)
+    assert [p.rows for g in found for p in g] == [rows // 2] * 8
 
 
 def test_nothing() -> None:

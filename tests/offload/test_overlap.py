@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from offload.training import BATCH, create, train_step, zero_for
+from offload.watched_store import WatchedStore
 
 from zerojax.offload.disk import file as disk_file
-from zerojax.offload.disk.space import DiskStore
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -24,7 +24,7 @@ def test_reads_span_the_update_before(tmp_path: Path, monkeypatch: pytest.Monkey
     issued: list[tuple[str, str]] = []
     written: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
-    def event(kind: str, key: str, when: float) -> None:
+    def event(kind: str, key: str) -> None:
         what, when_ = kind.split()
         if when_ == "issued":
             issued.append((what, key))
@@ -32,7 +32,7 @@ def test_reads_span_the_update_before(tmp_path: Path, monkeypatch: pytest.Monkey
             written[key].set()
 
     zero = zero_for(tmp_path)
-    store = zero.states.placer._store = DiskStore(tmp_path, buffer_count=2, on_event=event)
+    store = zero.states.placer._store = WatchedStore(tmp_path, event)
     step, state = zero(train_step), zero.init(create)
     for _ in range(2):  # the first one reads all parameters besides, to compute with
         issued.clear()

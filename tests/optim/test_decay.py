@@ -8,13 +8,13 @@ from flax import linen as nn
 from flax import nnx
 
 from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.optim.decay import is_bias_or_norm, names_of, no_bias_and_norm
+from zerojax.optim.decay import is_bias_or_norm, names_on_path, no_bias_and_norm
 
 
 def decayed(params):
     """The paths that decay, and those that do not, as dotted names."""
     flat = jax.tree_util.tree_leaves_with_path(no_bias_and_norm(params))
-    named = {".".join(names_of(path)): value for path, value in flat}
+    named = {".".join(names_on_path(path)): value for path, value in flat}
     return {n for n, v in named.items() if v}, {n for n, v in named.items() if not v}
 
 

@@ -14,7 +14,7 @@ from optim.formulas import adam, muon, newton_schulz
 import zerojax
 from zerojax.config import OptimizerConfig, SchedulerConfig
 from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.optim.decay import names_of
+from zerojax.optim.decay import names_on_path
 from zerojax.optim.muon import last_two_axes, scale_by_orthogonal_momentum
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.schedules import schedule
@@ -143,7 +143,7 @@ def test_what_muon_takes_of_a_gpt(scan):
     config = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8, scan=scan)
     params = jax.eval_shape(GPT(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     taken = {
-        ".".join(names_of(path)[-2:]): last_two_axes(path, x) is not None
+        ".".join(names_on_path(path)[-2:]): last_two_axes(path, x) is not None
         for path, x in jax.tree_util.tree_leaves_with_path(params["params"])
     }
     matrices = {name for name, muon in taken.items() if muon}

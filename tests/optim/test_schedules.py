@@ -11,9 +11,14 @@ import optax
 import pytest
 
 from zerojax.config import ConfigError, SchedulerConfig
-from zerojax.optim.schedules import momentum_schedule, schedule
+from zerojax.optim.schedules import (
+    cycled_momentum,
+    cycled_rate,
+    momentum_schedule,
+    schedule,
+)
 
-RECORD = Path(__file__).parents[3] / "shared" / "peers" / "fp16_overflow_warmup.json"
+RECORD = Path(__file__).parents[1] / "data" / "peers" / "fp16_overflow_warmup.json"
 
 LINEAR = {"warmup_num_steps": 10, "warmup_type": "linear"}
 
@@ -104,27 +109,10 @@ def test_lr_range_test(stairs):
     np.testing.assert_allclose(rates("LRRangeTest", params, range(30)), want, rtol=0, atol=1e-9)
 
 
-# Recorded with DeepSpeed 0.19.8: fp16 with an initial scale of 2^24, WarmupLR, linear, 10 steps to
-# 1e-3. (lr used, skipped steps so far) by step.
-RECORDED_SKIPS = [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7, *[8] * 18]
-RECORDED_LR = [0.0] * 9 + [
-    1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 5e-4, 6e-4, 7e-4, 8e-4, 9e-4, *[1e-3] * 11
-]  # fmt: skip
-
-
 def test_a_recorded_run_with_skipped_steps():
-    # The updates made before a step: all steps before it but those that were skipped.
-    counts = [s - skipped for s, skipped in enumerate([0, *RECORDED_SKIPS[:-1]])]
-    np.testing.assert_allclose(
-        rates("WarmupLR", {**LINEAR, "warmup_max_lr": 1e-3}, counts), RECORDED_LR, rtol=0, atol=1e-9
-    )
-
-
-def test_the_record_itself():
-    if not RECORD.exists():
-        pytest.skip("the records of DeepSpeed are not beside this checkout")
     run = json.loads(RECORD.read_text())
     rate = schedule(run["config"]["scheduler"], run["config"]["optimizer"]["params"]["lr"])
+    # The updates made before a step: all steps before it but those that were skipped.
     skipped = [0, *(row["skipped_total"] for row in run["rows"][:-1])]
     got = [float(rate(step - gone)) for step, gone in enumerate(skipped)]
     np.testing.assert_allclose(got, [row["lr_used"] for row in run["rows"]], rtol=0, atol=1e-9)
@@ -295,3 +283,37 @@ def test_bad_schedules(scheduler, says):
 def test_a_run_shorter_than_its_warm_up_is_warned_of():
     with pytest.warns(UserWarning, match="total_num_steps 5 is less than warmup_num_steps 10"):
         schedule({"type": "WarmupDecayLR", "params": {**LINEAR, "total_num_steps": 5}}, 1e-3)
+
+
+def one_cycle(params, t):
+    """DeepSpeed's (rate, momentum) at t >= 0, by the share of the whole cycle that has gone."""
+    up, down = params["cycle_first_step_size"], params["cycle_second_step_size"]
+    whole, turn = up + down, up / (up + down)
+    if t >= whole:
+        every = params["decay_step_size"]
+        gone = (t - whole + 1) / every if every else 0.0
+        return (
+            params["cycle_min_lr"] / (1 + params["decay_lr_rate"] * gone),
+            params["cycle_max_mom"] * (1 + params["decay_mom_rate"] * gone),
+        )
+    x = (t + 1) / whole - math.floor((t + 1) / whole)
+    height = x / turn if x <= turn else (x - 1) / (turn - 1)
+    rise = params["cycle_max_lr"] - params["cycle_min_lr"]
+    fall = params["cycle_max_mom"] - params["cycle_min_mom"]
+    return params["cycle_min_lr"] + rise * height, params["cycle_max_mom"] - fall * height
+
+
+@pytest.mark.parametrize(("up", "down"), [(1, 1), (3, 8), (8, 3), (5, 5)])
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_one_cycle_against_deepspeeds_own_formula(up, down, every):
+    params = {
+        "cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": up,
+        "cycle_second_step_size": down, "decay_lr_rate": 0.5, "decay_step_size": every,
+        "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": -0.02,
+    }  # fmt: skip
+    t = jnp.arange(30)
+    want = np.array([one_cycle(params, n) for n in range(30)]).T
+    np.testing.assert_allclose(cycled_rate(params)(t), want[0], rtol=1e-6)
+    np.testing.assert_allclose(cycled_momentum(params)(t), want[1], rtol=1e-6)
+    assert float(cycled_rate(params)(jnp.asarray(-1))) == pytest.approx(0.1)
+    assert float(cycled_momentum(params)(jnp.asarray(-1))) == pytest.approx(0.8)

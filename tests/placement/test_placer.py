@@ -12,7 +12,7 @@ from offload.training import BATCH, create, train_step
 import zerojax
 from zerojax.offload.disk import folder as disk_folder
 from zerojax.offload.disk.array import DiskArray
-from zerojax.offload.disk.errors import DiskError
+from zerojax.offload.disk.folder import DiskError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -130,7 +130,7 @@ def test_found_only_as_it_was_left() -> None:
     opened = zero(step)._states.open(objects)
     last = LastObjects.of(objects, opened.parts)
     assert last is not None
-    found = last.found(objects)
+    found = last.recognize(objects)
     assert found is not None
     assert found.write_back is not None
     same = zip(*map(jax.tree.leaves, (found.parts, opened.parts)), strict=True)
@@ -138,9 +138,9 @@ def test_found_only_as_it_was_left() -> None:
     after = jax.tree.map(jnp.copy, found.parts)
     found.write_back(after)
     assert objects[0].linear.kernel.get_raw_value() is after.params["linear"]["kernel"]
-    assert last.found(objects) is not None
+    assert last.recognize(objects) is not None
     objects[2].reset()
-    assert last.found(objects) is None
+    assert last.recognize(objects) is None
 
 
 def test_objects_are_not_kept_alive() -> None:

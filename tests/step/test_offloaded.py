@@ -53,10 +53,9 @@ def told(
 
 
 def marked(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.repeats else [])
+    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.sweep else [])
 
 
-@pytest.mark.xdist_group("equal")  # one process of pytest asks for all of them
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_same_numbers(told: dict[str, dict[str, Any]], case: Case) -> None:
     got = told[case.name]

@@ -17,6 +17,7 @@ import zerojax
 from zerojax.config import ConfigError
 from zerojax.devices.rates import RESERVE, Rates, rates
 from zerojax.foresight.devices import rates_here
+from zerojax.models.registry import ModelError
 
 
 class Small(nn.Module):
@@ -104,7 +105,7 @@ def test_a_step_that_fails_is_not_one_that_does_not_fit() -> None:
         def __call__(self, tokens: jax.Array) -> jax.Array:
             return nn.Dense(3)(tokens.astype(float) @ jnp.ones((5, 5)))
 
-    with pytest.raises(TypeError, match="dot_general"):
+    with pytest.raises(ModelError, match="dot_general"):
         zerojax.fit({}, Broken, train_batch_size=8, seq=4, rates=room(10**9))
 
 

@@ -11,9 +11,8 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.kinds import REDUCTIONS
 from zerojax.accumulation.lines import line
-from zerojax.trace import marks
 from zerojax.trace.changes import is_change
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,7 +54,7 @@ def flatten(closed: Any, learned: Collection[int]) -> Flat:
 
 class _Opener:
     def __init__(self, closed: Any, learned: Collection[int]) -> None:
-        jaxpr, consts = compat.open_jaxpr(closed)
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
         self._known: dict[Any, bool] = {}
         self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
@@ -75,16 +74,13 @@ class _Opener:
             return atom if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            info = eqn.source_info
+            info = jaxprs.source(eqn)
             if outer is not None:
-                inside = self._users_own(info.traceback)
-                info = info.replace(
-                    name_stack=outer.name_stack + info.name_stack,
-                    traceback=info.traceback if inside else outer.traceback,
-                )
+                own = self._users_own(info.traceback)
+                info = jaxprs.source_within(outer, info, own_line=own)
             values = [read(v) for v in eqn.invars]
             if _opens(eqn):
-                inner, inner_consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])
+                inner, inner_consts = jaxprs.open_jaxpr(jaxprs.called(eqn))
                 outs = self._open(inner, inner_consts, values, info)
             else:
                 if eqn.primitive is prims.remat_p:
@@ -107,7 +103,7 @@ class _Opener:
 
     def _without_numbers(self, eqn: Any, values: list[Any], info: Any) -> tuple[Any, list[Any]]:
         """A checkpoint that is given the numbers which it makes of the batch alone."""
-        inner = eqn.params["jaxpr"]
+        inner = jaxprs.param(eqn, "jaxpr")
         learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
         counted: set[Any] = set()  # numbers that reductions make
         for each in inner.eqns:
@@ -126,19 +122,19 @@ class _Opener:
         outside = inner.replace(
             eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
         )
-        made = self._open(outside, (), values, info)
+        counts = self._open(outside, (), values, info)
         inside = inner.replace(
             invars=[*inner.invars, *numbers],
             eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
         )
-        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *made]
+        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
 
 def _reduces(eqn: Any) -> bool:
     """Whether it makes fewer numbers of an array, by a reduction."""
     most = max((v.aval.size for v in eqn.invars), default=0)
     shrinks = all(v.aval.size < most for v in eqn.outvars)
-    inside = [e for body in marks.bodies(eqn) for e in body.eqns]
+    inside = [e for body in jaxprs.bodies(eqn) for e in body.eqns]
     return shrinks and (eqn.primitive.name in REDUCTIONS or any(map(_reduces, inside)))
 
 
@@ -150,6 +146,6 @@ def _small(eqn: Any, counted: Collection[Any]) -> bool:
 
 def _opens(eqn: Any) -> bool:
     """A checkpoint stays, for what it saves; so does the note of an update."""
-    if eqn.primitive not in marks.CALLS or eqn.primitive is prims.remat_p:
+    if eqn.primitive not in jaxprs.CALLS or eqn.primitive is prims.remat_p:
         return False
     return not is_change(eqn)

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core
-from jax.extend.core import primitives as prims
 
-from zerojax.accumulation.analysis import Analysis, Path
-from zerojax.accumulation.pairs import Pair, pairs
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Path
+from zerojax.accumulation.pairs import EquationPair, pairs
+from zerojax.xla import jaxprs
 
 
 def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
@@ -26,18 +25,16 @@ def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
     ]
 
 
-def _equation(pair: Pair, path: Path, analysis: Analysis) -> Any:
+def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     whole, micro = pair
     changes: dict[str, Any] = {}
-    for name, places in _bodies(micro).items():
-        value = micro.params[name]
-        if name == "branches":
-            changes[name] = tuple(
-                _body(w, m, (*path, at), analysis)
-                for at, (w, m) in enumerate(zip(whole.params[name], value, strict=True))
-            )
+    for at, name in enumerate(jaxprs.programs(micro)):
+        w, m = jaxprs.param(whole, name), jaxprs.param(micro, name)
+        if isinstance(m, tuple):
+            both = enumerate(zip(w, m, strict=True))
+            changes[name] = tuple(_body(*each, (*path, i), analysis) for i, each in both)
         else:
-            changes[name] = _body(whole.params[name], value, (*path, places), analysis)
+            changes[name] = _body(w, m, (*path, at), analysis)
     eqn = micro
     if any(changes[name] is not micro.params[name] for name in changes):
         eqn = eqn.replace(params=micro.params | changes)
@@ -49,19 +46,8 @@ def _equation(pair: Pair, path: Path, analysis: Analysis) -> Any:
     return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])
 
 
-def _bodies(eqn: Any) -> dict[str, int]:
-    """The parameters that hold programs which an analysis enters, and their places in a path."""
-    if eqn.primitive is prims.scan_p:
-        return {"jaxpr": 0}
-    if eqn.primitive is prims.while_p:
-        return {"body_jaxpr": 0, "cond_jaxpr": 1}
-    if eqn.primitive is prims.cond_p:
-        return {"branches": 0}
-    return {marks.CALLS[eqn.primitive]: 0} if eqn.primitive in marks.CALLS else {}
-
-
 def _body(whole: Any, micro: Any, path: Path, analysis: Analysis) -> Any:
-    inside, outside = compat.open_jaxpr(micro)[0], compat.open_jaxpr(whole)[0]
+    inside, outside = jaxprs.open_jaxpr(micro)[0], jaxprs.open_jaxpr(whole)[0]
     eqns = []
     for i, pair in enumerate(pairs(outside.eqns, inside.eqns)):
         if pair.micro is not None:
@@ -69,7 +55,7 @@ def _body(whole: Any, micro: Any, path: Path, analysis: Analysis) -> Any:
     if all(new is old for new, old in zip(eqns, inside.eqns, strict=True)):
         return micro
     changed = inside.replace(eqns=eqns)
-    return micro.replace(jaxpr=changed) if inside is not micro else changed
+    return jaxprs.with_body(micro, changed)
 
 
 def _differ(whole: Any, micro: Any) -> bool:

@@ -15,34 +15,34 @@ import jax
 from etils import epath
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout, saved
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import saved, state_tree
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.extra import decoded, encoded
-from zerojax.checkpoint.lock import Lock
-from zerojax.checkpoint.pending import Pending
+from zerojax.checkpoint.pending import PendingSave
+from zerojax.checkpoint.record import decoded, encoded
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
-from zerojax.checkpoint.saved import Saved
-from zerojax.checkpoint.writer import Writer
+from zerojax.checkpoint.saved import SavedStep
+from zerojax.checkpoint.writer import Lock, Writer
 
 
 class Checkpointer:
     """Saves training states in a folder and restores them on any mesh, at any stage.
 
-    ``DIRECTORY/STEP/state`` is what orbax writes of the state, uncompressed, and
-    ``DIRECTORY/STEP/zerojax.json`` the record beside it: config, mesh, the spec and checksum of
-    every array, sizes and digests of the files, and what the caller adds. A step appears whole or
-    not at all, and disappears likewise, whenever the process is killed.
+    ``DIRECTORY/STEP/state`` holds the state, written by orbax uncompressed, and
+    ``DIRECTORY/STEP/zerojax.json`` the record: config, mesh, the spec and checksum of every array,
+    sizes and digests of the files, and the caller's additions. A step appears whole or not at all,
+    and disappears likewise, whenever the process is killed.
 
     Args:
-      directory: of the steps, local or mounted; made if need be. A bucket (``gs://``) is an error.
-      zero: gives config and mesh; shardings too where an abstract state has none.
-      keep: the newest steps that stay; None keeps all.
-      keep_best: steps that stay for their ``metric``, besides the newest.
-      metric: the entry of ``metrics`` by which steps are compared.
-      mode: "min" where a smaller one is better.
-      read_only: never writes, not even a lock, so that it can look at a running job's folder.
+      directory: Of the steps, local or mounted; made where it does not exist. A bucket
+        (``gs://``) is an error.
+      zero: Gives config and mesh, and shardings where an abstract state has none.
+      keep: The number of newest steps to keep; None keeps all.
+      keep_best: The number of best steps to keep besides.
+      metric: The entry of ``metrics`` by which steps are compared.
+      mode: "min" where a smaller metric is better, or "max".
+      read_only: Write nothing, not even a lock: for the folder of a running job.
 
     Raises:
       CheckpointError: the folder cannot be written, or another run writes to it.
@@ -122,7 +122,7 @@ class Checkpointer:
         except CheckpointError as failed:
             if error is None:
                 raise
-            error.add_note(str(failed))  # and let the caller's own be seen
+            error.add_note(str(failed))  # the caller's own error goes on
 
     def save(
         self,
@@ -132,23 +132,23 @@ class Checkpointer:
         extra: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Saves a state, in the background: returns when it is copied from the devices.
+        """Saves a state in the background; returns when the state is copied from the devices.
 
-        Waits for the save before it. The state may be donated to the next step at once. What lies
-        in host memory is copied there until it is saved; what lies on a disk is in the step when
-        this returns, with less than 1 GB of it in memory at a time.
+        Waits for the earlier save. The state may be donated to the next step at once. Arrays in
+        host memory are copied there until they are saved; arrays on a disk are saved on return,
+        with less than 1 GB of them in memory at a time.
 
         Args:
-          step: updates done.
-          state: a ``TrainState``, or a tuple of an ``nnx.Module``, its ``nnx.Optimizer`` and more.
-          extra: what else a continued run needs (data position, keys, history): JSON, in which
-            PRNG keys may stand.
-          metrics: numbers by name, for ``keep_best`` and to look at.
+          step: Updates done.
+          state: A ``TrainState``, or a tuple of an ``nnx.Module``, its ``nnx.Optimizer`` and more.
+          extra: Anything else that a continued run needs (data position, keys, history): JSON, with
+            PRNG keys in it.
+          metrics: Numbers by name, for ``keep_best`` and for readers.
 
         Raises:
-          CheckpointError: the save before it failed (this one is not begun then, a further call
-            tries it); the step or a later one is there already; the state is no state, or was
-            donated; extra or metrics cannot be written.
+          CheckpointError: the earlier save failed (this one is not begun then, call again); this
+            step or a later one exists; the state is no state, or was donated; extra or metrics
+            cannot be written.
         """
         with self._alone:
             writer = self._writing()
@@ -156,55 +156,55 @@ class Checkpointer:
             step = _whole(step)
             self._check(step, state)
             numbers = self._retention.checked(step, metrics)
-            pending = Pending(self.directory, step, state, self.zero, encoded(extra), numbers)
+            pending = PendingSave(self.directory, step, state, self.zero, encoded(extra), numbers)
             writer.begin(pending)
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
 
         Raises:
-          CheckpointError: it failed; the steps before it are as they were.
+          CheckpointError: the save failed; earlier steps are as before.
         """
         with self._alone:
             if self._writer:
                 self._writer.settle(swept=True)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
-        """A saved state, sharded as ``abstract_state`` says, every array checked.
+        """A saved state with the shardings of ``abstract_state``, every array checked.
 
-        Stage, mesh and precision may differ from those that saved it. A loss scale that was not
-        saved starts as the config has it, one that is not wanted is dropped. A ``TrainState``
-        that plain orbax saved gets its optimizer wrapped.
+        Stage, mesh and precision may differ from those of the save. A loss scale that was not
+        saved starts as the config has it, and one that the state lacks is dropped. The optimizer
+        of a ``TrainState`` that plain orbax saved is wrapped.
 
         Args:
-          abstract_state: of ``zero.abstract_state(...)``; or parameters alone, such as
-            ``.params`` of it, an ``nnx.Module`` or its ``nnx.state``.
-          step: which; the newest by default.
+          abstract_state: Of ``zero.abstract_state(...)``; or parameters alone, such as its
+            ``.params``, an ``nnx.Module`` or its ``nnx.state``.
+          step: The step; the newest by default.
 
         Raises:
-          CheckpointError: no such step (the message has those that there are), or one of another
-            model (it has the arrays that differ).
-          DamagedCheckpointError: it is not what was saved; the message names what is damaged, and
+          CheckpointError: no such step exists (the message lists those that do), or it is of
+            another model (the message lists the arrays that differ).
+          DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
             the newest other step that looks whole.
         """
         return self._read(step, lambda there: restore(there, abstract_state, self.zero))
 
     def extra(self, step: int | None = None) -> Any:
-        """What :meth:`save` was given as ``extra``; None for a step of plain orbax."""
+        """The ``extra`` of :meth:`save`; None for a step of plain orbax."""
         return self._read(step, lambda there: decoded(there.record.extra if there.record else None))
 
-    def _read(self, step: int | None, act: Callable[[Saved], Any]) -> Any:
+    def _read(self, step: int | None, act: Callable[[SavedStep], Any]) -> Any:
         step = None if step is None else _whole(step)
         with self._alone:
             self.wait()
             while True:
                 folder = saved.at(self.directory, step)[-1]
                 try:
-                    return act(Saved(folder))
+                    return act(SavedStep(folder))
                 except DamagedCheckpointError as error:
                     if folder.exists():
                         raise self._with_offer(error, folder) from error
-                # The run that writes there has retired it.
+                # The run that writes to the folder has removed the step.
                 if step is not None:
                     raise CheckpointError(
                         f"step {step} was removed while it was read; there are {self.all_steps()}"
@@ -224,15 +224,15 @@ class Checkpointer:
         return DamagedCheckpointError(f"{error}\n{offer}", whole)
 
     def all_steps(self) -> list[int]:
-        """The steps that are there, oldest first; one that is still being saved is not."""
+        """The complete steps, oldest first; without one that is still being saved."""
         return saved.steps(self.directory)
 
     def latest_step(self) -> int | None:
-        """The newest of them, None where there is none."""
+        """The newest complete step; None where none exists."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The one with the best ``metric``, None where none has it."""
+        """The step with the best ``metric``; None where no step has one."""
         recorded = {n: records.read(f) for n, f in saved.folders(self.directory).items()}
         scores = {n: self._retention.score(r.metrics or {}) for n, r in recorded.items() if r}
         return self._retention.best(scores)
@@ -246,7 +246,7 @@ class Checkpointer:
             writer.delete(step)
 
     def close(self) -> None:
-        """Waits for the last save, and lets the folder go."""
+        """Waits for the last save, and releases the folder."""
         with self._alone:
             try:
                 self.wait()
@@ -271,7 +271,7 @@ class Checkpointer:
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
-        if layout.form_of(state) is None:
+        if state_tree.form_of(state) is None:
             raise CheckpointError(
                 f"save takes a TrainState, or a tuple (model, optimizer, ...) of NNX, not "
                 f"{type(state).__name__}"
@@ -324,7 +324,7 @@ def _whole(step: Any) -> int:
 
 def _looks_whole(folder: epath.Path) -> bool:
     try:
-        Saved(folder)
+        SavedStep(folder)
     except CheckpointError:
         return False
     return True

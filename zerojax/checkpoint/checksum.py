@@ -1,34 +1,36 @@
-r"""A checksum of an array that does not depend on how the array is cut.
+r"""A checksum of an array, the same for any sharding of the array.
 
 With the array's bits as unsigned words :math:`w_i` at index :math:`i`,
 
 .. math:: \sum_i h(w_i \oplus \sum_d k_d\, i_d) \bmod 2^{32}
 
 where :math:`h` mixes the 32 bits (the finalizer of MurmurHash3, a bijection) and :math:`k_d` is
-an odd constant for each dimension. It is a sum over elements, so every device adds up its shards,
-and a reader may add up slices; one changed word always changes it, any other damage all but
-:math:`2^{-32}` of the time.
+an odd constant for each dimension. As the checksum is a sum over elements, every device adds up
+its shards, and a reader may add up slices. One changed word always changes the checksum, other
+damage does with probability :math:`1 - 2^{-32}`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.checkpoint.extra import is_key
+from zerojax.checkpoint.state_tree import is_key
+from zerojax.plan import layout
 
 _BLOCK = 2**16
-"""Words that the host mixes at once: they stay in its cache."""
+"""Words that the host mixes at once, so that they stay in the cache."""
 
 _BROUGHT = 2**23
-"""Elements of an array in host memory that are on the device at once."""
+"""The most elements of an array in host memory that are on the device at once."""
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
@@ -38,8 +40,8 @@ def checksum(x: jax.Array, start: Sequence[jax.typing.ArrayLike] = ()) -> jax.Ar
     """The checksum of an array, or one slice's share of it; uint32 [].
 
     Args:
-      x: any shape and dtype, PRNG keys too.
-      start: where in the whole array the slice begins, an index a dimension; empty: at 0.
+      x: Any shape and dtype, PRNG keys too.
+      start: The index in the whole array of the slice's first element; empty for zeros.
 
     Example:
       >>> x = jnp.arange(12.0).reshape(3, 4)
@@ -61,7 +63,7 @@ def _at_once(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
 
 
 def _from_host(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
-    """Of an array in host memory: one block at a time is on the device."""
+    """The checksum of an array in host memory; one block at a time is on the device."""
 
     def add(block: jax.Array, at: list[jax.Array], total: jax.Array) -> jax.Array:
         return total + checksum(jax.device_put(block, jax.memory.Space.Device), at)
@@ -73,7 +75,7 @@ def _from_host(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
 
 
 def _by_blocks(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
-    """By blocks that stay in the cache."""
+    """The checksum by blocks that stay in the cache."""
     if x.size <= _BLOCK:
         return _at_once(x, begins)
     total = jnp.uint32(0)
@@ -95,20 +97,20 @@ class _Blocks:
     """Blocks of an array that have one shape.
 
     Attributes:
-      count: how many.
-      get: the ``i``-th, and the index at which it begins.
+      count: The number of blocks.
+      get: Gives the ``i``-th block, and the index of its first element.
     """
 
     count: int
     get: Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
 
     def fold(self, add: Callable[..., jax.Array], first: jax.Array) -> jax.Array:
-        """``add(block, index, sums)`` for each of them."""
+        """The result of ``add(block, index, sums)`` over all blocks, from ``first``."""
         return jax.lax.fori_loop(0, self.count, lambda i, sums: add(*self.get(i), sums), first)
 
 
 def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_Blocks]:
-    """Whole rows, of the first dimension whose rows have ``most`` elements or fewer."""
+    """Blocks of whole rows, of the first dimension whose rows have at most ``most`` elements."""
     if not x.ndim:
         yield _Blocks(1, lambda _: (x, []))
         return
@@ -132,7 +134,7 @@ def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_B
 
 
 def _places(shape: Sequence[int]) -> jax.Array:
-    """What the indices contribute, were the first of them all 0; uint32 of that shape."""
+    """The indices' part of the checksum where the first index is 0; uint32 of that shape."""
     at = jnp.zeros(shape, jnp.uint32)
     for d in range(len(shape)):
         at = at + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
@@ -140,12 +142,63 @@ def _places(shape: Sequence[int]) -> jax.Array:
 
 
 def _moved(index: Sequence[jax.Array]) -> jax.Array:
-    """What an index contributes, uint32 []."""
+    """An index's part of the checksum, uint32 []."""
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
 
+def begin_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Starts the checksums of arrays on the devices, for :func:`finish_checksum`.
+
+    Every device adds up its shards; arrays in host memory pass through the devices block by block.
+    In one process no program has a collective: many small programs are in flight, and on virtual
+    CPU devices each would wait for threads that another one holds.
+
+    Args:
+      arrays: By name.
+
+    Returns:
+      Uint32 arrays by name.
+    """
+    parts = {name: _parts(x) for name, x in arrays.items()}
+    if jax.process_count() == 1:
+        return parts
+    return jax.jit(lambda t: jax.tree.map(lambda p: jnp.sum(p, dtype=jnp.uint32), t))(parts)
+
+
+def finish_checksum(parts: Any) -> int:
+    """The checksum of an array that :func:`begin_checksums` started; waits for the devices."""
+    return int(np.sum(np.asarray(parts), dtype=np.uint32))
+
+
+def _parts(x: jax.Array) -> jax.Array:
+    """Uint32 [devices], or [] where the array lies on one device only."""
+    sharding = x.sharding
+    if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
+        return checksum(x)
+    return _sharded(x, sharding.mesh, sharding.spec)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    axes = [layout.axes(entry) for entry in layout.full(spec, x.ndim)]
+    used = {axis for names in axes for axis in names}
+
+    def of_shard(shard: jax.Array) -> jax.Array:
+        start = [
+            jax.lax.axis_index(names) * size if names else 0
+            for names, size in zip(axes, shard.shape, strict=True)
+        ]
+        first = jnp.asarray(True)
+        for axis in mesh.axis_names:
+            first = first if axis in used else first & (jax.lax.axis_index(axis) == 0)
+        return jnp.where(first, checksum(shard, start), jnp.uint32(0))[None]
+
+    parts = PartitionSpec(tuple(mesh.axis_names))
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=parts, check_vma=False)(x)
+
+
 def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
-    """The same on the host, of 64-bit dtypes without ``jax_enable_x64`` too, and fast.
+    """The same as :func:`checksum` on the host, of 64-bit dtypes too.
 
     Example:
       >>> x = np.arange(12, dtype=np.int8).reshape(3, 4)
@@ -155,7 +208,7 @@ def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
     words = _host_words(x)
     inner = next(d for d in range(words.ndim) if math.prod(words.shape[d + 1 :]) <= _BLOCK)
     rows = max(1, min(words.shape[inner], _BLOCK // max(1, math.prod(words.shape[inner + 1 :]))))
-    # The sum over dimensions is linear in the indices: a block's is that of the first, moved.
+    # The indices' part is linear in the indices: a block's is that of the first block, moved.
     first: np.ndarray = np.zeros((), np.uint32)
     for d, n in enumerate((rows, *words.shape[inner + 1 :]), inner):
         first = first[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
@@ -176,14 +229,14 @@ def _odd(d: int) -> int:
 
 
 def _mix(x: Any) -> Any:
-    """Of JAX's arrays and numpy's."""
+    """The finalizer of MurmurHash3, of uint32 JAX and NumPy arrays."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _host_words(x: np.ndarray) -> np.ndarray:
-    """:func:`_words` in whatever unsigned dtype they have, and of one dimension at least."""
+    """The bits of a host array, in any unsigned dtype, of one dimension at least."""
     if x.dtype != bool and _bits(x.dtype) < 8:
         x = x.astype(np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else np.int8)
     complex_ = (2,) if np.issubdtype(x.dtype, np.complexfloating) else ()
@@ -195,7 +248,7 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits as uint32; an element of more than 32 has a last dimension of words."""
+    """The bits as uint32; an element of more than 32 bits has a last dimension of words."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == bool or _bits(x.dtype) < 8:

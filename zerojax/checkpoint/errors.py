@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 import re
 
@@ -8,10 +8,10 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut or changed; nothing of it was used.
+    """Files of a checkpoint are missing, cut or changed; no array of it was used.
 
     Attributes:
-      whole: the newest other step that looks whole, where one was looked for and found.
+      whole: The newest other step that looks whole; None where none does, or none was looked for.
     """
 
     def __init__(self, message: str, whole: int | None = None) -> None:
@@ -20,5 +20,5 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def reason(error: Exception) -> str:
-    """What tensorstore says of it, without the specification and the places in its source."""
+    """The message of tensorstore, without its specification and source locations."""
     return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]

@@ -1,6 +1,6 @@
-"""Which saved array is which wanted one, where the two trees need not be the same.
+"""The saved array for each wanted one, where the two trees may differ.
 
-Three differences are bridged: a loss scale that only one side has (fp16 against fp32 or bf16), an
+Three differences are bridged: a loss scale on one side alone (fp16 against fp32 or bf16), an
 optimizer state that zerojax has not wrapped yet, and parameters alone.
 """
 
@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.extra import is_key
-from zerojax.checkpoint.layout import Path
-from zerojax.checkpoint.saved import Leaf
+from zerojax.checkpoint.saved import SavedArray
+from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.optim.wrap import ZeroOptState
 
 INNER, LOSS_SCALE = "inner", "loss_scale"
@@ -24,19 +23,19 @@ SHOWN = 8
 
 
 def match(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], optimizer: Path, *, where: str
+    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], optimizer: Path, *, where: str
 ) -> dict[Path, Path | None]:
     """Finds each wanted array among the saved ones.
 
     Args:
-      wanted: shapes and dtypes by path.
-      saved: what is there.
-      optimizer: the path of the optimizer's state.
-      where: the checkpoint, for messages.
+      wanted: Shapes and dtypes by path.
+      saved: The saved arrays by path.
+      optimizer: The path of the optimizer's state.
+      where: The checkpoint, for messages.
 
     Returns:
-      The saved path of each wanted one; None where it has to be made anew: parts of
-      ``ZeroOptState`` that a plain optimizer state lacks, a loss scale, arrays of no elements.
+      The saved path of each wanted one; None for a new array: parts of ``ZeroOptState`` that a
+      plain optimizer state lacks, a loss scale, arrays without elements.
 
     Raises:
       CheckpointError: other arrays are missing, too many, or differ in shape or kind.
@@ -68,9 +67,9 @@ def match(
 
 
 def match_params(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, Leaf], *, where: str
+    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], *, where: str
 ) -> dict[Path, Path | None]:
-    """The same for parameters alone: whatever else the checkpoint holds is left there."""
+    """The same for parameters alone; other arrays of the checkpoint are ignored."""
     problems = []
     for path, leaf in wanted.items():
         if path in saved:
@@ -82,7 +81,7 @@ def match_params(
     return {path: path for path in wanted}
 
 
-def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
+def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
     if is_key(wanted):
         return []  # its data is what is on disk
     if tuple(wanted.shape) != saved.shape:
@@ -93,7 +92,7 @@ def _mismatch(path: Path, wanted: Any, saved: Leaf) -> list[str]:
 
 
 def _of_a_kind(a: Any, b: Any) -> bool:
-    """Both floats, or both whole numbers: their widths may differ (a step was a Python int)."""
+    """Whether both are floats or both whole numbers, of any widths (a step was a Python int)."""
     return a == b or any(
         jax.dtypes.issubdtype(a, kind) and jax.dtypes.issubdtype(b, kind)
         for kind in (np.floating, np.integer)

@@ -1,4 +1,4 @@
-"""Which saved arrays are parameters, and what they are called where they are exported to."""
+"""The parameters among saved arrays, and the names of the tensors they are exported as."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.extra import decoded
-from zerojax.checkpoint.layout import PARAMS, Form, Path, unboxed
+from zerojax.checkpoint.record import decoded
 from zerojax.checkpoint.safetensors_files import DTYPES, TensorSpec
-from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.checkpoint.saved import SavedArray, SavedStep
+from zerojax.checkpoint.state_tree import PARAMS, Form, Path, unboxed
 
 
 class Renamed(NamedTuple):
-    """What a model's tensors are called elsewhere.
+    """The names of a model's tensors elsewhere.
 
     Attributes:
-      tensors: of each parameter: a name, and which index of the first dimension has it, or None
-        for the whole. A parameter with none is left out.
-      texts: other files of the folder by name, such as ``config.json``.
+      tensors: By parameter: pairs of a tensor's name and its index of the first dimension, None
+        for the whole parameter. A parameter without pairs is left out.
+      texts: Other files of the folder by name, such as ``config.json``.
     """
 
     tensors: Mapping[str, Sequence[tuple[str, int | None]]]
@@ -30,26 +30,26 @@ class Renamed(NamedTuple):
 
 
 Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed]
-"""From the parameters' names and shapes, and what was saved as ``extra``; a ValueError says why
-the files cannot be made."""
+"""Takes the parameters' names and shapes, and the ``extra`` of the save; a ValueError says why the
+files cannot be made."""
 
 
-class Part(NamedTuple):
-    """A tensor, and which index of its parameter's first dimension it is, or None for all."""
+class TensorPart(NamedTuple):
+    """A tensor, and its index of its parameter's first dimension; None for the whole parameter."""
 
     tensor: TensorSpec
     at: int | None
 
 
-def parameters(saved: Saved) -> dict[str, Leaf]:
+def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     """The parameters by name: their keys, without flax's boxes, with dots between.
 
-    Of a ``TrainState`` what is under ``params``, of NNX the model without its PRNG streams.
+    Of a ``TrainState`` the arrays under ``params``, of NNX the model without its PRNG streams.
 
     Raises:
-      CheckpointError: there are none.
+      CheckpointError: no array is a parameter.
     """
-    leaves = [*saved.leaves()]
+    leaves = [*saved.arrays()]
     roots = sorted({leaf.path[0] for leaf in leaves})
     form: Form = "linen" if "params" in roots else "nnx"
     prefix = PARAMS[saved.record.form if saved.record else form]
@@ -71,8 +71,8 @@ def parameters(saved: Saved) -> dict[str, Leaf]:
     }
 
 
-def _streams(leaves: Mapping[Path, Leaf]) -> set[Path]:
-    """NNX's PRNG streams: modules of a key and a count."""
+def _streams(leaves: Mapping[Path, SavedArray]) -> set[Path]:
+    """The paths of NNX's PRNG streams: modules of a key and a count."""
     held: dict[Path, dict[Path, str]] = defaultdict(dict)
     for path, leaf in leaves.items():
         held[path[:-1]][path[-1:]] = leaf.dtype.name
@@ -80,16 +80,16 @@ def _streams(leaves: Mapping[Path, Leaf]) -> set[Path]:
     return {path for path, dtypes in held.items() if dtypes == stream}
 
 
-def _is_key(saved: Saved, leaf: Leaf) -> bool:
-    """On disk a key is but numbers."""
+def _is_key(saved: SavedStep, leaf: SavedArray) -> bool:
+    """Whether an array is of PRNG keys, which are numbers on disk."""
     return saved.record is not None and saved.record.leaves[leaf.name].dtype.startswith("key<")
 
 
-def rename(leaves: Mapping[str, Leaf], names: Names | None, saved: Saved) -> Renamed:
-    """As ``names`` says, after a look at what it says.
+def rename(leaves: Mapping[str, SavedArray], names: Names | None, saved: SavedStep) -> Renamed:
+    """The result of ``names``, checked; by default a tensor for each parameter.
 
     Raises:
-      CheckpointError: it refuses, or names a parameter that is not there, or twice the same.
+      CheckpointError: ``names`` refuses, names an unknown parameter, or one tensor twice.
     """
     if names is None:
         return Renamed({name: [(name, None)] for name in leaves}, {})
@@ -112,8 +112,16 @@ def rename(leaves: Mapping[str, Leaf], names: Names | None, saved: Saved) -> Ren
     return renamed
 
 
-def parts(name: str, leaf: Leaf, renamed: Renamed, floats: np.dtype | None) -> Iterator[Part]:
-    """The tensors of a parameter; ``floats`` is the dtype of those that are floats, None as saved.
+def tensor_parts(
+    name: str, leaf: SavedArray, renamed: Renamed, floats: np.dtype | None
+) -> Iterator[TensorPart]:
+    """The tensors of a parameter.
+
+    Args:
+      name: Of the parameter.
+      leaf: The parameter.
+      renamed: The names of the tensors.
+      floats: The dtype of float tensors; None for the saved one.
 
     Raises:
       CheckpointError: safetensors has no such dtype.
@@ -122,4 +130,6 @@ def parts(name: str, leaf: Leaf, renamed: Renamed, floats: np.dtype | None) -> I
     if dtype.name not in DTYPES:
         raise CheckpointError(f"{name} is {dtype.name}, which safetensors does not have")
     for tensor, at in renamed.tensors[name]:
-        yield Part(TensorSpec(tensor, leaf.shape if at is None else leaf.shape[1:], dtype), at)
+        yield TensorPart(
+            TensorSpec(tensor, leaf.shape if at is None else leaf.shape[1:], dtype), at
+        )

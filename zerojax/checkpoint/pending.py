@@ -1,4 +1,4 @@
-"""A save under way: what is known when it begins, and the record when its files are there."""
+"""A save under way: the record of a state, begun with the save and finished with its files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from zerojax.api import Zero
-from zerojax.checkpoint import layout, sums
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import state_tree
+from zerojax.checkpoint.checksum import begin_checksums, finish_checksum
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
@@ -26,16 +27,22 @@ from zerojax.plan.places import PINNED
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
 
-class Pending:
-    """Begins the checksums on the devices; they are fetched by :meth:`finish`, in the background.
+class PendingSave:
+    """A state to be written; its checksums are begun here, and fetched by :meth:`finish`.
+
+    Args:
+      directory: Of the steps.
+      step: Updates done.
+      state: A ``TrainState``, or a tuple of NNX.
+      zero: Its config and mesh are recorded.
+      extra: JSON, see :func:`zerojax.checkpoint.record.encoded`.
+      metrics: Numbers by name.
 
     Attributes:
-      step: updates done.
-      tree: what orbax is to write.
-      metrics: the caller's.
+      tree: The arrays that orbax writes.
 
     Raises:
-      CheckpointError: something of the state cannot be saved.
+      CheckpointError: an array of the state cannot be saved.
     """
 
     def __init__(
@@ -48,16 +55,16 @@ class Pending:
         metrics: dict[str, float] | None,
     ) -> None:
         self.step, self.metrics, self._directory = step, metrics, directory
-        tree = layout.tree_of(state)
+        tree = state_tree.tree_of(state)
         _check_arrays(tree)
         self.tree = jax.tree.map(_array, tree)
-        leaves = layout.named(self.tree)
-        self._sums = sums.begin({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
+        leaves = state_tree.named(self.tree)
+        self._sums = begin_checksums({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
         }
-        form = layout.form_of(state)
+        form = state_tree.form_of(state)
         assert form is not None
         self._record = Record(
             step=step,
@@ -78,14 +85,14 @@ class Pending:
         )
 
     def finish(self, on_disk: Mapping[str, int]) -> None:
-        """Writes the record into the step's folder, before orbax gives that its name.
+        """Writes the record into the step's folder, before orbax gives the folder its name.
 
         Args:
-          on_disk: the checksums of the arrays that lie on a disk.
+          on_disk: The checksums of the arrays that lie on a disk, by name.
         """
-        found = {**on_disk, **{name: sums.total(x) for name, x in self._sums.items()}}
+        checksums = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
-            name: leaf.model_copy(update={"checksum": found[name]})
+            name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()
         }
         under_way = [*self._directory.glob(f"{self.step}.orbax-checkpoint-tmp*")]
@@ -95,14 +102,14 @@ class Pending:
 
 
 def _check_arrays(tree: Any) -> None:
-    """What of a state cannot be saved.
+    """Checks that every array can be saved.
 
     Raises:
-      CheckpointError: an array was donated or is half updated, is abstract, lies on one process
-        alone, or would have the name of another one on disk.
+      CheckpointError: an array was donated, is half updated or abstract, lies on one process
+        alone, or shares its name with another one.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [".".join(layout.strings(keys)) for keys, _ in leaves]
+    names = [".".join(state_tree.strings(keys)) for keys, _ in leaves]
     if twice := {name for name, n in Counter(names).items() if n > 1}:
         raise CheckpointError(
             f"{', '.join(sorted(twice))}: two arrays have this name, "
@@ -125,11 +132,11 @@ def _check_arrays(tree: Any) -> None:
 
 
 def _array(x: Any) -> jax.Array | DiskArray:
-    """What the step would make of a number or a NumPy array."""
+    """A leaf as an array that does not change during the save."""
     if isinstance(x, DiskArray):
         return x
     if isinstance(x, jax.Array):
-        # Orbax refers to host memory as it is, and the next step could not have it back.
+        # Orbax keeps a reference to host memory, and the next step could not donate the array.
         return jnp.copy(x) if x.sharding.memory_kind == PINNED else x
     return jnp.asarray(x)
 

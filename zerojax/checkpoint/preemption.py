@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 PREEMPTED = 75
-"""Exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h,
-"try again later", which no error of Python or of a shell uses."""
+"""Exit status of a run that saved and stopped on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again
+later", which no error of Python or of a shell uses."""
 
 
 class Preemption:
-    """Notes the first SIGTERM, which a cluster sends before it takes a machine; a second one ends
-    the process at once, as ever.
+    """Notes the first SIGTERM, which a cluster sends before it takes a machine.
 
-    ``notice`` is true from the first signal on. In several processes each has its own: to stop at
-    the same step let one decide for all (``jax.experimental.multihost_utils``).
+    A second SIGTERM ends the process at once. Each process has its own notice: to stop several at
+    the same step, let one decide for all (``jax.experimental.multihost_utils``).
+
+    Attributes:
+      notice: Whether a SIGTERM came.
 
     Raises:
-      ValueError: not in the main thread, where alone Python takes signals.
+      ValueError: outside the main thread, as Python takes signals there alone.
 
     Example:
       >>> with Preemption() as preemption:
@@ -44,10 +46,5 @@ class Preemption:
         self.notice = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before)

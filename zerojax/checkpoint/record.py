@@ -1,9 +1,9 @@
-"""The record beside a saved state: what it is, how it lay, and what its bytes add up to.
+"""The record beside a saved state: its config, mesh, arrays and files, with their checksums.
 
     STEP/state/...          orbax's
     STEP/zerojax.json       {"format": 1, "sha256": of the rest, "record": {...}}
 
-Written before orbax commits the step, so that both are there or neither is.
+Written before orbax commits the step, so that both exist or neither does.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pydantic
 from etils import epath
 
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.state_tree import is_key
 
 FORMAT = 1
 FILE = "zerojax.json"
 MARK = {"record": FILE}
-"""Said in orbax's metadata of a state that has a record, so that a lost one is missed."""
+"""In orbax's metadata of a state with a record, so that a lost record is noticed."""
 
 WHOLE_FILE_BYTES = 16 * 2**20
-"""Files up to this size are digested whole; larger ones hold arrays, which have checksums."""
+"""The largest file with a digest; larger ones hold arrays, which have checksums."""
 
 Spec = list[str | list[str] | None]
+
+_KEY = "$key"
 
 
 class _Strict(pydantic.BaseModel):
@@ -35,8 +41,12 @@ class _Strict(pydantic.BaseModel):
 
 
 class LeafRecord(_Strict):
-    """An array: ``spec`` is its PartitionSpec at rest (None: unknown), ``checksum`` see
-    :func:`zerojax.checkpoint.checksum.checksum`."""
+    """An array.
+
+    Attributes:
+      spec: Its PartitionSpec at rest; None where unknown.
+      checksum: See :func:`zerojax.checkpoint.checksum.checksum`.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,26 +55,26 @@ class LeafRecord(_Strict):
 
 
 class FileRecord(_Strict):
-    """A file of the step's folder; ``crc32`` of its bytes, None for a large one."""
+    """A file of the step's folder; ``crc32`` is None for a large file."""
 
     bytes: int
     crc32: int | None
 
 
 class Record(_Strict):
-    """What is known of a saved step.
+    """A saved step.
 
     Attributes:
-      step: updates done, as the caller counts.
-      saved: when, ISO 8601 in UTC.
-      versions: of zerojax, jax, flax, optax, orbax.
-      form: a flax ``TrainState``, or a pair of ``nnx.Module`` and ``nnx.Optimizer``.
-      stage, compute_dtype, mesh, axis, devices, processes: how it lay when it was saved.
-      config: the fields of the :class:`ZeroConfig`.
-      leaves: by orbax's name of the array.
-      files: by path within the step's folder; all of them but this record and what orbax adds
-        while it commits.
-      metrics, extra: the caller's own.
+      step: Updates done, as the caller counts.
+      saved: The time, ISO 8601 in UTC.
+      versions: Of zerojax, jax, flax, optax, orbax.
+      form: A flax ``TrainState``, or a tuple of ``nnx.Module``, ``nnx.Optimizer`` and more.
+      stage, compute_dtype, mesh, axis, devices, processes: Of the run that saved the step.
+      config: The fields of its :class:`ZeroConfig`.
+      leaves: The arrays, by orbax's name.
+      files: By path within the step's folder; without the record itself and files that orbax adds
+        during its commit.
+      metrics, extra: The caller's own.
     """
 
     step: int
@@ -92,11 +102,11 @@ def write(folder: epath.Path, record: Record) -> None:
 
 
 def read(folder: epath.Path) -> Record | None:
-    """The record of the step in ``folder``; None where there is none, as with plain orbax.
+    """The record of the step in ``folder``; None where none exists, as with plain orbax.
 
     Raises:
-      DamagedCheckpointError: it is not as it was written.
-      CheckpointError: it was written by a newer zerojax.
+      DamagedCheckpointError: the record is not as it was written.
+      CheckpointError: a newer zerojax wrote the record.
     """
     file = folder / FILE
     if not file.exists():
@@ -121,11 +131,11 @@ def read(folder: epath.Path) -> Record | None:
 
 
 def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRecord]:
-    """Every file below ``folder``, but for what orbax still changes while it commits.
+    """Every file below ``folder``, without those that orbax changes during its commit.
 
     Args:
-      folder: of the step.
-      whole: files of more bytes get no ``crc32``.
+      folder: Of the step.
+      whole: The most bytes of a file with a ``crc32``.
     """
     return {
         name: FileRecord(bytes=size, crc32=_crc32(folder / name) if size <= whole else None)
@@ -135,21 +145,23 @@ def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRe
 
 
 def changed(folder: epath.Path, record: Record) -> list[str]:
-    """What differs from the recorded step and its files, one line each."""
+    """Differences from the recorded step and its files, one line each."""
     problems = []
     if folder.name.isdecimal() and int(folder.name) != record.step:
         problems.append(
             f"{folder / FILE} is of step {record.step}: name the folder {record.step} again"
         )
     try:
-        there = dict(sizes(folder))
+        present = dict(sizes(folder))
     except OSError as error:
         return [*problems, f"{folder} cannot be read: {error}"]
     for name, file in record.files.items():
-        if name not in there:
+        if name not in present:
             problems.append(f"{folder / name} is missing")
-        elif there[name] != file.bytes:
-            problems.append(f"{folder / name} has {there[name]:,} bytes instead of {file.bytes:,}")
+        elif present[name] != file.bytes:
+            problems.append(
+                f"{folder / name} has {present[name]:,} bytes instead of {file.bytes:,}"
+            )
         elif file.crc32 is not None:
             problems += _differs(folder / name, file.crc32)
     return problems
@@ -164,12 +176,54 @@ def _differs(file: epath.Path, crc32: int) -> list[str]:
 
 
 def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Every file below ``folder`` by its path within it, and its bytes."""
+    """Every file below ``folder``: its path within the folder, and its bytes."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir():
             yield from ((f"{entry.name}/{name}", size) for name, size in sizes(entry))
         else:
             yield entry.name, entry.stat().length
+
+
+def encoded(value: Any, path: str = "extra") -> Any:
+    """``value`` as JSON, PRNG keys by their data.
+
+    Raises:
+      CheckpointError: a part of it, named by its path, is neither JSON nor a PRNG key.
+
+    Example:
+      >>> decoded(encoded({"key": jax.random.key(7), "row": 3}))
+      {'key': Array((), dtype=key<fry>) overlaying:
+      [0 7], 'row': 3}
+    """
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or key == _KEY:
+                raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
+        return {key: encoded(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, jax.Array) and is_key(value):
+        data = np.asarray(jax.random.key_data(value))
+        return {_KEY: str(jax.random.key_impl(value)), "data": data.tolist()}
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
+        return value.item()
+    raise CheckpointError(
+        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """The value of :func:`encoded`; tuples have become lists."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KEY in value:
+        data = jnp.asarray(value["data"], jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=value[_KEY])
+    return {key: decoded(item) for key, item in value.items()}
 
 
 def _crc32(file: epath.Path) -> int:

@@ -1,4 +1,4 @@
-"""A saved step brought back: every array straight to the devices that shall hold it."""
+"""A saved step restored: every array straight to its devices, host memory or disk."""
 
 from __future__ import annotations
 
@@ -13,71 +13,75 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
-from zerojax.checkpoint import disk, layout, sums
-from zerojax.checkpoint.checksum import share
+from zerojax.checkpoint import disk_arrays, state_tree
+from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.extra import is_key
-from zerojax.checkpoint.layout import Path
 from zerojax.checkpoint.matching import match, match_params
-from zerojax.checkpoint.saved import Leaf, Saved
+from zerojax.checkpoint.saved import SavedArray, SavedStep
+from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, take_apart
 from zerojax.plan.places import DISK, PINNED
-from zerojax.plan.plan import Leaf as Planned
+from zerojax.plan.plan import Leaf
 from zerojax.train_state.state_parts import OpenedState
 
 _UNDER_WAY_GB = 0.5
-"""Read but not yet on the devices, so that the host needs little memory besides them."""
+"""The most that is read and not yet on the devices, so that the host needs little memory."""
 
 
 class _Wanted(NamedTuple):
-    """Shapes, dtypes and shardings by path in the checkpoint, how to make the caller's object,
-    and which arrays shall lie on a disk."""
+    """The arrays to restore.
+
+    Attributes:
+      leaves: Shapes, dtypes and shardings by path in the checkpoint.
+      close: Makes the caller's object of the arrays, in the order of ``leaves``.
+      on_disk: The plan of those that belong on a disk.
+    """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
     close: Callable[[list[Any]], Any]
-    on_disk: Mapping[Path, Planned]
+    on_disk: Mapping[Path, Leaf]
 
 
-def restore(saved: Saved, abstract_state: Any, zero: Zero) -> Any:
+def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
     """The saved state, or parameters, in the form and with the shardings of ``abstract_state``.
 
-    Every array is read in pieces by the devices that hold them, in the dtype that was saved;
-    checked against its recorded checksum, and then cast if another float dtype is wanted. One
-    that shall lie on a disk goes there piece by piece.
+    Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
+    and then cast where another float dtype is wanted. An array that belongs on a disk goes there
+    piece by piece.
 
     Raises:
-      CheckpointError: the arrays differ from those that are wanted.
-      DamagedCheckpointError: they cannot be read, or are not what was saved.
+      CheckpointError: the saved arrays are not those of ``abstract_state``.
+      DamagedCheckpointError: arrays cannot be read, or are not as they were saved.
     """
-    there = {layout.unboxed(leaf.path): leaf for leaf in saved.leaves()}
-    form = layout.form_of(abstract_state)
+    present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
+    form = state_tree.form_of(abstract_state)
     if form is None:
         _check_params(abstract_state)
-        wanted = _params_alone(abstract_state, there, zero)
-        sources = match_params(wanted.leaves, there, where=str(saved.folder))
+        wanted = _params_alone(abstract_state, present, zero)
+        sources = match_params(wanted.leaves, present, where=str(saved.folder))
     else:
         wanted = _whole_state(abstract_state, form, zero)
-        optimizer = layout.OPTIMIZER[form]
-        sources = match(wanted.leaves, there, optimizer, where=str(saved.folder))
-    every = {path: there[source] for path, source in sources.items() if source is not None}
-    leaves = {path: leaf for path, leaf in every.items() if path not in wanted.on_disk}
-    structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in leaves.items()}
+        optimizer = state_tree.OPTIMIZER[form]
+        sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
+    chosen = {path: present[source] for path, source in sources.items() if source is not None}
+    in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
+    structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
     arrays = _read(saved, structs)
-    _verify(saved, {leaf: arrays[leaf.path] for leaf in leaves.values()})
-    found: dict[Path, Any] = {
-        path: _fit(path, arrays[leaf.path], wanted) for path, leaf in leaves.items()
+    _verify(saved, {leaf: arrays[leaf.path] for leaf in in_memory.values()})
+    restored: dict[Path, Any] = {
+        path: _fit(path, arrays[leaf.path], wanted) for path, leaf in in_memory.items()
     }
-    found |= _to_disk(saved, every, wanted, zero)
-    if len(found) < len(wanted.leaves):
+    restored |= _to_disk(saved, chosen, wanted, zero)
+    if len(restored) < len(wanted.leaves):
         assert form is not None
-        found |= _fresh(wanted, found, form, zero)
-    return wanted.close([found[path] for path in wanted.leaves])
+        restored |= _fresh(wanted, restored, form, zero)
+    return wanted.close([restored[path] for path in wanted.leaves])
 
 
-def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
+def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
     opened: OpenedState = take_apart(objects)
     if not isinstance(opened.tx, ZeroTransformation):
@@ -85,7 +89,7 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     leaves, tree = jax.tree.flatten(opened.parts)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
-    paths = layout.paths_of(opened.parts, form)
+    paths = state_tree.paths_of(opened.parts, form)
     return _Wanted(
         {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
@@ -93,11 +97,11 @@ def _whole_state(state: Any, form: layout.Form, zero: Zero) -> _Wanted:
     )
 
 
-def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Planned]:
-    """The arrays that zero's config has on a disk, which has room for them.
+def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Leaf]:
+    """The plan of the arrays that the config has on a disk.
 
     Raises:
-      DiskError: it has not.
+      DiskError: the disk has less room, or cannot be used.
     """
     sections = zero.config.offload_optimizer, zero.config.offload_param
     if not any(section and section.device == "nvme" for section in sections):
@@ -117,14 +121,14 @@ def _check_params(params: Any) -> None:
         )
 
 
-def _params_alone(params: Any, there: dict[Path, Leaf], zero: Zero) -> _Wanted:
-    nnx = all(path[0].isdecimal() for path in there)
-    prefix = layout.PARAMS["nnx" if nnx else "linen"]
-    if not any(path[: len(prefix)] == prefix for path in there):
-        prefix = ()  # someone saved parameters and nothing else
+def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+    nnx = all(path[0].isdecimal() for path in present)
+    prefix = state_tree.PARAMS["nnx" if nnx else "linen"]
+    if not any(path[: len(prefix)] == prefix for path in present):
+        prefix = ()  # parameters were saved alone
     leaves, tree = jax.tree.flatten(params)
     whole = NamedSharding(zero.mesh, PartitionSpec())
-    paths = layout.below(prefix, params)
+    paths = state_tree.below(prefix, params)
     return _Wanted(
         {
             path: _struct(x, getattr(x, "sharding", None) or whole)
@@ -139,20 +143,24 @@ def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Read in the dtype that its checksum is of, if JAX has it; keys are keys already."""
+def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeStruct:
+    """The array in its saved dtype, of which the checksum is, where JAX has the dtype."""
     if is_key(wanted):
         return wanted
     return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
-    """Through orbax, which reads for each device what it shall hold."""
+def _read(saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+    """Reads arrays through orbax, each device's shards alone, by path.
+
+    Raises:
+      DamagedCheckpointError: arrays cannot be read.
+    """
     handler = ocp.PyTreeCheckpointHandler()
     try:
         tree = handler.metadata(saved.item).tree
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [layout.strings(keys) for keys, _ in leaves]
+        paths = [state_tree.strings(keys) for keys, _ in leaves]
         structs = [wanted.get(path) for path in paths]
         pieces = [
             _piece_bytes(struct, about)
@@ -180,7 +188,7 @@ def _read(saved: Saved, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, 
 
 
 def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
-    """At most read for one device: its shard, and what else is in the same chunks."""
+    """The most bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
     shard = wanted.sharding.shard_shape(wanted.shape)
@@ -197,28 +205,33 @@ def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
 
 
-def _verify(saved: Saved, arrays: dict[Leaf, jax.Array]) -> None:
-    """Compares checksums, of 64-bit numbers that JAX has made narrower on the host."""
+def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array]) -> None:
+    """Checks the checksums of arrays; on the host for 64-bit dtypes that JAX makes narrower.
+
+    Raises:
+      CheckpointError: numbers do not fit the narrower dtype.
+      DamagedCheckpointError: an array is not as it was saved.
+    """
     narrowed = [x for x in arrays if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
     sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
     if saved.record is None:
         return
-    begun = sums.begin({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
-    _compare(saved, sound | {name: sums.total(x) for name, x in begun.items()})
+    begun = begin_checksums({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
+    _compare(saved, sound | {name: finish_checksum(x) for name, x in begun.items()})
 
 
-def _compare(saved: Saved, found: Mapping[str, int]) -> None:
-    """Whether checksums are those that were recorded."""
+def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
+    """Raises DamagedCheckpointError where checksums are not those that were recorded."""
     recorded = saved.record.leaves if saved.record else None
-    wrong = [name for name, x in found.items() if recorded and x != recorded[name].checksum]
+    wrong = [name for name, x in checksums.items() if recorded and x != recorded[name].checksum]
     if wrong:
         raise DamagedCheckpointError(
             f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"
         )
 
 
-def _host_checksum(saved: Saved, leaf: Leaf) -> int:
-    """Of what is on disk, having seen that whole numbers fit into the narrower dtype."""
+def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
+    """The checksum of a saved array; its whole numbers must fit the dtype that JAX has."""
     total = 0
     for start, block in saved.blocks(leaf.name):
         total += share(block, start)
@@ -227,8 +240,8 @@ def _host_checksum(saved: Saved, leaf: Leaf) -> int:
     return total % 2**32
 
 
-def _check_fits(saved: Saved, leaf: Leaf, block: np.ndarray, dtype: np.dtype) -> None:
-    """Whether whole numbers are the same in another dtype."""
+def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
+    """Raises CheckpointError where whole numbers do not fit another dtype."""
     if (block.astype(dtype) != block).any():
         raise CheckpointError(
             f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
@@ -249,7 +262,7 @@ def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     if x.sharding.memory_kind != PINNED:
         return x.astype(dtype)
-    pieces = [  # on the host, where they are
+    pieces = [  # on the host, where the array is
         jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
         for shard in x.addressable_shards
     ]
@@ -257,27 +270,29 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _to_disk(
-    saved: Saved, leaves: Mapping[Path, Leaf], wanted: _Wanted, zero: Zero
+    saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
 ) -> dict[Path, DiskArray]:
-    """Those that shall lie on a disk; no handle to any before all are sound."""
+    """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
     placer = zero.states.placer
-    made = {}
+    targets = {}
     for path, planned in wanted.on_disk.items():
         if path in leaves:
             struct = wanted.leaves[path]
-            made[path] = placer.disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
-    if not made:
+            targets[path] = placer.disk_leaf(
+                planned.path, struct.shape, struct.dtype, struct.sharding
+            )
+    if not targets:
         return {}
     shares = {
-        leaves[path].name: disk.fill(target, _reader(saved, leaves[path], target.dtype))
-        for path, target in made.items()
+        leaves[path].name: disk_arrays.fill(target, _reader(saved, leaves[path], target.dtype))
+        for path, target in targets.items()
     }
-    _compare(saved, disk.over_processes(shares))
-    return {path: target.advance() for path, target in made.items()}
+    _compare(saved, disk_arrays.over_processes(shares))
+    return {path: target.advance() for path, target in targets.items()}
 
 
-def _reader(saved: Saved, leaf: Leaf, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
-    """Reads parts of an array; of whole numbers those that fit into ``dtype``."""
+def _reader(saved: SavedStep, leaf: SavedArray, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
+    """A function of a box that reads an array there; whole numbers must fit ``dtype``."""
 
     def read(index: Any) -> np.ndarray:
         values = saved.read(leaf.name, index)
@@ -289,16 +304,18 @@ def _reader(saved: Saved, leaf: Leaf, dtype: np.dtype) -> Callable[[Any], np.nda
 
 
 def _fresh(
-    wanted: _Wanted, found: Mapping[Path, Any], form: layout.Form, zero: Zero
+    wanted: _Wanted, restored: Mapping[Path, Any], form: state_tree.Form, zero: Zero
 ) -> dict[Path, Any]:
-    """What a plain state, or one of another precision, does not have."""
-    optimizer = layout.OPTIMIZER[form]
-    step = found[layout.STEP[form]]
-    made = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
-    values = dict(zip(layout.below(optimizer, made), jax.tree.leaves(made), strict=True))
+    """New arrays for those that a plain state, or one of another precision, lacks."""
+    optimizer = state_tree.OPTIMIZER[form]
+    step = restored[state_tree.STEP[form]]
+    opt_state = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
+    values = dict(
+        zip(state_tree.below(optimizer, opt_state), jax.tree.leaves(opt_state), strict=True)
+    )
     fresh: dict[Path, Any] = {}
     for path, struct in wanted.leaves.items():
-        if path in found:
+        if path in restored:
             continue
         value = values[path] if path in values else jnp.zeros(struct.shape, struct.dtype)
         if path in wanted.on_disk:

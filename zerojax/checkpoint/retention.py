@@ -1,4 +1,4 @@
-"""Which steps stay."""
+"""The steps that a folder keeps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _WORST = {"min": math.inf, "max": -math.inf}
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest steps, and besides them the best by a metric.
+    """The newest steps, and the best by a metric.
 
     Attributes:
-      keep: how many of the newest; None for all.
-      keep_best: how many of the best.
-      metric: the entry of a step's metrics by which it is judged.
+      keep: The number of newest steps; None for all.
+      keep_best: The number of best steps.
+      metric: The entry of a step's metrics to compare.
       mode: "min" where less is better, or "max". NaN is worse than any number.
 
     Raises:
-      CheckpointError: values that make no sense together.
+      CheckpointError: the values contradict each other.
     """
 
     keep: int | None
@@ -54,7 +54,7 @@ class Retention:
         """A step's metrics as floats.
 
         Raises:
-          CheckpointError: one is no number, or the one that counts is not there.
+          CheckpointError: one is no number, or ``metric`` is missing.
         """
         if self.metric is not None and self.metric not in (metrics or {}):
             raise CheckpointError(
@@ -69,7 +69,7 @@ class Retention:
             raise CheckpointError(f"metrics={metrics!r}: names and numbers: {error}") from None
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """By what a step is judged."""
+        """A step's ``metric``; the worst value where it is missing or NaN."""
         value = metrics.get(self.metric or "", math.nan)
         return _WORST[self.mode] if math.isnan(value) else value
 
@@ -80,7 +80,7 @@ class Retention:
         return choose(known, key=known.__getitem__, default=None)
 
     def options(self) -> dict[str, Any]:
-        """The same for orbax's ``CheckpointManagerOptions``."""
+        """The same as options of orbax's ``CheckpointManagerOptions``."""
         policies: list[Any] = [ocp.checkpoint_managers.LatestN(self.keep)]
         if self.metric is None:
             return {"preservation_policy": policies[0]}

@@ -1,8 +1,8 @@
 """Tensors written to safetensors files block by block, in any order.
 
-The format: https://huggingface.co/docs/safetensors; several files with an index that says which
-tensor is where: https://huggingface.co/docs/transformers/big_models. The library itself wants
-every tensor of a file in memory at once, so it only checks what was written here.
+The format: https://huggingface.co/docs/safetensors; several files with an index of their tensors:
+https://huggingface.co/docs/transformers/big_models. The library itself needs every tensor of a
+file in memory at once, so that it only checks the files that are written here.
 
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     tensor = TensorSpec("wte.weight", (2, 3), np.dtype("float32"))
@@ -40,7 +40,7 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""NumPy's names of what a tensor may hold, and the format's."""
+"""The dtypes of tensors: NumPy's name and the format's."""
 
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
 
@@ -73,22 +73,21 @@ def writing(
     max_bytes: int,
     texts: Mapping[str, str] | None = None,
 ) -> Iterator[Put]:
-    """Files with the tensors: ``model.safetensors``, or several and an index.
+    """Writes tensors as ``model.safetensors``, or as several files and an index.
 
-    The context's value takes the tensors' blocks and keeps none of them. All is first written
-    under a temporary name and moved in place at the end: an error on the way leaves the folder as
-    it was. What an earlier save left beside it, which a reader might take for these tensors, is
-    then removed.
+    The context's value takes the tensors' blocks and keeps none of them. Files have temporary names
+    and are moved in place at the end, so that an error leaves the folder as before. Then files of
+    an earlier save, which a reader might take for these tensors, are removed.
 
     Args:
-      folder: made if need be.
-      tensors: the files hold them in the order of their names, with ``h.2`` before ``h.10``.
-      max_bytes: of a file. A tensor above it has a file of its own.
-      texts: other files of the folder, by name.
+      folder: Made where it does not exist.
+      tensors: All tensors; files hold them in the order of their names, ``h.2`` before ``h.10``.
+      max_bytes: The largest size of a file. A larger tensor has a file of its own.
+      texts: Other files of the folder, by name.
 
     Raises:
       ValueError: ``max_bytes`` is no size, or at the end a tensor was not written whole.
-      ImportError: there is no safetensors; the message names the extra.
+      ImportError: safetensors is not installed; the message names the extra.
       OSError: the files cannot be written.
     """
     library = import_safetensors()
@@ -100,38 +99,43 @@ def writing(
     else:
         texts[INDEX] = json.dumps(_index(names, groups), indent=2) + "\n"
     folder = pathlib.Path(folder)
-    with _made(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        there = pathlib.Path(temporary)
-        files = _Files(dict(zip([there / name for name in names], groups, strict=True)))
+    with (
+        _made_folder(folder),
+        tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary,
+    ):
+        new = pathlib.Path(temporary)
+        files = _Files(dict(zip([new / name for name in names], groups, strict=True)))
         yield files.put
         files.finish()
         for name in names:
-            with library.safe_open(there / name, framework="numpy"):
-                pass  # it has looked at the header and the size
+            with library.safe_open(new / name, framework="numpy"):
+                pass  # the library has checked header and size
         for name, text in texts.items():
-            (there / name).write_text(text, encoding="utf-8")
+            (new / name).write_text(text, encoding="utf-8")
         for name in [*names, *texts]:
-            os.replace(there / name, folder / name)
+            os.replace(new / name, folder / name)
     for file in folder.iterdir():
         if _FILES.fullmatch(file.name) and file.name not in (*names, *texts):
             file.unlink()
 
 
 class _Place(NamedTuple):
+    """A tensor's file, and its offset there in bytes."""
+
     file: pathlib.Path
     offset: int
     tensor: TensorSpec
 
 
 class _Files:
-    """Files of their final size, their headers written, to be filled."""
+    """Files of their final size, with headers, to be filled."""
 
     def __init__(self, groups: Mapping[pathlib.Path, Sequence[TensorSpec]]) -> None:
         self._groups = groups
         self._places: dict[str, _Place] = {}
         self._missing: dict[str, int] = {}
         for path, group in groups.items():
-            # Wide elements first, so that each lies at a multiple of its size.
+            # Wide elements first, so that each starts at a multiple of its size.
             group = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
             header, sizes = _header(group), [tensor.nbytes for tensor in group]
             with path.open("wb") as file:
@@ -144,6 +148,7 @@ class _Files:
                 offset += tensor.nbytes
 
     def put(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None:
+        """Writes a block; see :class:`Put`."""
         path, offset, (_, shape, dtype) = self._places[name]
         start = start or (0,) * len(shape)
         assert block.dtype == dtype, (name, block.dtype, dtype)
@@ -151,7 +156,7 @@ class _Files:
         assert all(0 <= begin <= begin + n <= size for begin, n, size in inside), (name, start)
         if not block.size:
             return
-        # The last dimensions of which the block has all, and one before them, are one run.
+        # The last dimensions that the block has whole, and the one before them, are one run.
         cut = max((d for d in range(1, len(shape)) if block.shape[d] != shape[d]), default=0)
         strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
         offset += sum(begin * stride for begin, stride in zip(start, strides, strict=True))
@@ -163,7 +168,7 @@ class _Files:
         self._missing[name] -= block.nbytes
 
     def finish(self) -> None:
-        """All is there, and on disk."""
+        """Checks that every tensor is whole, and syncs the files to the disk."""
         if missing := {name: n for name, n in self._missing.items() if n}:
             name, n = next(iter(missing.items()))
             raise ValueError(f"{name}: {n} bytes were not written ({len(missing)} such tensors)")
@@ -173,8 +178,8 @@ class _Files:
 
 
 @contextlib.contextmanager
-def _made(folder: pathlib.Path) -> Iterator[None]:
-    """The folder is there within the context; what was made for it goes if that fails."""
+def _made_folder(folder: pathlib.Path) -> Iterator[None]:
+    """Makes a folder and its parents; an error within the context removes the new ones."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +192,7 @@ def _made(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _header(tensors: Sequence[TensorSpec]) -> bytes:
-    # transformers refuses a file that does not say what it was written for.
+    # transformers refuses a file without a format.
     about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -230,7 +235,11 @@ def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:
 
 
 def import_safetensors() -> Any:
-    """The package, or an error that names the extra."""
+    """The safetensors package.
+
+    Raises:
+      ImportError: it is not installed; the message names the extra.
+    """
     try:
         import safetensors.numpy
     except ImportError as error:

@@ -1,10 +1,15 @@
-"""Steps written through orbax, one at a time in the background, and removed again."""
+"""The writer of a folder: steps through orbax, one at a time in the background; and its lock."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import pathlib
 import shutil
+import socket
 import threading
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -13,25 +18,25 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.disk import CHUNK_BYTES, DiskHandler
+from zerojax.checkpoint.disk_arrays import CHUNK_BYTES, DiskHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
-from zerojax.checkpoint.pending import Pending
+from zerojax.checkpoint.pending import PendingSave
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 
 DELETED = ".deleted"
+LOCK = ".writer"
 
 
 class Writer:
-    """Writes to ``directory``, which nobody else does, and retires steps as ``retention`` says.
+    """Writes steps to ``directory``, and removes those that ``retention`` does not keep.
 
-    A step that is to go is first moved to ``.deleted``: a removal that is cut short must not look
-    like a step.
+    A step is first moved to ``.deleted``: a removal that is interrupted must not look like a step.
     """
 
     def __init__(self, directory: epath.Path, retention: Retention) -> None:
         self._directory, self._retention = directory, retention
-        self._pending: Pending | None = None
+        self._pending: PendingSave | None = None
         self._sweeper: threading.Thread | None = None
         self._disk = DiskHandler()
         self._manager = self._fresh_manager()
@@ -44,7 +49,7 @@ class Writer:
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
         )
-        # Trained floats hardly compress: it would take most of the time.
+        # Trained floats hardly compress, and compression would take most of the time.
         handler = ocp.PyTreeCheckpointHandler(
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -56,12 +61,15 @@ class Writer:
             self._directory, options=options, item_handlers={saved.STATE: handler}
         )
 
-    def begin(self, pending: Pending) -> None:
-        """Begins to write a step; the one before must have been settled.
+    def begin(self, pending: PendingSave) -> None:
+        """Begins to write a step, once the one before is settled.
 
-        Returns when the state's arrays are copied, and those that lie on a disk written.
+        Returns when the arrays in memory are copied, and the arrays on a disk written.
+
+        Raises:
+          CheckpointError: the write failed; nothing is left of the step.
         """
-        # Beside the writing; another step's removal takes its time.
+        # A removal is slow: it runs beside the write.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
         self._sweeper.start()
         self._pending = pending
@@ -77,15 +85,18 @@ class Writer:
             self._disk.wait()
 
     def _finish(self) -> None:
-        """All arrays are on disk, and orbax has still to commit them."""
+        """Adds the record when all arrays are written, before orbax commits the step."""
         if jax.process_index() == 0 and self._pending is not None:
             self._pending.finish(self._disk.sums)
 
     def settle(self, *, swept: bool = False) -> None:
-        """Returns when the step that was begun is there.
+        """Returns when the step that was begun is complete.
+
+        Args:
+          swept: Whether to wait for removals too.
 
         Raises:
-          CheckpointError: it failed. What was written of it is gone, and the next can be begun.
+          CheckpointError: the write failed; nothing is left of the step, and the next can begin.
         """
         with self._telling():
             self._manager.wait_until_finished()
@@ -96,32 +107,33 @@ class Writer:
 
     def delete(self, step: int) -> None:
         """Removes a step."""
-        # The first process deletes: not before the others have seen that the step is there.
+        # The first process deletes, after the others have seen the step.
         ocp.multihost.sync_global_processes("zerojax:delete")
         self._manager.delete(step)
         self._sweep()
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # settle has told it
+        """Closes orbax's manager."""
+        with contextlib.suppress(Exception):  # settle has raised it
             self._manager.close()
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """What goes wrong, as a CheckpointError."""
+        """Raises any error as a CheckpointError, after removing the step."""
         try:
             yield
         except Exception as error:
             step = self._pending.step if self._pending else None
             self._pending = None
-            self._make_room(step)
+            self._discard(step)
             there = saved.steps(self._directory)
             kept = f"step {there[-1]} is the last good one" if there else "there is none yet"
             raise CheckpointError(
                 f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
             ) from error
 
-    def _make_room(self, step: int | None) -> None:
-        """Removes what was written of a step, and starts anew."""
+    def _discard(self, step: int | None) -> None:
+        """Removes the files of a failed step, and makes a new manager."""
         self.close()
         if jax.process_index() == 0:
             for left in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
@@ -131,3 +143,50 @@ class Writer:
     def _sweep(self) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(self._directory / DELETED, ignore_errors=True)
+
+
+class Lock:
+    """The right to write to a folder, held until :meth:`release` or the end of this object.
+
+    The operating system releases the lock when the process ends.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._directory = directory
+        self._held: weakref.finalize | None = None
+
+    def take(self) -> bool:
+        """Whether this object holds the lock now; False where another one of this process does.
+
+        Raises:
+          CheckpointError: another process holds the lock.
+        """
+        if self._held:
+            return True
+        file = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(file, 1000, 0).decode(errors="replace")
+            os.close(file)
+            if who == _me():
+                return False
+            raise CheckpointError(
+                f"another run writes to {self._directory} ({who or 'unknown process'}): give this "
+                "one a folder of its own, or stop the other; to read only, "
+                "Checkpointer(..., read_only=True)"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, _me().encode(), 0)
+        self._held = weakref.finalize(self, os.close, file)
+        return True
+
+    def release(self) -> None:
+        """Lets the lock go."""
+        if self._held:
+            self._held()
+            self._held = None
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

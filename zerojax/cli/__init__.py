@@ -1,1 +1,1 @@
-"""The subcommands of `python -m zerojax`, one file each."""
+"""The subcommands of `zerojax`, one file each."""

@@ -1,4 +1,4 @@
-"""`python -m zerojax estimate`: DeepSpeed's rules of thumb for a model."""
+"""`zerojax estimate`: DeepSpeed's rules of thumb for a model."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def estimate(
 
 
 def counted(model: str, seq: int) -> tuple[int, int]:
-    """Parameters of a model and of its largest layer; blocks are not stacked where it can be had.
+    """How many parameters a model has, and its largest layer; blocks unstacked where it can.
 
     Raises:
-      ModelError: it is not known, or cannot be imported or called.
+      ModelError: The model is unknown, or cannot be imported or called.
     """
     jax.config.update("jax_platforms", "cpu")  # nothing is computed
     decorated = zero()

@@ -1,4 +1,4 @@
-"""`python -m zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
+"""`zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
 from zerojax.config.explain import explain as explained
@@ -47,9 +47,9 @@ def explain(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every key that zerojax knows.")] = False,
 ) -> None:
-    """Says of every key of CONFIG whether it is honoured, left to XLA or refused, and why.
+    """Shows for every key of CONFIG whether it is honoured, left to XLA or refused, and why.
 
-    Beside the keys that are given it lists the defaults that change numbers.
+    Beside the keys given, the defaults that change numbers are listed.
 
     Exits with 0 where zerojax.zero(CONFIG) would take the config, with 2 where it would not, and
     with 1 where the file cannot be read.
@@ -93,8 +93,8 @@ def _finite(value: Any) -> Any:
 
 
 def show(source: str, found: Explanation) -> None:
-    """Prints the table, a count of what became of the keys, and the problems."""
-    console = tables.console()
+    """Print the table, a count of what became of the keys, and the problems."""
+    console = terminal.console()
     console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)
     told = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
@@ -108,7 +108,7 @@ def show(source: str, found: Explanation) -> None:
 
 def _table(rows: Sequence[Row], grouped: bool) -> Table:
     """The rows; grouped, a section's name stands once above its keys, which keeps lines short."""
-    table = tables.table("key", "given", "resolved")
+    table = terminal.table("key", "given", "resolved")
     table.add_column("became", no_wrap=True)
     table.add_column("why")
     above = ""

@@ -1,4 +1,4 @@
-"""`python -m zerojax export CHECKPOINT OUT`: a checkpoint's parameters as safetensors."""
+"""`zerojax export CHECKPOINT OUT`: a checkpoint's parameters as safetensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import jax
 import typer
 
-from zerojax.cli.bar import bytes_bar
+from zerojax.cli.terminal import bytes_bar
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
@@ -46,7 +46,7 @@ def export(
     """
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
     from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
-    from zerojax.checkpoint.export import export as exported
+    from zerojax.checkpoint.exporter import export as exported
 
     begun = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""`python -m zerojax fit`: the settings that train fastest, by prediction."""
+"""`zerojax fit`: the settings that train fastest, by prediction."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from zerojax.cli import tables
-from zerojax.cli.bar import steps_bar
+from zerojax.cli import terminal
 from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.problem import explained
+from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
 from zerojax.tuning.search import COMPILES
@@ -51,8 +51,8 @@ def fit(
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat and offload for the most tokens a second.
 
-    Every choice in the ranking was compiled and fits. What was compiled before, for the same step
-    and devices, is remembered in ~/.cache/zerojax.
+    Every choice in the ranking was compiled and fits. ~/.cache/zerojax remembers what was compiled
+    before for the same step and devices.
 
     Exits with 0, with 3 where nothing fits, and with 2 for bad input.
     """
@@ -119,19 +119,19 @@ def _tell_of_limits(looked: tuple[int, int], compiles: int, minutes: float) -> N
         )
 
 
-def _best(found: Sequence[Found]) -> list[Found]:
+def _best(ranking: Sequence[Trial]) -> list[Trial]:
     """The first of each mode, whatever its micro-batch."""
-    first: dict[Choice, Found] = {}
-    for each in found:
+    first: dict[Choice, Trial] = {}
+    for each in ranking:
         mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
         first.setdefault(mode, each)
     return list(first.values())
 
 
-def _row(found: Found) -> dict[str, Any]:
-    of = found.forecast
+def _row(trial: Trial) -> dict[str, Any]:
+    of = trial.forecast
     return {
-        "choice": dataclasses.asdict(found.choice),
+        "choice": dataclasses.asdict(trial.choice),
         "tokens_per_second": of.tokens_per_second,
         "mfu": of.mfu,
         "peak": of.peak.bytes,
@@ -141,11 +141,11 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def _show(found: Sequence[Found], title: str) -> None:
+def _show(trials: Sequence[Trial], title: str) -> None:
     settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded")
-    table = tables.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
+    table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"
-    for each in found:
+    for each in trials:
         choice, of = each.choice, each.forecast
         table.add_row(
             str(choice.stage),
@@ -158,4 +158,4 @@ def _show(found: Sequence[Found], title: str) -> None:
             size(of.peak.bytes),
             size(of.host_bytes),
         )
-    tables.console().print(table)
+    terminal.console().print(table)

@@ -1,4 +1,4 @@
-"""`python -m zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
+"""`zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
-from zerojax.cli.bar import bytes_bar
+from zerojax.cli import terminal
+from zerojax.cli.terminal import bytes_bar
 from zerojax.plan.table import columns, size
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.inspection import Inspection
-    from zerojax.checkpoint.look import Status, Step
+    from zerojax.checkpoint.inspection import InspectedStep, Inspection, Status
 
 STYLES: dict[Status, str] = {
     "whole": "green",
@@ -81,7 +80,7 @@ def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
     }
 
 
-def _json(step: Step, leaves: bool) -> dict[str, Any]:
+def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
         "step": step.step,
         "folder": step.folder,
@@ -115,7 +114,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
       leaves: list the arrays of the last step.
       alone: other steps were not looked at.
     """
-    console = tables.console()
+    console = terminal.console()
     console.print(_table(found))
     if known := [step for step in found.steps if step.arrays]:
         last = known[-1]
@@ -141,7 +140,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
         console.print(_offer(found, alone), soft_wrap=True)
 
 
-def _named(step: Step) -> str:
+def _named(step: InspectedStep) -> str:
     return step.folder if step.step is None else f"step {step.step}"
 
 
@@ -155,7 +154,7 @@ def _offer(found: Inspection, alone: bool) -> str:
     return "no step is known to be whole"
 
 
-def _about(step: Step) -> list[tuple[str, str]]:
+def _about(step: InspectedStep) -> list[tuple[str, str]]:
     told = []
     if record := step.record:
         computed = f", computed in {record.compute_dtype}" if record.compute_dtype else ""
@@ -179,7 +178,7 @@ def _about(step: Step) -> list[tuple[str, str]]:
 
 def _table(found: Inspection) -> Table:
     heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
-    table = tables.table(*heads)
+    table = terminal.table(*heads)
     for step in found.steps:
         table.add_row(
             escape(step.folder if step.step is None else str(step.step)),
@@ -193,8 +192,8 @@ def _table(found: Inspection) -> Table:
     return table
 
 
-def _leaves(step: Step) -> Table:
-    table = tables.table("array", "shape", "dtype", "spec", ">bytes")
+def _leaves(step: InspectedStep) -> Table:
+    table = terminal.table("array", "shape", "dtype", "spec", ">bytes")
     for array in step.arrays:
         spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
         table.add_row(

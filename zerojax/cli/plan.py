@@ -1,4 +1,4 @@
-"""`python -m zerojax plan`: memory, traffic and time of a step, before there are devices."""
+"""`zerojax plan`: memory, traffic and time of a step, before there are devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from zerojax.cli import plan_picture
-from zerojax.cli.bar import spinner
 from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.cli.problem import explained
+from zerojax.cli.terminal import spinner
 from zerojax.config import load
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.remedies import remedies
@@ -59,10 +59,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Says what a training step takes of each device: memory by kind, traffic, predicted time.
+    """Shows what a training step needs of each device: memory by kind, traffic, predicted time.
 
-    It compiles the step for devices that need not be there, and runs nothing. Where the step does
-    not fit it compiles milder settings, until three are found that do.
+    The step is compiled for devices that need not exist; nothing runs. Where the step does not fit,
+    other settings are compiled, until three are found that fit.
 
     Exits with 0 where the step fits, with 3 where it does not, and with 2 for bad input.
     """
@@ -102,7 +102,7 @@ def _study(
     picture: Path | None,
     note: Note,
 ) -> Study:
-    """From the options; whatever is wrong with them is told before anything is compiled."""
+    """The study that the options ask for; wrong options end the command before any compile."""
     try:
         if picture is not None:
             plan_picture.check(picture)

@@ -1,4 +1,4 @@
-"""The picture of `python -m zerojax plan`: memory by kind, a bar a stage."""
+"""The picture of `zerojax plan`: memory by kind, a bar a stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COLOURS = (
 
 
 def check(path: Path) -> None:
-    """That a picture can be written there.
+    """Refuse a path to which no picture can be written.
 
     Raises:
-      ValueError: not for a suffix that is known, or not into a folder that exists.
+      ValueError: The suffix is unknown, or the folder does not exist.
       ImportError: matplotlib is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
@@ -36,7 +36,7 @@ def check(path: Path) -> None:
 
 
 def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:
-    """The same batch at each stage by name, with as much of the offload as the stage knows.
+    """The same batch at each stage, with as much of the offload as the stage allows.
 
     Example:
       >>> given = Choice(stage=3, micro=1, offload="optimizer and parameters")
@@ -55,9 +55,9 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
     """Write the picture.
 
     Args:
-      path: ends in ".png" or ".svg".
-      title: above it.
-      stages: forecasts by the name of their bar, from the top.
+      path: A path that ends in ".png" or ".svg".
+      title: The title above the bars.
+      stages: Forecasts by the name of their bar, from the top.
     """
     from matplotlib.figure import Figure
 
@@ -69,7 +69,7 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
     for kind, colour in zip(KINDS, _COLOURS, strict=True):
         widths = [found.peak.memory.get(kind, 0) / 1e9 for found in stages.values()]
         if any(widths):
-            label = kind if max(widths) > most / 500 else None  # the others are not to be seen
+            label = kind if max(widths) > most / 500 else None  # narrower ones are invisible
             axes.barh(list(stages), widths, left=starts, height=0.6, color=colour, label=label)
             starts = [at + width for at, width in zip(starts, widths, strict=True)]
     for row, found in enumerate(stages.values()):

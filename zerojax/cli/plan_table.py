@@ -1,4 +1,4 @@
-"""The tables of `python -m zerojax plan`."""
+"""The tables of `zerojax plan`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import changes
@@ -18,17 +18,17 @@ _BAR = 30
 
 
 def show(planned: Planned) -> None:
-    """Prints what a step takes, and what would make it fit where that was looked for."""
-    console = tables.console()
-    found = planned.forecast
+    """Print what a step needs, and the settings with which it fits, where they were looked for."""
+    console = terminal.console()
+    forecast = planned.forecast
     for line in _title(planned):
         console.print(escape(line), soft_wrap=True)
     console.print(_memory(planned, "█" if console.encoding.startswith("utf") else "#"))
-    if len(found.programs) > 1:
+    if len(forecast.programs) > 1:
         console.print(_programs(planned))
     for line in _about_memory(planned):
         console.print(escape(line), soft_wrap=True)
-    if found.traffic:
+    if forecast.traffic:
         console.print(_traffic(planned))
     for line in _about_time(planned):
         console.print(escape(line), soft_wrap=True)
@@ -37,7 +37,7 @@ def show(planned: Planned) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
+    """Seconds in the unit that reads best.
 
     Example:
       >>> duration(0.0123), duration(2e-6), duration(83.25)
@@ -50,30 +50,30 @@ def duration(seconds: float) -> str:
 
 
 def _title(planned: Planned) -> Iterator[str]:
-    found, choice = planned.forecast, planned.choice
+    forecast, choice = planned.forecast, planned.choice
     yield (
-        f"{planned.model}, {found.parameters:,} parameters, {planned.config}, "
-        f"{found.devices} x {found.rates.kind}"
+        f"{planned.model}, {forecast.parameters:,} parameters, {planned.config}, "
+        f"{forecast.devices} x {forecast.rates.kind}"
     )
     remat = {None: "", True: ", remat", False: ", no remat"}[choice.remat]
     offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
     yield (
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
-        f"{choice.accumulation} x {found.devices} (micro-batch x accumulation x devices), "
+        f"{choice.accumulation} x {forecast.devices} (micro-batch x accumulation x devices), "
         f"{planned.seq} tokens in a row"
     )
 
 
 def _memory(planned: Planned, mark: str) -> Table:
-    """Bars are drawn to the scale of the device's memory, or of what is over it."""
-    found = planned.forecast
-    peak, memory = found.peak, found.rates.memory
+    """Memory by kind, with bars to the scale of the device's memory, or of the step's if larger."""
+    forecast = planned.forecast
+    peak, memory = forecast.peak, forecast.rates.memory
     width = _BAR / max(memory, peak.bytes)
 
     def bar(n: int) -> str:
         return mark * round(n * width)
 
-    table = tables.table("memory of a device", ">bytes", "")
+    table = terminal.table("memory of a device", ">bytes", "")
     for kind in KINDS:
         if kind in peak.memory:
             table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
@@ -81,48 +81,49 @@ def _memory(planned: Planned, mark: str) -> Table:
     table.add_row("total", size(peak.bytes), bar(peak.bytes), style="bold")
     table.add_row("device memory", size(memory), bar(memory))
     table.add_row("reserve", size(planned.reserve), "for the driver, NCCL and the allocator")
-    if found.fits:
-        table.add_row("headroom", size(found.headroom), style="bold green")
+    if forecast.fits:
+        table.add_row("headroom", size(forecast.headroom), style="bold green")
     else:
-        table.add_row("does not fit by", size(-found.headroom), style="bold red")
+        table.add_row("does not fit by", size(-forecast.headroom), style="bold red")
     return table
 
 
 def _programs(planned: Planned) -> Table:
-    found = planned.forecast
-    table = tables.table("program", ">memory of a device", ">time", ">compile", "")
-    for each in found.programs:
+    forecast = planned.forecast
+    table = terminal.table("program", ">memory of a device", ">time", ">compile", "")
+    for each in forecast.programs:
         table.add_row(
             escape(each.name),
             size(each.bytes),
             duration(each.seconds),
             duration(each.compile_seconds),
-            "the peak above" if each is found.peak else "",
+            "the peak above" if each is forecast.peak else "",
         )
     return table
 
 
 def _about_memory(planned: Planned) -> Iterator[str]:
-    found = planned.forecast
-    last = found.programs[-1]
-    if not last.made:
-        yield f"XLA refuses {last.name!r}: it takes that much at the least; of what is not told."
-    elif not found.whole:
+    forecast = planned.forecast
+    last = forecast.programs[-1]
+    if not last.compiled:
+        yield f"XLA refuses {last.name!r}: it needs at least that much, of unknown kinds."
+    elif not forecast.whole:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
-    if found.host_bytes:
-        yield f"host memory, for each device: {size(found.host_bytes)}"
-    if found.disk_bytes:
-        yield f"disk, for each device: {size(found.disk_bytes)}"
+    if forecast.host_bytes:
+        yield f"host memory, for each device: {size(forecast.host_bytes)}"
+    if forecast.disk_bytes:
+        yield f"disk, for each device: {size(forecast.disk_bytes)}"
     if planned.fraction is not None:
+        share = forecast.peak.bytes / forecast.rates.memory
         yield (
-            f"The step takes {found.peak.bytes / found.rates.memory:.0%} of the device's memory, "
+            f"The step takes {share:.0%} of the device's memory, "
             "and JAX preallocates 75% unless told otherwise: set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={planned.fraction:.2f}"
         )
 
 
 def _traffic(planned: Planned) -> Table:
-    table = tables.table(
+    table = terminal.table(
         "traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden"
     )
     for each in planned.forecast.traffic:
@@ -138,17 +139,17 @@ def _traffic(planned: Planned) -> Table:
 
 
 def _about_time(planned: Planned) -> Iterator[str]:
-    found, rates = planned.forecast, planned.forecast.rates
-    if planned.forecast.whole:
-        tokens = f", {found.tokens_per_second:,.0f} tokens/s" if found.tokens else ""
-        yield f"predicted step time: {duration(found.seconds)}{tokens}, MFU {found.mfu:.1%}"
+    forecast, rates = planned.forecast, planned.forecast.rates
+    if forecast.whole:
+        tokens = f", {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens else ""
+        yield f"predicted step time: {duration(forecast.seconds)}{tokens}, MFU {forecast.mfu:.1%}"
         yield (
             "  a roofline model: of their peaks matrix products are assumed to reach "
             f"{rates.matrix_share:.0%}, device memory {rates.memory_share:.0%}, links "
             f"{rates.link_share:.0%}, host copies {rates.host_share:.0%} (device_kinds.json); not "
             "yet confirmed on hardware"
         )
-    yield f"compiled in {duration(found.compile_seconds)}"
+    yield f"compiled in {duration(forecast.compile_seconds)}"
 
 
 def _remedies(console: Console, planned: Planned) -> None:
@@ -160,14 +161,14 @@ def _remedies(console: Console, planned: Planned) -> None:
         )
         return
     console.print("\nWhat fits, cheapest first, each compiled:", soft_wrap=True)
-    table = tables.table("set", ">total", ">headroom", ">host", ">step")
+    table = terminal.table("set", ">total", ">headroom", ">host", ">step")
     for each in planned.remedies:
-        found = each.forecast
+        forecast = each.forecast
         table.add_row(
             escape(", ".join(changes(planned.choice, each.choice))),
-            size(found.peak.bytes),
-            size(found.headroom),
-            size(found.host_bytes),
-            duration(found.seconds),
+            size(forecast.peak.bytes),
+            size(forecast.headroom),
+            size(forecast.host_bytes),
+            duration(forecast.seconds),
         )
     console.print(table)

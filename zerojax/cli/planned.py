@@ -1,4 +1,4 @@
-"""What `python -m zerojax plan` found out, and the same as JSON."""
+"""What `zerojax plan` has found, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 from zerojax.devices.topology import device_kinds
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Found
+from zerojax.foresight.trials import Trial
 
 PREALLOCATED = 0.75
-"""The share of a GPU's memory that JAX takes when it starts, unless it is told otherwise."""
+"""The share of a GPU's memory that JAX takes when it starts, unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The forecast of a step, and what was asked for.
+    """The forecast of a step, and the question.
 
     Attributes:
-      model, config: as they were given.
-      seq: tokens in a row.
-      choice: what the config chooses.
-      forecast: of that.
-      remedies: choices that fit; None where none were looked for.
-      stages: forecasts of the same batch by what they are of; empty where there are none.
+      model: The model's name, as given.
+      config: The config's path, as given.
+      seq: Tokens in a row.
+      choice: The settings that the config chooses.
+      forecast: The forecast of these settings.
+      remedies: Choices that fit; None where none were looked for.
+      stages: Forecasts of the same batch by stage and offload; empty without a picture.
     """
 
     model: str
@@ -34,27 +35,27 @@ class Planned:
     seq: int
     choice: Choice
     forecast: Forecast
-    remedies: tuple[Found, ...] | None = None
+    remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
 
     @property
     def rows(self) -> int:
-        """Of an update, over all devices."""
+        """Rows of an update, over all devices."""
         return self.choice.micro * self.choice.accumulation * self.forecast.devices
 
     @property
     def reserve(self) -> int:
         """Bytes of a device's memory that no step gets."""
-        found = self.forecast
-        return found.rates.memory - found.rates.room
+        rates = self.forecast.rates
+        return rates.memory - rates.room
 
     @property
     def fraction(self) -> float | None:
-        """What XLA_PYTHON_CLIENT_MEM_FRACTION has to be; None where JAX's own will do."""
-        found = self.forecast
-        share = found.peak.bytes / found.rates.memory
-        gpu = found.rates.kind in device_kinds()["gpu"]
-        if not gpu or not found.fits or share <= PREALLOCATED:
+        """XLA_PYTHON_CLIENT_MEM_FRACTION for the step; None where JAX's default will do."""
+        forecast = self.forecast
+        share = forecast.peak.bytes / forecast.rates.memory
+        gpu = forecast.rates.kind in device_kinds()["gpu"]
+        if not gpu or not forecast.fits or share <= PREALLOCATED:
             return None
         return math.ceil(100 * share) / 100
 
@@ -65,25 +66,25 @@ def to_json(planned: Planned) -> dict[str, Any]:
     `step` is null where not every program was compiled, `tokens_per_second` in it where the batch
     has no tokens, and `remedies` where none were looked for.
     """
-    found, choice = planned.forecast, planned.choice
+    forecast, choice = planned.forecast, planned.choice
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
     return {
         "model": planned.model,
-        "parameters": found.parameters,
+        "parameters": forecast.parameters,
         "config": planned.config,
-        "devices": {"kind": found.rates.kind, "count": found.devices},
+        "devices": {"kind": forecast.rates.kind, "count": forecast.devices},
         "rows": planned.rows,
         "seq": planned.seq,
         "choice": dataclasses.asdict(choice),
-        "fits": found.fits,
+        "fits": forecast.fits,
         "memory": {
-            **_memory(found),
-            "device": found.rates.memory,
+            **_memory(forecast),
+            "device": forecast.rates.memory,
             "reserve": planned.reserve,
-            "program": found.peak.name,
+            "program": forecast.peak.name,
             "mem_fraction": planned.fraction,
-            "host": found.host_bytes,
-            "disk": found.disk_bytes,
+            "host": forecast.host_bytes,
+            "disk": forecast.disk_bytes,
         },
         "programs": [
             {
@@ -95,12 +96,14 @@ def to_json(planned: Planned) -> dict[str, Any]:
                 "seconds": each.seconds,
                 "compile_seconds": each.compile_seconds,
             }
-            for each in found.programs
+            for each in forecast.programs
         ],
-        "traffic": [dataclasses.asdict(each) | {"hidden": each.hidden} for each in found.traffic],
-        "step": _step(found) if found.whole else None,
-        "assumed": {name: getattr(found.rates, name) for name in shares},
-        "compile_seconds": found.compile_seconds,
+        "traffic": [
+            dataclasses.asdict(each) | {"hidden": each.hidden} for each in forecast.traffic
+        ],
+        "step": _step(forecast) if forecast.whole else None,
+        "assumed": {name: getattr(forecast.rates, name) for name in shares},
+        "compile_seconds": forecast.compile_seconds,
         "remedies": None
         if planned.remedies is None
         else [
@@ -118,15 +121,15 @@ def to_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _memory(found: Forecast) -> dict[str, Any]:
-    peak = found.peak
-    return {"kinds": dict(peak.memory), "peak": peak.bytes, "headroom": found.headroom}
+def _memory(forecast: Forecast) -> dict[str, Any]:
+    peak = forecast.peak
+    return {"kinds": dict(peak.memory), "peak": peak.bytes, "headroom": forecast.headroom}
 
 
-def _step(found: Forecast) -> dict[str, float | None]:
+def _step(forecast: Forecast) -> dict[str, float | None]:
     return {
-        "seconds": found.seconds,
-        "tokens": found.tokens,
-        "tokens_per_second": found.tokens_per_second if found.tokens else None,
-        "mfu": found.mfu,
+        "seconds": forecast.seconds,
+        "tokens": forecast.tokens,
+        "tokens_per_second": forecast.tokens_per_second if forecast.tokens else None,
+        "mfu": forecast.mfu,
     }

@@ -1,4 +1,4 @@
-"""What a command says of an error that its input caused, the user's own code included."""
+"""The message of a command for an error in its input, the user's own code included."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
 
 
 def explained(error: Exception, doing: str = "") -> str | None:
-    """An error in the user's words: its type, its text, and their last line that led to it.
+    """The message for an error: its type, its text, and the user's last line that led to it.
 
     Args:
-      error: as it was caught.
-      doing: what failed, for errors that do not say so.
+      error: The error as caught.
+      doing: What failed, for errors that do not say so.
 
     Returns:
-      None where neither the input nor code of the user's is known to have caused it.
+      None where neither the input nor code of the user's is known to have caused the error.
 
     Example:
       >>> explained(TypeError("an int is no flax model"), "model 'a:b' cannot be planned")
@@ -62,7 +62,7 @@ def last_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """As Python shows it."""
+    """The frame as Python shows it."""
     where = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
     return f"{where}\n    {frame.line}" if frame.line else where
 

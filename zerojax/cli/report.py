@@ -1,10 +1,9 @@
-"""`python -m zerojax report`: what is here, and what works with it."""
+"""`zerojax report`: this machine, and what works on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,29 +12,27 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli import tables
+from zerojax.cli import terminal
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
-    from zerojax.doctor.here import Devices, Report
+    from zerojax.doctor.report import Devices, Report
 
 
 def report(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Says which devices, versions and extras are here, and what of zerojax works with them.
+    """Shows devices, versions and extras, and what of zerojax works with them.
 
-    It tries: a step of a tiny model at each stage and with each offload, and a compile for devices
-    that are absent. It takes seconds, and leaves a GPU's memory to others.
+    Tried are a step of a tiny model at each stage and with each offload, and a compile for absent
+    devices. This takes seconds, and leaves a GPU's memory to other programs.
 
     Exits with 0 unless JAX finds no devices, then with 1.
     """
-    given = dict(os.environ)
-    # JAX reads it when it starts, and would take three quarters of each GPU.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from zerojax.doctor.here import report as reported
+    from zerojax.doctor.report import report as reported  # imports the kernels
 
-    found = reported(given)
+    found = reported(context.obj)  # the environment before `main` set its own variables
     if as_json:
         print(json.dumps(to_json(found), indent=2))
     else:
@@ -45,13 +42,13 @@ def report(
 
 
 def to_json(found: Report) -> dict[str, Any]:
-    """The same as the tables, for programs; null where the device or the package is silent."""
+    """The same as the tables, for programs; null where a figure is unknown."""
     return dataclasses.asdict(found)
 
 
 def show(found: Report) -> None:
-    """Prints a table each of devices, versions, settings, extras and what works."""
-    console = tables.console()
+    """Print tables of devices, versions, settings, extras and what works."""
+    console = terminal.console()
     if found.problem is None:
         console.print(
             _table(("device", "platform", "how many", "says"), map(_device, found.devices))
@@ -105,7 +102,7 @@ def _yes(works: bool) -> Text:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = tables.table(*heads)
+    table = terminal.table(*heads)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

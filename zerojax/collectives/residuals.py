@@ -1,4 +1,4 @@
-"""What the backward passes of rematerialised blocks wait for, so that it can wait on the host.
+"""What rematerialised blocks keep for their backward passes, so that it can wait on the host.
 
 A block under ``jax.checkpoint`` keeps little but its input, and runs again when its cotangents
 are there. In a jaxpr after differentiation the forward pass is inlined, and what runs again is a
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 NO_EFFECT = (
     "cpu_checkpointing has no effect: this step's rematerialised blocks are not in a loop, and "
@@ -39,9 +38,9 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
         v
         for eqn in jaxpr.eqns
         if eqn.primitive is prims.scan_p and not holds_block(eqn)
-        for v in eqn.outvars[compat.scan_counts(eqn)[1] :]
+        for v in eqn.outvars[jaxprs.scan_counts(eqn)[1] :]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
-        and v.aval.size >= smallest * eqn.params["length"]
+        and v.aval.size >= smallest * jaxprs.param(eqn, "length")
         and uses[v]
         and all(uses[v])
     }
@@ -50,32 +49,30 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
 def outside_loops(jaxpr: Any) -> bool:
     """Whether there are backward blocks that are in no loop."""
     return any(
-        _is_block(eqn) or any(outside_loops(body) for body in marks.bodies(eqn))
+        jaxprs.runs_backward(eqn) or any(outside_loops(body) for body in jaxprs.bodies(eqn))
         for eqn in jaxpr.eqns
     )
 
 
-def _is_block(eqn: Any) -> bool:
-    return eqn.primitive is prims.remat_p and bool(eqn.params["differentiated"])
-
-
 def holds_block(eqn: Any) -> bool:
     """Whether a call or a loop is, or has in it, a backward block."""
-    return _is_block(eqn) or any(holds_block(e) for body in marks.inner(eqn) for e in body.eqns)
+    return jaxprs.runs_backward(eqn) or any(
+        holds_block(e) for body in jaxprs.inner(eqn) for e in body.eqns
+    )
 
 
 def _uses(jaxpr: Any, *, direct: bool) -> dict[Any, list[bool]]:
     """For each use of a variable, whether it is by a loop of backward blocks, which takes one
     entry at a time for a block; with ``direct``, or by a block."""
-    found: dict[Any, list[bool]] = defaultdict(list)
+    by_loop: dict[Any, list[bool]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         for v, uses in zip(eqn.invars, _of_operands(eqn, direct), strict=True):
             if not isinstance(v, core.Literal):
-                found[v] += uses
+                by_loop[v] += uses
     for v in jaxpr.outvars:
         if not isinstance(v, core.Literal):
-            found[v].append(False)
-    return found
+            by_loop[v].append(False)
+    return by_loop
 
 
 def _of_operands(eqn: Any, direct: bool) -> list[list[bool]]:
@@ -83,14 +80,14 @@ def _of_operands(eqn: Any, direct: bool) -> list[list[bool]]:
     plain = [[False] for _ in eqn.invars]
     if not holds_block(eqn):
         return plain
-    if _is_block(eqn):
+    if jaxprs.runs_backward(eqn):
         return [[direct] for _ in eqn.invars]
-    if eqn.primitive in marks.CALLS:
-        (body,) = marks.bodies(eqn)
+    if eqn.primitive in jaxprs.CALLS:
+        (body,) = jaxprs.bodies(eqn)
         inner = _uses(body, direct=direct)
         return [inner[v] for v in body.invars]
     if eqn.primitive is prims.scan_p:
-        (body,) = marks.inner(eqn)
-        inner, first = _uses(body, direct=True), sum(compat.scan_counts(eqn))
+        (body,) = jaxprs.inner(eqn)
+        inner, first = _uses(body, direct=True), sum(jaxprs.scan_counts(eqn))
         return plain[:first] + [[any(inner[v])] for v in body.invars[first:]]
     return plain

@@ -14,10 +14,11 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax.collectives import propagate
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 _PASSES = frozenset({
     "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",
@@ -59,26 +60,26 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any,
             for v in eqn.invars:
                 if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
                     wants.setdefault(v, wants[out])
-        elif name in layout.INVERSES and (found := layout.INVERSES[name](eqn, wants[out], mesh)):
-            wants.setdefault(eqn.invars[0], found)
+        elif spec := propagate.backward(eqn, wants[out], mesh):
+            wants.setdefault(eqn.invars[0], spec)
     return wants
 
 
 def passes(eqn: Any) -> bool:
     """Whether :func:`trace_back` follows the constraint through this equation."""
-    return eqn.primitive.name in _PASSES or eqn.primitive.name in layout.INVERSES
+    return eqn.primitive.name in _PASSES or eqn.primitive.name in propagate.BACKWARD
 
 
 def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:
     """What is wanted of one iteration's results, given what is wanted of the whole scan's."""
-    _, n = compat.scan_counts(eqn)
+    _, n = jaxprs.scan_counts(eqn)
     specs = [wants.get(v) for v in eqn.outvars]
     stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
     return [*specs[:n], *stacked]
 
 
 def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
-    a, n = compat.scan_counts(eqn)
+    a, n = jaxprs.scan_counts(eqn)
     for out, start in zip(eqn.outvars[:n], eqn.invars[a : a + n], strict=True):
         if out in wants and not isinstance(start, core.Literal):
             wants.setdefault(start, wants[out])
@@ -86,7 +87,7 @@ def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
 
 def spec_of(eqn: Any) -> Spec | None:
     """The spec that a sharding constraint asks for, without axes of size 1, as all specs here."""
-    sharding = eqn.params["sharding"]
+    sharding = jaxprs.param(eqn, "sharding")
     if not isinstance(sharding, NamedSharding):
         return None
     spec = layout.full(sharding.spec, eqn.outvars[0].aval.ndim)

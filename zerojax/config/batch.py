@@ -6,12 +6,12 @@ from zerojax.config.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Rows per update and how they are cut.
+    """The sizes of a batch.
 
     Attributes:
-      train: rows of the whole batch, over all devices, for one update; None: whatever comes.
-      micro: rows of one device in one micro-batch; None: whatever comes.
-      accumulation: micro-batches per update.
+      train: Rows per update, over all devices; None where the batch decides.
+      micro: Rows of one device in one micro-batch; None where the batch decides.
+      accumulation: Micro-batches per update.
     """
 
     train: int | None
@@ -20,18 +20,18 @@ class BatchSizes(NamedTuple):
 
 
 def solve(train: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
-    """Fills in the sizes that are missing, so that train = micro * accumulation * world.
+    """Fills in missing sizes, so that train = micro * accumulation * world.
 
-    With `train` or `micro` alone the accumulation is 1. With neither, the batch that comes decides.
+    With `train` or `micro` alone the accumulation is 1. With neither, the batch decides.
 
     Args:
       train: `train_batch_size`.
       micro: `train_micro_batch_size_per_gpu`.
       accumulation: `gradient_accumulation_steps`.
-      world: the number of data-parallel devices.
+      world: The number of data-parallel devices.
 
     Raises:
-      ConfigError: no whole numbers fit; the message gives some that do.
+      ConfigError: No whole numbers fit; the message has some that do.
 
     Example:
       >>> solve(64, None, 4, world=8)
@@ -45,16 +45,16 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
     if micro is None:
         steps = accumulation or 1
         size, rest = divmod(train, steps * world)
-        found = BatchSizes(train, size, steps)
+        sizes = BatchSizes(train, size, steps)
     elif accumulation is None:
         steps, rest = divmod(train, micro * world)
-        found = BatchSizes(train, micro, steps)
+        sizes = BatchSizes(train, micro, steps)
     else:
         rest = train - micro * accumulation * world
-        found = BatchSizes(train, micro, accumulation)
-    if rest or not found.micro or not found.accumulation:
+        sizes = BatchSizes(train, micro, accumulation)
+    if rest or not sizes.micro or not sizes.accumulation:
         raise ConfigError(_mismatch(train, micro, accumulation, world))
-    return found
+    return sizes
 
 
 def _mismatch(train: int, micro: int | None, accumulation: int | None, world: int) -> str:
@@ -62,8 +62,8 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, world: in
     below, above = train // unit * unit, (train // unit + 1) * unit
     if micro and accumulation:
         below = above = unit
-    sizes = " or ".join(str(size) for size in sorted({below, above}) if size)
-    fits = [f"train_batch_size {sizes}"]
+    joined = " or ".join(str(size) for size in sorted({below, above}) if size)
+    fits = [f"train_batch_size {joined}"]
     if micro and accumulation:
         if train % (micro * world) == 0:
             fits.append(f"gradient_accumulation_steps {train // (micro * world)}")
@@ -73,11 +73,11 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, world: in
             fits.append(f"{train // (micro * accumulation)} devices")
     return (
         "the batch sizes do not multiply out: train_batch_size "
-        f"{train} = train_micro_batch_size_per_gpu {_told(micro)} * gradient_accumulation_steps "
-        f"{_told(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold in whole "
+        f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
+        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold in whole "
         f"numbers; these would do: {', or '.join(fits)}"
     )
 
 
-def _told(size: int | None) -> str:
+def _given(size: int | None) -> str:
     return "(not given)" if size is None else str(size)

@@ -1,4 +1,4 @@
-"""What fields say to each other: contradictions, and those that do nothing beside the others."""
+"""Rules between fields: contradictions, and fields without effect beside the others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,24 +13,23 @@ DYNAMIC = (
     "min_loss_scale",
     "raise_error_at_min_scale",
 )
-"""Fields that only a dynamic loss scale reads."""
+"""Fields of a dynamic loss scale."""
 
 OFFLOADS = (
     ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
     ("offload_param", 3, "stage 3, where parameters are sharded"),
 )
-"""What may be offloaded, the first stage at which, and in words."""
+"""Each offload section, its first stage, and the requirement in words."""
 
 BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
 def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
-    """What cannot be together.
+    """One problem for each contradiction.
 
     Args:
-      values: by field of `ZeroConfig`, each of its kind; fields that are wrong in themselves are
-        left out.
-      name: how the reader knows a field, such as "fp16.enabled".
+      values: Right values by field of `ZeroConfig`; wrong ones are absent.
+      name: The name of a field in a message, such as "fp16.enabled" for `fp16`.
 
     Example:
       >>> list(contradictions({"fp16": True, "bf16": True}))
@@ -66,34 +65,34 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:
-    """Fields that do nothing beside the others, each with the reason.
+    """The reason for each field that has no effect beside the others, by name.
 
     Args:
-      values: by field of `ZeroConfig`.
+      values: Values by field of `ZeroConfig`.
 
     Example:
       >>> idle({"fp16": True, "loss_scale": 128.0})["hysteresis"]
       'the loss scale is static: loss_scale is not 0'
     """
     fp16, bf16 = bool(values.get("fp16")), bool(values.get("bf16"))
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if not fp16:
-        found |= dict.fromkeys(("loss_scale", *DYNAMIC), "fp16 is off")
+        reasons |= dict.fromkeys(("loss_scale", *DYNAMIC), "fp16 is off")
     elif values.get("loss_scale"):
-        found |= dict.fromkeys(DYNAMIC, "the loss scale is static: loss_scale is not 0")
+        reasons |= dict.fromkeys(DYNAMIC, "the loss scale is static: loss_scale is not 0")
     if not fp16 and not bf16:
-        found["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
+        reasons["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
     if fp16:
-        found |= dict.fromkeys(
+        reasons |= dict.fromkeys(
             ("check_grad_overflow", "check_finite"),
             "fp16 skips every update that is not finite anyhow",
         )
     elif not bf16:
-        found["check_grad_overflow"] = "bf16 is off"
+        reasons["check_grad_overflow"] = "bf16 is off"
     elif values.get("check_finite"):
-        found["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
     if values.get("stage") != 3:
-        found["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+        reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
     if not any(values.get(field) for field, *_ in OFFLOADS):
-        found["sub_group_size"] = "nothing is offloaded"
-    return found
+        reasons["sub_group_size"] = "nothing is offloaded"
+    return reasons

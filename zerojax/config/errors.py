@@ -1,19 +1,32 @@
-"""The one exception of this package, and how it shows a value."""
+"""The exception of this package, and the words of its messages: values, and unknown names."""
 
+import difflib
 import json
-from collections.abc import Iterable
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
+
+_LISTED = 20
+"""Unknown names that have a problem each."""
+
+_LONGEST = 100
+"""Characters of a name that is compared with the known ones."""
+
+_COMPARED = 1000
+"""Known names that one name is compared with."""
 
 
 class ConfigError(ValueError):
     """A configuration that zerojax will not run with.
 
     Args:
-      problems: one sentence each, naming key, value and remedy.
-      source: where the configuration came from, such as a file's path.
+      problems: One sentence for each problem, with key, value and remedy.
+      source: The file's path; "" for a mapping.
 
     Attributes:
-      problems: the sentences, as a tuple; the message has one a line.
+      problems: The sentences, as a tuple; the message has one on each line.
 
     Example:
       >>> print(ConfigError(["stage: expected 0, 1, 2 or 3, got 4"], "zero.json"))
@@ -36,7 +49,7 @@ class ConfigError(ValueError):
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as it stands in JSON, cut to `limit` characters.
+    """The JSON of a value, cut to `limit` characters.
 
     Example:
       >>> shown({"enabled": True})
@@ -47,3 +60,97 @@ def shown(value: Any, limit: int = 60) -> str:
     except (TypeError, ValueError, RecursionError):
         text = object.__repr__(value) if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str]:
+    """One problem for each of the first names, and one for all others together.
+
+    A problem takes half a millisecond, since its name is compared with all known ones.
+
+    Example:
+      >>> problems_of([f"k{i}" for i in range(300)], lambda name: f"{name}: unknown key")[-2:]
+      ['k19: unknown key', 'k20: unknown key; and 279 more like it']
+    """
+    problems = [problem(name) for name in names[: _LISTED + 1]]
+    if rest := len(names) - len(problems):
+        problems[-1] += f"; and {rest} more like it"
+    return problems
+
+
+def spelled(name: str) -> str:
+    """A name within a dotted path, in quotes where a reader could mistake it.
+
+    Example:
+      >>> print(spelled("stage"), spelled(""), spelled("a.b"))
+      stage "" "a.b"
+    """
+    plain = name and name.isprintable() and not re.search(r'[.:="]|\s', name)
+    return name if plain and len(name) <= _LONGEST else shown(name)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence on an unknown name: the closest known one, or all of them.
+
+    Example:
+      >>> suggestion("stag", ["stage", "bf16"])
+      'did you mean `stage`?'
+      >>> suggestion("xyz", ["stage", "bf16"])
+      'known: stage, bf16'
+    """
+    return hint(name, closest(name, known), f"known: {', '.join(known)}")
+
+
+def hint(name: str, guess: str | None, otherwise: str) -> str:
+    """The end of a sentence on an unknown name, with its foreign letters.
+
+    Args:
+      name: The unknown name.
+      guess: What it may stand for, from :func:`closest`.
+      otherwise: The words without a guess.
+
+    Example:
+      >>> print(hint("st\u0430ge", "stage", "take it out"))
+      did you mean `stage`? (\u0430 is CYRILLIC SMALL LETTER A, U+0430)
+    """
+    words = f"did you mean `{guess}`?" if guess else otherwise
+    foreign = foreign_letters(name)
+    return f"{words} ({foreign})" if foreign else words
+
+
+def foreign_letters(name: str) -> str:
+    """The characters of a name that no key has, with their Unicode names; "" for none.
+
+    Example:
+      >>> print(foreign_letters("b\u0443te\u200b"))
+      \u0443 is CYRILLIC SMALL LETTER U, U+0443; there is an invisible ZERO WIDTH SPACE, U+200B
+    """
+    letters = dict.fromkeys(c for c in name[:_LONGEST] if not c.isascii())
+    return "; ".join(_described(c) for c in list(letters)[:3])
+
+
+def _described(character: str) -> str:
+    name = f"{unicodedata.name(character, 'a character')}, U+{ord(character):04X}"
+    visible = character.isprintable() and not unicodedata.combining(character)
+    return f"{character} is {name}" if visible else f"there is an invisible {name}"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` most likely stands for, or None.
+
+    Example:
+      >>> closest("zero_optimisation", ["optimizer", "zero_optimization"])
+      'zero_optimization'
+    """
+    if len(name) > _LONGEST:
+        return None
+    by_lower = {other.lower(): other for other in islice(known, _COMPARED)}
+    name = unicodedata.normalize("NFKC", name).lower()
+    ascii_ = sum(c.isascii() for c in name)
+    if not name.isascii() and ascii_ * 2 >= len(name):
+        # A letter of another alphabet stands for one letter, an invisible character for none.
+        pattern = "".join(re.escape(c) if c.isascii() else ".?" for c in name)
+        alike = [other for other in by_lower if re.fullmatch(pattern, other)]
+        if alike:
+            return by_lower[max(alike, key=len)]
+    matches = difflib.get_close_matches(name, by_lower, n=1, cutoff=0.7)
+    return by_lower[matches[0]] if matches else None

@@ -5,41 +5,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from zerojax.config.batch import BatchSizes, solve
-from zerojax.config.errors import ConfigError
-from zerojax.config.families import FAMILIES, REQUIRED, resolve_type
+from zerojax.config.errors import ConfigError, spelled
+from zerojax.config.frozen import Status
 from zerojax.config.keys import KEYS, NULLABLE, sections
-from zerojax.config.load import read
-from zerojax.config.note import Status
-from zerojax.config.old_names import renamed
-from zerojax.config.reading import Reading
-from zerojax.config.unknown import spelled
+from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.old_names import renamed
+from zerojax.config.keys.row import REQUIRED
+from zerojax.config.load import ConfigReading, read
+from zerojax.config.named import PARAMS, resolve_type
 
 TRIANGLE = {
     "train_batch_size": "train",
     "train_micro_batch_size_per_gpu": "micro",
     "gradient_accumulation_steps": "accumulation",
 }
-"""The keys of the batch, and the field of `BatchSizes` that each is."""
+"""The field of `BatchSizes` for each key of the batch."""
 
 NOT_GIVEN = object()
-"""In `Row.given`: the config does not have the key."""
+"""The value of `Row.given` for a key that the config omits."""
 
 Became = Status | Literal["refused", "wrong"]
 
-_PARAMS = ("optimizer.params.", "scheduler.params.")
 _REFUSED = " is not supported: "
 
 
 class Row(NamedTuple):
-    """One key.
+    """What became of one key.
 
     Attributes:
-      key: its dotted path, as the config writes it.
-      given: its value in the config, or `NOT_GIVEN`.
-      resolved: the value in force; None where there is none, or where the batch decides.
-      became: what `Note.status` says; "refused" for what zerojax does not do, "wrong" for what
-        no one could do.
-      why: the reason, with the remedy where one is needed.
+      key: The dotted path, as the config writes it.
+      given: The value in the config, or `NOT_GIVEN`.
+      resolved: The value in force; None where the key has none, or where the batch decides.
+      became: A `Note.status`; "refused" for what zerojax does not do, "wrong" for what nobody
+        could do.
+      why: The reason, with the remedy for a problem.
     """
 
     key: str
@@ -63,18 +62,18 @@ def explain(
     devices: int | None = None,
     every: bool = False,
 ) -> Explanation:
-    """Says of every key of a config what became of it, whether or not the config would load.
+    """Says what became of every key of a config, whether or not the config would load.
 
     Rows come in the config's order; after them the defaults that change numbers.
 
     Args:
-      config: the path of a JSON or HJSON file, or a mapping of the same form.
-      auto: what stands in for "auto", as for `load`.
-      devices: the data-parallel devices, for which the batch sizes are solved.
-      every: a row for every key that zerojax knows.
+      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      auto: Values in place of "auto", as for `load`.
+      devices: The number of data-parallel devices, for which the batch sizes are solved.
+      every: Whether every known key has a row.
 
     Raises:
-      ConfigError: the file cannot be read as JSON.
+      ConfigError: The file cannot be read as JSON.
 
     Example:
       >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
@@ -96,18 +95,18 @@ def explain(
             problems += [f"train_batch_size: {problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
     rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
-    told = {renamed(row.key) for row in rows}
-    rows += [row for row in table.defaults() if row.key not in told]
+    listed = {renamed(row.key) for row in rows}
+    rows += [row for row in table.defaults() if row.key not in listed]
     if every:
-        told |= {row.key for row in rows}
-        rows += [row for row in table.known() if row.key not in told]
+        listed |= {row.key for row in rows}
+        rows += [row for row in table.known() if row.key not in listed]
     return Explanation(tuple(rows), tuple(problems))
 
 
 class _Table:
     def __init__(
         self,
-        reading: Reading,
+        reading: ConfigReading,
         problems: list[str],
         sizes: BatchSizes | None,
         devices: int | None,
@@ -141,7 +140,7 @@ class _Table:
         return getattr(self.sizes, TRIANGLE.get(key, ""), None)
 
     def defaults(self) -> Iterator[Row]:
-        """Defaults that change numbers, and the batch sizes that follow from the others."""
+        """Rows of defaults that change numbers, and of batch sizes that follow from the others."""
         for note in self.reading.notes:
             if note.status == "default":
                 yield Row(note.key, NOT_GIVEN, note.holds, "default", note.reason)
@@ -151,9 +150,9 @@ class _Table:
                 yield Row(key, NOT_GIVEN, size, "resolved", why)
 
     def known(self) -> Iterator[Row]:
-        """Every key of the table, with what would become of it."""
+        """A row for every known key, with its default."""
         for path, key in KEYS.items():
-            if path in ("optimizer.params", "scheduler.params"):
+            if path in PARAMS:
                 yield from self._params(path.partition(".")[0])
                 continue
             if key.treatment == "off only":
@@ -165,7 +164,7 @@ class _Table:
     def _params(self, section: str) -> Iterator[Row]:
         given = self.reading.given.get(f"{section}.type")
         name = resolve_type(section, given)[0] if isinstance(given, str) else None
-        for key, param in FAMILIES[section][name].params.items() if name else ():
+        for key, param in NAMED_TYPES[section][name].params.items() if name else ():
             default = None if param.default is REQUIRED else param.default
             yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
 
@@ -176,11 +175,13 @@ def _key_of(problem: str) -> str:
 
 
 def _known(key: str) -> bool:
-    return key in KEYS or key in sections() or key.startswith(_PARAMS)
+    return (
+        key in KEYS or key in sections() or key.startswith(tuple(f"{params}." for params in PARAMS))
+    )
 
 
 def _about(problem: str, key: str) -> str:
-    """What a problem says of a key, or "" where it is about another one."""
+    """The words of a problem after the key; "" for a problem of another key."""
     if problem.startswith(f"{key}: "):
         return problem[len(key) + 2 :]
     if problem.startswith(f"{key} = "):
@@ -189,11 +190,11 @@ def _about(problem: str, key: str) -> str:
 
 
 def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Each path and value, down to what the table has a row for."""
+    """Each (path, value) of a config, down to the keys of the table."""
     for name, value in raw.items():
         path = f"{section}{spelled(name)}"
         known = renamed(path)
-        inner = known in sections() or known in ("optimizer.params", "scheduler.params")
+        inner = known in sections() or known in PARAMS
         if isinstance(value, Mapping) and value and inner:
             yield from _leaves(value, f"{path}.")
         else:

@@ -1,63 +1,84 @@
-"""The frozen configuration: what every part of zerojax behind the JSON works with."""
+"""The frozen configuration, which every part of zerojax behind the JSON works with."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.effects import contradictions, idle
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
+from zerojax.config.keys.row import ZERO
 from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
-from zerojax.config.note import Note
-from zerojax.config.offload import OFFLOAD, ZERO, OffloadOptimizer, OffloadParam, offload
-from zerojax.config.unknown import closest, hint, judged, spelled
+from zerojax.config.offload import OFFLOAD, OffloadOptimizer, OffloadParam, offload
+
+Status = Literal["honoured", "left to XLA", "default", "resolved", "no effect"]
+
+
+class Note(NamedTuple):
+    """What became of one key of a config.
+
+    Attributes:
+      key: The dotted path in the JSON.
+      value: The value given, or the default in its place.
+      status: "honoured"; "left to XLA"; "no effect"; "default" for an omitted key whose default
+        changes numbers; "resolved" for an "auto".
+      reason: The reason, for a reader.
+      holds: The value in force; None where the key has none.
+    """
+
+    key: str
+    value: Any
+    status: Status
+    reason: str
+    holds: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What zerojax is to do. Nothing happens that is not asked for here.
+    """The settings of a run; nothing happens without a setting here.
 
-    Equality and hash leave `notes` out: two configs that do the same are the same.
+    Equality and hash leave `notes` out.
 
     Attributes:
       stage: 0 (replicated), 1 (optimizer state sharded), 2 (gradients too), 3 (parameters too).
-      bf16: parameters reach the step's body in bfloat16; master weights stay as they are.
-      fp16: the same in float16, with a loss scale; not with `bf16`.
-      auto_cast: float leaves of the batch are cast to that dtype too.
-      loss_scale: a static loss scale; 0 is a dynamic one.
-      initial_scale_power: a dynamic scale starts at 2**this; at most 126, for float32.
-      loss_scale_window: good updates after which it doubles.
-      hysteresis: overflows before it halves.
-      consecutive_hysteresis: a good update refills the hysteresis.
-      min_loss_scale: it halves no further.
-      raise_error_at_min_scale: an overflow at the smallest scale raises; False skips on.
-      check_grad_overflow: with `bf16`, updates that are not finite are skipped, as fp16 does;
-        a JSON has it on by default.
-      check_finite: the same at any precision, fp32 too.
-      gradient_clipping: the largest global L2 norm of the averaged gradient; 0 is off.
-      gradient_accumulation_steps: micro-batches per update.
-      train_batch_size: rows per update, over all devices.
-      train_micro_batch_size_per_gpu: rows of one device in one micro-batch.
-      grad_accum_dtype: dtype of the sum over micro-batches; None is the gradient's own.
-      stage3_param_persistence_threshold: smaller parameters, in elements, stay whole.
-      stage3_gather_16bit_weights_on_model_save: `python -m zerojax export` writes 16-bit weights
-        of this run's checkpoints where it is not told otherwise, at every stage.
-      offload_optimizer: where master weights and moments lie off the accelerator, from stage 1 on;
-        None leaves them there.
-      offload_param: the same of parameters, at stage 3.
-      sub_group_size: elements that are updated at a time under offload, at most.
-      cpu_checkpointing: what rematerialised blocks in a scan keep waits in host memory.
-      optimizer, scheduler: for `zero.optimizer()`.
-      steps_per_print: updates from one printed line to the next; None (or 0) prints nothing.
-      wall_clock_breakdown: report how long the steps take on the device.
-      tensorboard, csv_monitor, wandb: where metrics are written; None is nowhere.
-      notes: one for each key of the JSON, for each default that changes numbers, and for each
-        keyword that has no effect.
+      bf16: Whether the step's body sees parameters in bfloat16; master weights keep their dtype.
+      fp16: Whether the body sees parameters in float16, with a loss scale; excludes `bf16`.
+      auto_cast: Whether float leaves of the batch are cast to that dtype too.
+      loss_scale: The static loss scale; 0 for a dynamic one.
+      initial_scale_power: The exponent of the first dynamic scale, from 0 to 126.
+      loss_scale_window: The number of good updates after which the scale doubles.
+      hysteresis: The number of overflows after which the scale halves.
+      consecutive_hysteresis: Whether a good update refills the hysteresis.
+      min_loss_scale: The smallest dynamic scale.
+      raise_error_at_min_scale: Whether an overflow at the smallest scale raises; False skips the
+        update.
+      check_grad_overflow: Whether updates in `bf16` that are not finite are skipped, as in fp16;
+        True by default in a JSON.
+      check_finite: Whether updates that are not finite are skipped at every precision.
+      gradient_clipping: The largest global L2 norm of the averaged gradient; 0 turns clipping off.
+      gradient_accumulation_steps: Micro-batches per update.
+      train_batch_size: Rows per update, over all devices.
+      train_micro_batch_size_per_gpu: Rows of one device in one micro-batch.
+      grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
+      stage3_param_persistence_threshold: The elements below which a parameter stays whole.
+      stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
+        weights of this run's checkpoints by default, at every stage.
+      offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
+        accelerator.
+      offload_param: The place of parameters, at stage 3; None for the accelerator.
+      sub_group_size: The largest number of elements in one update under offload.
+      cpu_checkpointing: Whether residuals of rematerialised blocks in a scan wait in host memory.
+      optimizer, scheduler: The parts of `zero.optimizer()`.
+      steps_per_print: Updates from one printed line to the next; None (or 0) for no lines.
+      wall_clock_breakdown: Whether the lines have the time of a step on the device.
+      tensorboard, csv_monitor, wandb: The destinations of metrics; None for none.
+      notes: One for each key of the JSON, each default that changes numbers, and each keyword
+        without effect.
 
     Raises:
-      ConfigError: a value that cannot be, with the remedy.
+      ConfigError: A wrong value or a contradiction, with the remedy.
 
     Example:
       >>> ZeroConfig(stage=3, gradient_accumulation_steps=4).batch(world=8)
@@ -99,40 +120,44 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        sound: dict[str, Any] = {}
+        checked: dict[str, Any] = {}
         for name, key in BY_FIELD.items():
             value = getattr(self, name)
             if value is None and key.default is None:
                 continue
-            if not key.kind.accepts(value):
-                problems.append(f"{name}: expected {key.kind.says}, got {shown(value)}")
-                continue
-            sound[name] = key.kind.check(value)
-            object.__setattr__(self, name, sound[name])
+            try:
+                checked[name] = key.kind.check(value)
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+            else:
+                object.__setattr__(self, name, checked[name])
         for name, cls in _CLASSES.items():
             value = getattr(self, name)
             if value is None or isinstance(value, cls):
-                sound[name] = value
+                checked[name] = value
             else:
                 problems.append(f"{name}: expected {cls.__name__} or None, got {shown(value)}")
-        problems += contradictions(sound)
+        problems += contradictions(checked)
         if problems:
             raise ConfigError(problems)
         object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
         largest = BY_FIELD["sub_group_size"].default
         object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
-        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(sound, self.notes)))
+        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(checked, self.notes)))
 
     def _own_notes(self) -> Iterator[Note]:
-        """The notes of the JSON: those on keywords are made anew, as others may have changed."""
+        """The notes of the JSON, without those of keywords, which may have changed."""
         ours = BY_FIELD.keys() | OFFLOAD.keys()
         return (n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in ours)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """From keywords, with a did-you-mean; sections may be mappings, as in the JSON.
+        """A config from keywords; a section is a config object, or a mapping as in the JSON.
 
-        Those of offload may be the name of a device too: `offload_optimizer="cpu"`.
+        An offload section may be the name of a device: `offload_optimizer="cpu"`.
+
+        Raises:
+          ConfigError: An unknown keyword, with the closest known one, or a wrong value.
 
         Example:
           >>> ZeroConfig.from_keywords(stag=3)
@@ -141,7 +166,7 @@ class ZeroConfig:
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
         unknown = [name for name in keywords if name not in known]
-        problems = judged(unknown, lambda name: _unknown_keyword(name, known))
+        problems = problems_of(unknown, lambda name: _unknown_keyword(name, known))
         for name in _CLASSES:
             if keywords.get(name) is None:
                 continue
@@ -159,12 +184,12 @@ class ZeroConfig:
 
     @property
     def compute_dtype(self) -> str | None:
-        """What the step's body computes in, "fp16" or "bf16"; None where it is left alone."""
+        """The dtype of the step's body, "fp16" or "bf16"; None for the parameters' own."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else None
 
     @property
     def skips_overflow(self) -> bool:
-        """Updates with a gradient that is not finite are skipped."""
+        """Whether updates with a gradient that is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
     def batch(self, world: int) -> BatchSizes:
@@ -188,17 +213,17 @@ def _section(name: str, given: Any) -> Any:
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
-    """On keywords that were given in vain; those of a JSON have their note already."""
-    told = {note.key for note in notes}
+    """One note for each keyword without effect; keys of a JSON have their notes already."""
+    noted = {note.key for note in notes}
     for name, reason in idle(values).items():
         key = BY_FIELD[name]
-        if values[name] != getattr(ZeroConfig, name) and key.path not in told:
+        if values[name] != getattr(ZeroConfig, name) and key.path not in noted:
             yield Note(name, values[name], "no effect", reason)
     for section in OFFLOAD:
-        made = values.get(section)
-        for name, reason in made.idle().items() if made else ():
-            value, path = getattr(made, name), f"{ZERO}.{section}.{name}"
-            if value != KEYS[path].default and path not in told:
+        given = values.get(section)
+        for name, reason in given.idle().items() if given else ():
+            value, path = getattr(given, name), f"{ZERO}.{section}.{name}"
+            if value != KEYS[path].default and path not in noted:
                 yield Note(f"{section}.{name}", value, "no effect", reason)
 
 
@@ -208,5 +233,4 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
         return f"{name}: not supported: {key.why}"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the whole config as a dict"
-    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
-    return f"{spelled(name)}: unknown keyword; {likely}"
+    return f"{spelled(name)}: unknown keyword; {suggestion(name, known)}"

@@ -1,13 +1,32 @@
 """`load`: from the JSON to the frozen config, strict, with every problem reported at once."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zerojax.config.auto import resolve_autos, stand_in
+from zerojax.config.effects import contradictions, idle
 from zerojax.config.errors import ConfigError, shown
-from zerojax.config.frozen import ZeroConfig
-from zerojax.config.read import plain, read_file, repeated
-from zerojax.config.reading import Reading
+from zerojax.config.frozen import Note, Status, ZeroConfig
+from zerojax.config.json_file import plain, read_json, source_of
+from zerojax.config.keys import BY_FIELD, KEYS
+from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.old_names import rename
+from zerojax.config.keys.row import Key
+from zerojax.config.monitors import MONITORS
+from zerojax.config.named import (
+    NAMED,
+    PARAMS,
+    OptimizerConfig,
+    SchedulerConfig,
+    check_params,
+    known_types,
+    resolve_type,
+)
+from zerojax.config.offload import read_offload
+from zerojax.config.schema import check_keys
+
+_STOOD_IN = "given in its place, by auto="
 
 
 def load(
@@ -16,18 +35,18 @@ def load(
 ) -> ZeroConfig:
     """Reads a DeepSpeed config.
 
-    DeepSpeed's defaults hold for what is left out, `gradient_clipping` 1.0 among them and, with
-    bf16, `check_grad_overflow`; those that change numbers are in `notes`, beside one note for each
-    key given. Each "auto" is resolved or
-    refused. A `ZeroConfig` is returned as it is.
+    DeepSpeed's defaults hold for omitted keys, among them `gradient_clipping` 1.0 and, with bf16,
+    `check_grad_overflow`. `notes` has one note for each key given, and one for each default that
+    changes numbers. Each "auto" is resolved or refused.
 
     Args:
-      config: the path of a JSON or HJSON file, a mapping of the same form, or a `ZeroConfig`.
-      auto: what stands in for an "auto" of the config, by dotted key, such as
-        `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" there is an error.
+      config: The path of a JSON or HJSON file, a mapping of the same form, or a `ZeroConfig`,
+        which is returned as it is.
+      auto: Values in place of "auto", by dotted key, such as
+        `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" is an error.
 
     Raises:
-      ConfigError: with one line for each problem: the key, the value, the remedy.
+      ConfigError: One line for each problem: the key, the value, the remedy.
 
     Example:
       >>> load({"zero_optimization": {"stage": 2}}).gradient_clipping
@@ -40,36 +59,174 @@ def load(
             raise ConfigError('auto: nothing is "auto" in a ZeroConfig; set its fields')
         return config
     reading = read(config, auto)
-    source = os.fspath(config) if isinstance(config, str | os.PathLike) else ""
     if reading.problems:
-        raise ConfigError(reading.problems, source)
+        raise ConfigError(reading.problems, source_of(config))
     return ZeroConfig(**reading.fields, notes=tuple(reading.notes))
 
 
 def read(
     config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
-) -> Reading:
-    """The reading of a config, with all that is wrong in it, to be looked at.
+) -> "ConfigReading":
+    """Reads a config that need not be right.
 
     Args:
-      config: the path of a JSON or HJSON file, or a mapping of the same form.
-      auto: as for `load`.
+      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      auto: Values in place of "auto", as for `load`.
 
     Raises:
-      ConfigError: not a JSON file, not an object, or one that JSON cannot hold.
+      ConfigError: Not a JSON file, not an object, or one that JSON cannot hold.
     """
-    source, raw = "", config
-    if isinstance(config, str | os.PathLike):
-        source, raw = os.fspath(config), read_file(config)
-    if not isinstance(raw, Mapping):
-        wanted = "an object" if source else "the path of a JSON file, a mapping or a ZeroConfig"
-        raise ConfigError(f"expected {wanted}, got {shown(raw)}", source)
     try:
-        reading = Reading(plain(raw), auto)
+        raw, repeated = read_json(config)
+        reading = ConfigReading(raw, auto)
     except RecursionError:
         deep = "nested too deeply, or within itself; it has three levels at most"
-        raise ConfigError(deep, source) from None
-    except ConfigError as error:
-        raise ConfigError(error.problems, source) from None
-    reading.problems[:0] = repeated(raw)
+        raise ConfigError(deep, source_of(config)) from None
+    reading.problems[:0] = repeated
     return reading
+
+
+class ConfigReading:
+    """Everything that a config says, right or wrong.
+
+    Args:
+      raw: The config, in plain dicts; the reading changes them.
+      auto: Values in place of "auto", by dotted key.
+
+    Attributes:
+      raw: The config as given.
+      given: The values of the known keys as given, "auto" included, by dotted path.
+      fields: Keywords for `ZeroConfig`; meaningful where `problems` is empty.
+      notes: One for each known and right key, and one for each default that changes numbers.
+      problems: One sentence each, which begins with the key.
+
+    Example:
+      >>> reading = ConfigReading({"fp16": {"enabled": "auto", "loss_scale": -1}})
+      >>> reading.notes[0].reason
+      'off, unless the program asks for it: auto={"fp16.enabled": True}'
+      >>> reading.problems
+      ['fp16.loss_scale: expected 0 (dynamic) or a number above 0 that float32 holds, got -1']
+    """
+
+    def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
+        self.raw = plain(raw)
+        self.fields: dict[str, Any] = {}
+        self.problems: list[str] = list(rename(raw))
+        self.given = dict(_leaves(raw, ""))
+        self._replaced: set[str] = set()
+        if auto is not None:
+            self._replaced, problems = stand_in(raw, auto)
+            self.problems += problems
+        self.notes, problems = resolve_autos(raw)
+        self.problems += problems
+        values, problems = check_keys(raw)
+        self.problems += problems
+        self._set_fields(values)
+        self._note_keys(values)
+        for section, cls in NAMED.items():
+            if isinstance(raw.get(section), dict):
+                self.fields[section] = self._named(section, cls, raw[section])
+
+    def _set_fields(self, values: Mapping[str, Any]) -> None:
+        """Sets every field but optimizer and scheduler: as given, or DeepSpeed's default."""
+        for name, key in BY_FIELD.items():
+            self.fields[name] = values.get(key.path, key.default)
+        for section, cls in MONITORS.items():
+            if values.get(f"{section}.enabled"):
+                given = {name: values.get(f"{section}.{name}") for name in cls.__dataclass_fields__}
+                self.fields[section] = cls(**{k: v for k, v in given.items() if v is not None})
+        wrong = {problem.partition(": ")[0] for problem in self.problems}
+        self._offload = read_offload(values, self.given, wrong)
+        self.fields |= self._offload.fields
+        self.problems += self._offload.problems
+        for name in idle(self.fields):  # a default without effect counts as absent
+            if BY_FIELD[name].path not in values:
+                self.fields[name] = getattr(ZeroConfig, name)
+        right = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
+        self.problems += contradictions(right, self._path)
+
+    def _path(self, field: str) -> str:
+        """The key of the JSON that sets a field."""
+        return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
+
+    def _note_keys(self, values: Mapping[str, Any]) -> None:
+        resolved = {note.key for note in self.notes}
+        reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
+        reasons |= self._offload.idle
+        noted = self.given.keys() | resolved | reasons.keys()
+        for path, key in KEYS.items():
+            section, _, name = path.rpartition(".")
+            if section in MONITORS and name != "enabled" and section not in self.fields:
+                reasons[path] = f"{section} is off"
+            if section in self._offload.unjudged:
+                continue
+            if path in values and path not in PARAMS:
+                self._judge(key, values[path], reasons.get(path))
+            elif key.loud and path not in noted:
+                self.notes.append(Note(path, key.default, "default", key.loud, key.default))
+
+    def _judge(self, key: Key, value: Any, idle: str | None) -> None:
+        """Notes a key, or adds the problem; `idle` is the reason why the key has no effect."""
+        if key.treatment == "off only" and value not in key.accepts:
+            off = shown(key.accepts[0])
+            self.problems.append(
+                f"{key.path} = {shown(value)} is not supported: {key.why}; leave it out or at {off}"
+            )
+        elif idle is not None:
+            self.notes.append(Note(key.path, value, "no effect", idle))
+        elif key.path in self._replaced:
+            self.notes.append(Note(key.path, "auto", "resolved", _STOOD_IN, value))
+        elif key.treatment == "honoured":
+            self.notes.append(Note(key.path, value, "honoured", key.why, value))
+        elif key.treatment == "off only":
+            self.notes.append(Note(key.path, value, "honoured", "off", value))
+        else:
+            self.notes.append(Note(key.path, value, key.treatment, key.why))
+
+    def _named(
+        self, section: str, cls: type[OptimizerConfig] | type[SchedulerConfig], raw: dict[str, Any]
+    ) -> OptimizerConfig | SchedulerConfig | None:
+        """The optimizer or the schedule; None where something in the section is wrong."""
+        given, params = raw.get("type"), raw.get("params", {})
+        if "type" not in raw and f"{section}.type" not in self.given:
+            self.problems.append(f"{section}.type: missing; one of {known_types(section)}")
+        if not isinstance(given, str) or not isinstance(params, dict):
+            return None
+        name, problems = resolve_type(section, given)
+        self.problems += problems
+        if name is None:
+            return None
+        values, autos, problems = check_params(section, name, params, json=True)
+        self.problems += problems
+        table = NAMED_TYPES[section][name].params
+        for key, value in values.items():
+            if key in autos:
+                continue
+            if f"{section}.params.{key}" in self._replaced:
+                self._note(section, key, "auto", "resolved", _STOOD_IN, value)
+            else:
+                self._note(section, key, value, "honoured", f"of {name}", value)
+        for key in autos:
+            default = table[key].default
+            reason = table[key].auto or f"DeepSpeed's default, {shown(default)}"
+            self._note(section, key, "auto", "resolved", reason, values.get(key, default))
+        for key, param in table.items():
+            if param.loud and key not in params:
+                reason = f"DeepSpeed's for {name}"
+                self._note(section, key, param.default, "default", reason, param.default)
+        return None if problems else cls(type=name, params=values)
+
+    def _note(
+        self, section: str, key: str, value: Any, status: Status, reason: str, holds: Any
+    ) -> None:
+        self.notes.append(Note(f"{section}.params.{key}", value, status, reason, holds))
+
+
+def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """The known keys of a config, as (path, value)."""
+    for name, value in raw.items():
+        path = f"{section}{name}"
+        if path in KEYS and "." not in name:
+            yield path, value
+        elif isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")

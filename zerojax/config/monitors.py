@@ -1,12 +1,11 @@
-"""Where metrics are written, as the sections `tensorboard`, `csv_monitor` and `wandb` say it."""
+"""The destinations of metrics: the sections `tensorboard`, `csv_monitor` and `wandb`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zerojax.config.errors import ConfigError, shown
-from zerojax.config.kinds import FLAG, TEXT, optional
-from zerojax.config.unknown import closest, hint, judged, spelled
+from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
+from zerojax.config.keys.value_kinds import FLAG, TEXT, TEXT_OR_NULL
 
 
 class _Texts:
@@ -15,20 +14,22 @@ class _Texts:
     def __post_init__(self) -> None:
         problems = []
         for item in fields(self):  # type: ignore[arg-type]
-            kind = optional(TEXT) if item.default is None else TEXT
-            if not kind.accepts(value := getattr(self, item.name)):
-                problems.append(f"{item.name}: expected {kind.says}, got {shown(value)}")
+            kind = TEXT_OR_NULL[0] if item.default is None else TEXT
+            try:
+                kind.check(getattr(self, item.name))
+            except ConfigError as error:
+                problems.append(f"{item.name}: {error}")
         if problems:
             raise ConfigError(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig(_Texts):
-    """Files of metrics: `tensorboard` or `csv_monitor`, switched on by being there.
+    """Files of metrics: `tensorboard` or `csv_monitor`, on where it is given.
 
     Attributes:
-      output_path: the folder; "" is DeepSpeed's own choice.
-      job_name: a folder of this name within it.
+      output_path: The folder; "" is DeepSpeed's own choice.
+      job_name: A folder within it.
 
     Example:
       >>> MonitorConfig(output_path="logs")
@@ -41,12 +42,12 @@ class MonitorConfig(_Texts):
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(_Texts):
-    """A run on wandb: `wandb`, switched on by being there.
+    """A run on wandb: `wandb`, on where it is given.
 
     Attributes:
-      group: runs that belong together.
+      group: The name that runs of one group share.
       team: wandb's entity; None is the user's own.
-      project: the project's name.
+      project: The project's name.
     """
 
     group: str | None = None
@@ -66,12 +67,12 @@ def monitor(section: str, given: Any) -> MonitorConfig | WandbConfig | None:
     """The config of one section from keywords.
 
     Args:
-      section: a name in `MONITORS`.
-      given: the config, a mapping of its fields, or None. With `enabled` false in the mapping
+      section: A name in `MONITORS`.
+      given: The config, a mapping of its fields, or None. With `enabled` false in the mapping
         the section is off.
 
     Raises:
-      ConfigError: an unknown name or a wrong value, with the section before it.
+      ConfigError: An unknown name or a wrong value, with the section before it.
 
     Example:
       >>> monitor("wandb", {"team": "llm"})
@@ -87,19 +88,18 @@ def monitor(section: str, given: Any) -> MonitorConfig | WandbConfig | None:
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
     known = [item.name for item in fields(cls)]
     unknown = [str(name) for name in given if name not in (*known, "enabled")]
-    problems = judged(unknown, lambda name: _unknown(section, name, known))
-    if not FLAG.accepts(enabled := given.get("enabled", True)):
-        problems.append(f"{section}.enabled: expected {FLAG.says}, got {shown(enabled)}")
-    made = None
+    problems = problems_of(
+        unknown, lambda name: f"{section}.{spelled(name)}: unknown key; {suggestion(name, known)}"
+    )
+    enabled, config = False, None
     try:
-        made = cls(**{name: given[name] for name in known if name in given})
+        enabled = FLAG.check(given.get("enabled", True))
+    except ConfigError as error:
+        problems.append(f"{section}.enabled: {error}")
+    try:
+        config = cls(**{name: given[name] for name in known if name in given})
     except ConfigError as error:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return made if FLAG.check(enabled) else None
-
-
-def _unknown(section: str, name: str, known: list[str]) -> str:
-    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
-    return f"{section}.{spelled(name)}: unknown key; {likely}"
+    return config if enabled else None

@@ -1,11 +1,113 @@
-"""The optimizer and the schedule of a config: a type and its parameters."""
+"""The optimizer and the schedule of a config: a type and its parameters, checked by its table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from zerojax.config.errors import ConfigError, shown
-from zerojax.config.families import FAMILIES, check_params, known_types, resolve_type
+from zerojax.config.errors import (
+    ConfigError,
+    closest,
+    foreign_letters,
+    problems_of,
+    shown,
+    spelled,
+    suggestion,
+)
+from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.row import REQUIRED, Param
+
+
+def or_pass(path: str) -> str:
+    """The remedy for an "auto" without a default."""
+    return f'or pass it: auto={{"{path}": ...}}'
+
+
+def known_types(section: str) -> str:
+    """The supported types of a section, for a message."""
+    return ", ".join(name for name, named in NAMED_TYPES[section].items() if not named.refused)
+
+
+def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
+    """The type as the table spells it, given in any case, and its problems."""
+    types = NAMED_TYPES[section]
+    name = {known.lower(): known for known in types}.get(given.lower())
+    if name is None:
+        guess = closest(given, types)
+        likely = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
+        foreign = f" ({letters})" if (letters := foreign_letters(given)) else ""
+        return None, [f"{section}.type: unknown {section} {shown(given)}; {likely}{foreign}"]
+    if types[name].refused:
+        return None, [f"{section}.type = {shown(name)} is not supported: {types[name].refused}"]
+    return name, []
+
+
+class CheckedParams(NamedTuple):
+    """What `check_params` says of parameters.
+
+    Attributes:
+      values: The right ones, each converted by its `ValueKind`.
+      autos: The names of those given as "auto", which become their defaults (or null).
+      problems: One sentence for each wrong one.
+    """
+
+    values: dict[str, Any]
+    autos: list[str]
+    problems: list[str]
+
+
+def check_params(
+    section: str, name: str, given: Mapping[str, Any], *, json: bool = False
+) -> CheckedParams:
+    """Checks the parameters of an optimizer or a schedule.
+
+    Args:
+      section: "optimizer" or "scheduler".
+      name: The type, from `resolve_type`.
+      given: The parameters.
+      json: Whether they come from a JSON, where "auto" is resolved and omitted parameters have
+        DeepSpeed's defaults.
+    """
+    table = NAMED_TYPES[section][name].params
+    unknown = [str(key) for key in given if key not in table]
+    problems = problems_of(unknown, lambda key: _unknown(section, key, name, table))
+    checked = CheckedParams({}, [], problems)
+    for key, value in given.items():
+        path = f"{section}.params.{key}"
+        if key not in table:
+            continue
+        if json and value == "auto":
+            if table[key].default is REQUIRED:
+                unresolved = f'"auto" cannot be resolved: {table[key].why}, {or_pass(path)}'
+                checked.problems.append(f"{path}: {unresolved}")
+            else:
+                checked.autos.append(key)
+                if table[key].auto:
+                    checked.values[key] = None
+            continue
+        try:
+            checked.values[key] = table[key].kind.check(value)
+        except ConfigError as error:
+            checked.problems.append(f"{path}: {error}")
+    for key, param in table.items():
+        path = f"{section}.params.{key}"
+        if key not in given and param.default is REQUIRED:
+            problem = f"{path}: {name} needs it, as {param.kind.says}"
+        elif key in checked.values and param.only and checked.values[key] not in param.only:
+            problem = f"{path} = {shown(checked.values[key])} is not supported: {param.why}"
+        elif json and key not in checked.values and param.only and param.default not in param.only:
+            default = f"{shown(param.default)}, DeepSpeed's default,"
+            problem = f"{path} = {default} is not supported: {param.why}"
+        else:
+            continue
+        checked.problems.append(problem)
+    return checked
+
+
+def _unknown(section: str, key: str, name: str, table: Mapping[str, Param]) -> str:
+    path = f"{section}.params.{spelled(key)}"
+    if section == "optimizer" and key == "max_grad_norm":
+        return f"{path}: not a parameter of the optimizer; use `gradient_clipping` at the top level"
+    return f"{path}: unknown parameter of {name}; {suggestion(key, table)}"
 
 
 class FrozenParams(Mapping[str, Any]):
@@ -85,7 +187,7 @@ class _Named:
 
     def with_defaults(self) -> dict[str, Any]:
         """The parameters, with DeepSpeed's defaults for those not given."""
-        table = FAMILIES[self._section][self.type].params
+        table = NAMED_TYPES[self._section][self.type].params
         return {name: self.params.get(name, param.default) for name, param in table.items()}
 
 
@@ -94,7 +196,7 @@ class OptimizerConfig(_Named):
     """An optimizer by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> OptimizerConfig(type="adamw", params={"lr": 3e-4}).with_defaults()["betas"]
@@ -109,7 +211,7 @@ class SchedulerConfig(_Named):
     """A learning-rate schedule by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: an unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
 
     Example:
       >>> SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 20}).type
@@ -124,3 +226,6 @@ NAMED: dict[str, type[OptimizerConfig] | type[SchedulerConfig]] = {
     "scheduler": SchedulerConfig,
 }
 """The class of each section."""
+
+PARAMS = tuple(f"{section}.params" for section in NAMED)
+"""The keys whose values are the parameters of a type."""

@@ -1,21 +1,21 @@
-"""What lies in host memory or on disk, as the sections `offload_optimizer` and `offload_param`."""
+"""State in host memory or on disk: the sections `offload_optimizer` and `offload_param`."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import KEYS
-from zerojax.config.unknown import closest, hint, judged, spelled
+from zerojax.config.keys.old_names import OLD_SWITCHES
+from zerojax.config.keys.row import ZERO
 
-ZERO = "zero_optimization"
-NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
-"""Fields that only device "nvme" reads."""
+_NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
+"""Fields that have an effect with device "nvme" only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offload:
-    """The fields of both sections; each is of the kind that its row in the table has."""
+    """The fields of both sections; each is of the kind that its key in the table has."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     nvme_path: str | None = None
@@ -28,10 +28,11 @@ class _Offload:
             kind, value = KEYS[f"{ZERO}.{self._section}.{item.name}"].kind, getattr(self, item.name)
             if item.name == "device" and value not in ("cpu", "nvme"):
                 problems.append(f'device: expected "cpu" or "nvme", got {shown(value)}')
-            elif not kind.accepts(value):
-                problems.append(f"{item.name}: expected {kind.says}, got {shown(value)}")
-            else:
+                continue
+            try:
                 object.__setattr__(self, item.name, kind.check(value))
+            except ConfigError as error:
+                problems.append(f"{item.name}: {error}")
         if problems := problems or list(self._contradictions()):
             raise ConfigError(problems)
 
@@ -43,10 +44,10 @@ class _Offload:
             )
 
     def idle(self) -> dict[str, str]:
-        """Fields that do nothing beside the others, each with the reason."""
+        """The reason for each field that has no effect beside the others, by name."""
         if self.device == "nvme":
             return {}
-        names = (item.name for item in fields(self) if item.name in NVME_ONLY)
+        names = (item.name for item in fields(self) if item.name in _NVME_ONLY)
         return dict.fromkeys(names, 'it is for device "nvme", and the device is "cpu"')
 
 
@@ -56,14 +57,14 @@ class OffloadOptimizer(_Offload):
 
     Attributes:
       device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
-      nvme_path: a folder on the disk.
-      buffer_count: sub-groups in host memory at a time, with "nvme".
-      ratio: the share that is offloaded; the rest stays on the accelerator. With "cpu".
-      compute_on: the update runs on the "device", which the state streams through, or on the
-        "host"; None is the device, with the same bits as without offload. With "cpu".
+      nvme_path: A folder on the disk.
+      buffer_count: Sub-groups in host memory at a time, with "nvme".
+      ratio: The share that is offloaded, with "cpu"; the rest stays on the accelerator.
+      compute_on: Where the update runs, with "cpu": on the "device", which the state streams
+        through, or on the "host"; None is the device, with the same bits as without offload.
 
     Raises:
-      ConfigError: a wrong value, or one that does not go with the device.
+      ConfigError: A wrong value, or one that contradicts the device.
 
     Example:
       >>> OffloadOptimizer(ratio=0.5).device
@@ -97,12 +98,12 @@ class OffloadParam(_Offload):
 
     Attributes:
       device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
-      nvme_path: a folder on the disk.
-      buffer_count: layers in host memory at a time, with "nvme".
-      max_in_cpu: elements that stay in host memory, with "nvme".
+      nvme_path: A folder on the disk.
+      buffer_count: Layers in host memory at a time, with "nvme".
+      max_in_cpu: Elements that stay in host memory, with "nvme".
 
     Raises:
-      ConfigError: a wrong value, or one that does not go with the device.
+      ConfigError: A wrong value, or one that contradicts the device.
 
     Example:
       >>> OffloadParam(device="nvme", nvme_path="/local_nvme").max_in_cpu
@@ -123,14 +124,14 @@ OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
 
 
 def offload(section: str, given: Any) -> OffloadOptimizer | OffloadParam | None:
-    """The config of one section from a keyword.
+    """The config of one section, from a keyword.
 
     Args:
-      section: a name in `OFFLOAD`.
-      given: the config, a mapping of its fields, the name of a device, or None.
+      section: A name in `OFFLOAD`.
+      given: The config, a mapping of its fields, the name of a device, or None.
 
     Raises:
-      ConfigError: an unknown name or a wrong value, with the section before it.
+      ConfigError: An unknown name or a wrong value, with the section before it.
 
     Example:
       >>> offload("offload_param", "cpu").device
@@ -148,19 +149,99 @@ def offload(section: str, given: Any) -> OffloadOptimizer | OffloadParam | None:
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
     known = [item.name for item in fields(cls)]
     unknown = [str(name) for name in given if name not in known]
-    problems = judged(unknown, lambda name: _unknown(section, name, known))
+    problems = problems_of(
+        unknown, lambda name: f"{section}.{spelled(name)}: unknown key; {suggestion(name, known)}"
+    )
     off = given.get("device", "cpu") in ("none", None)
-    made = None
+    config = None
     try:
         values = {name: given[name] for name in known if name in given}
-        made = cls(**(values | {"device": "cpu"} if off else values))
+        config = cls(**(values | {"device": "cpu"} if off else values))
     except ConfigError as error:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return None if off else made
+    return None if off else config
 
 
-def _unknown(section: str, name: str, known: list[str]) -> str:
-    likely = hint(name, closest(name, known), f"known: {', '.join(known)}")
-    return f"{section}.{spelled(name)}: unknown key; {likely}"
+@dataclass
+class OffloadRead:
+    """What `read_offload` finds in a JSON.
+
+    Attributes:
+      fields: Keywords for `ZeroConfig`.
+      paths: The key that decides each of them.
+      idle: The reason for each key that has no effect.
+      unjudged: The paths of sections in which something is wrong.
+      problems: One sentence for each contradiction.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
+    unjudged: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_offload(
+    checked: Mapping[str, Any], given: Mapping[str, Any], wrong: Set[str]
+) -> OffloadRead:
+    """Reads both sections from a JSON, in DeepSpeed's old form too, and skips a wrong one.
+
+    Args:
+      checked: The right values of the JSON, by dotted key.
+      given: The values as given, "auto" included.
+      wrong: The keys that are known to be wrong.
+
+    Example:
+      >>> read_offload({"zero_optimization.cpu_offload_param": True}, {}, set()).fields
+      {'offload_optimizer': None, 'offload_param': OffloadParam(device='cpu', nvme_path=None, \
+buffer_count=5, max_in_cpu=1000000000)}
+    """
+    read = OffloadRead()
+    for section, cls in OFFLOAD.items():
+        path = f"{ZERO}.{section}"
+        if any(f"{key}.".startswith(f"{path}.") for key in wrong):
+            read.unjudged.add(path)
+            continue
+        names = [item.name for item in fields(cls) if item.name != "device"]
+        try:
+            read.paths[section], device = _device(section, checked, given)
+            config = _config(section, device, {n: checked.get(f"{path}.{n}") for n in names})
+        except ConfigError as error:
+            read.problems += error.problems
+            read.unjudged.add(path)
+            continue
+        read.fields[section] = config
+        idle = config.idle() if config else dict.fromkeys(names, "nothing of it is offloaded")
+        read.idle |= {f"{path}.{name}": reason for name, reason in idle.items()}
+    return read
+
+
+def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
+    """The device of a section, and the key that names it."""
+    by = f"{ZERO}.{section}.device"
+    device = checked.get(by, "none" if given.get(by) == "auto" else None)
+    for old in (f"{ZERO}.{name}" for name in OLD_SWITCHES[section]):
+        if (switch := checked.get(old)) is None:
+            continue
+        means = "cpu" if switch else "none"
+        if device not in (None, means):
+            raise ConfigError(
+                f"{old} = {shown(switch)} says otherwise than {by} = {shown(device)}; take it out"
+            )
+        if device is None:
+            by, device = old, means
+    return by, device or "none"
+
+
+def _config(
+    section: str, device: str, values: Mapping[str, Any]
+) -> OffloadOptimizer | OffloadParam | None:
+    if device == "none":
+        return None
+    try:
+        given = {name: value for name, value in values.items() if value is not None}
+        return OFFLOAD[section](device=device, **given)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{ZERO}.{section}.{problem}" for problem in error.problems) from None

@@ -1,86 +1,70 @@
-"""The table of keys as a pydantic model, and its complaints in our words."""
+"""The shape of a config against the table of keys: values of the right kind, and unknown keys."""
 
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-
-from zerojax.config.errors import shown
-from zerojax.config.families import FAMILIES
+from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
 from zerojax.config.keys import KEYS, NULLABLE, sections
-from zerojax.config.unknown import closest, hint, judged, spelled
+from zerojax.config.keys.named_types import NAMED_TYPES
 
 
-def _model(section: str) -> type[BaseModel]:
-    fields: dict[str, Any] = {}
-    for name in sections()[section]:
-        path = f"{section}.{name}" if section else name
-        kind = KEYS[path].kind.annotation if path in KEYS else _model(path)
-        fields[name] = (kind | None if path in NULLABLE else kind, None)
-    return create_model(section or "config", __config__=ConfigDict(extra="forbid"), **fields)
+class CheckedKeys(NamedTuple):
+    """What `check_keys` says of a config.
+
+    Attributes:
+      values: The right values by dotted path, each converted by its `ValueKind`.
+      problems: One sentence for each wrong value, then for each unknown key.
+    """
+
+    values: dict[str, Any]
+    problems: list[str]
 
 
-@cache
-def model() -> type[BaseModel]:
-    """The model of the whole JSON; `model().model_json_schema()` serves an editor."""
-    return _model("")
-
-
-def check(raw: dict[str, Any]) -> list[str]:
-    """What is wrong with the shape of a config: unknown keys, wrong types.
+def check_keys(raw: dict[str, Any]) -> CheckedKeys:
+    """Checks every key of a config, in one pass.
 
     Args:
-      raw: plain dicts with string keys, free of "auto".
+      raw: The config, in plain dicts with string keys, free of "auto".
 
     Example:
-      >>> check({"zero_optimization": {"stage": 4}})
-      ['zero_optimization.stage: expected 0, 1, 2 or 3, got 4']
+      >>> check_keys({"bf16": {"enabled": True}, "zero_optimization": {"stage": 4}})
+      CheckedKeys(values={'bf16.enabled': True}, \
+problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
     """
-    found: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     unknown: dict[str, tuple[str, str]] = {}
-    try:
-        model().model_validate(raw)
-    except ValidationError as error:
-        for item in error.errors(include_url=False, include_context=False):
-            loc = [str(part) for part in item["loc"]]
-            if item["type"] == "extra_forbidden":
-                section, name = ".".join(loc[:-1]), loc[-1]
-                unknown[dotted(section, name)] = section, name
-            else:
-                path, problem = _told(loc, raw)
-                found.setdefault(path, problem)
-    return [*found.values(), *judged(list(unknown), lambda path: unknown_key(*unknown[path]))]
+
+    def visit(section: str, given: dict[str, Any]) -> None:
+        names = sections()[section]
+        for name in (name for name in names if name in given):
+            path, value = f"{section}.{name}" if section else name, given[name]
+            if path in KEYS:
+                try:
+                    values[path] = KEYS[path].kind.check(value)
+                except ConfigError as error:
+                    problems.append(f"{path}: {error}")
+            elif isinstance(value, dict):
+                visit(path, value)
+            elif value is not None or path not in NULLABLE:
+                problems.append(f"{path}: expected an object, got {shown(value)}")
+        for name in given:
+            if name not in names:
+                unknown[_dotted(section, name)] = section, name
+
+    visit("", raw)
+    return CheckedKeys(
+        values, problems + problems_of(list(unknown), lambda path: _unknown_key(*unknown[path]))
+    )
 
 
-def dotted(section: str, name: str) -> str:
-    """The path of a key in a message; "" is the top."""
+def _dotted(section: str, name: str) -> str:
+    """The path of a key in a message; `section` "" is the top."""
     return f"{section}.{spelled(name)}" if section else spelled(name)
 
 
-def _told(loc: list[str], raw: dict[str, Any]) -> tuple[str, str]:
-    # pydantic points below the key where the kind is a union or a tuple.
-    while ".".join(loc) not in KEYS and ".".join(loc) not in sections():
-        loc = loc[:-1]
-    path = ".".join(loc)
-    says = KEYS[path].kind.says if path in KEYS else "an object"
-    value: Any = raw
-    for name in loc:
-        value = value[name]
-    return path, f"{path}: expected {says}, got {shown(value)}"
-
-
-def unknown_key(section: str, name: str) -> str:
-    """Says of a key that nobody knows what may be meant, or where it belongs.
-
-    Args:
-      section: the path of what it stands in; "" is the top.
-      name: of the key.
-
-    Example:
-      >>> unknown_key("", "")
-      '"": a key without a name; take it out, or give it its name'
-    """
-    path = dotted(section, name)
+def _unknown_key(section: str, name: str) -> str:
+    """The problem of an unknown key: the closest known one, or the place where it belongs."""
+    path = _dotted(section, name)
     if not name.strip():
         return f"{path}: a key without a name; take it out, or give it its name"
     if name == "max_grad_norm":
@@ -92,9 +76,9 @@ def unknown_key(section: str, name: str) -> str:
     siblings = sections()[section]
     elsewhere = [p for p in [*KEYS, *sections()] if p.rpartition(".")[2] == name]
     elsewhere += [
-        f"{kind}.params.{name}"
-        for kind, families in FAMILIES.items()
-        if any(name in family.params for family in families.values())
+        f"{outer}.params.{name}"
+        for outer, types in NAMED_TYPES.items()
+        if any(name in named.params for named in types.values())
     ]
     if elsewhere and len(elsewhere) <= 3:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
@@ -103,7 +87,7 @@ def unknown_key(section: str, name: str) -> str:
 
 
 def _guess(section: str, name: str) -> str | None:
-    """The path that may be meant: in the same section, or else anywhere."""
+    """The closest path, of the same section or else of any."""
     if guess := closest(name, sections()[section]):
         return f"{section}.{guess}" if section else guess
     leaves = {path.rpartition(".")[2]: path for path in reversed(list(KEYS))}

@@ -1,4 +1,4 @@
-"""The batch of an evaluation: any number of rows, laid over the devices and cut."""
+"""The batch of an evaluation: any number of rows, divided into micro-batches on the devices."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-class Cut(NamedTuple):
+class Division(NamedTuple):
     """A batch in micro-batches of equal size, the last rows of which may be copies.
 
     Attributes:
-      rows: of the batch.
-      times: micro-batches.
-      each: rows of one device in a micro-batch.
-      devices: that share the rows.
+      rows: Rows of the batch.
+      times: Number of micro-batches.
+      each: Rows of one device in a micro-batch.
+      devices: Number of devices that share the rows.
     """
 
     rows: int
     times: int
     each: int
     devices: int
+
+    @classmethod
+    def of(cls, rows: int, micro: int | None, devices: int) -> Division | None:
+        """The fewest micro-batches of at most ``micro`` rows a device; None where the batch is one,
+        and its rows divide among the devices.
+
+        Example:
+          >>> Division.of(20, 1, 8)
+          Division(rows=20, times=3, each=1, devices=8)
+        """
+        times = 1 if micro is None else -(-rows // (micro * devices))
+        each = -(-rows // (times * devices))
+        division = cls(rows, times, each, devices)
+        return None if times == 1 and division.padded == rows else division
 
     @property
     def part(self) -> int:
@@ -37,25 +51,11 @@ class Cut(NamedTuple):
         return self.times * self.part
 
 
-def cut(rows: int, micro: int | None, devices: int) -> Cut | None:
-    """The fewest micro-batches of at most ``micro`` rows a device; None where the batch is one,
-    and its rows divide among the devices.
-
-    Example:
-      >>> cut(20, 1, 8)
-      Cut(rows=20, times=3, each=1, devices=8)
-    """
-    times = 1 if micro is None else -(-rows // (micro * devices))
-    each = -(-rows // (times * devices))
-    found = Cut(rows, times, each, devices)
-    return None if times == 1 and found.padded == rows else found
-
-
 def rows_of(batch: Any) -> int | None:
     """The leading dimension of all arrays of a batch; None where they have several.
 
     Raises:
-      ValueError: there are no rows.
+      ValueError: The batch has no rows.
     """
     found = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     if not found or 0 in found:
@@ -66,11 +66,12 @@ def rows_of(batch: Any) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-class Laying:
+class BatchPlacer:
     """Lays batches over the devices.
 
     Args:
-      mesh, axis: the devices, and the axis that shares the rows.
+      mesh: The devices.
+      axis: The axis that shares the rows.
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
@@ -85,14 +86,14 @@ class Laying:
         even = bool(shape) and shape[0] % self.devices == 0
         return self._by_row if even else self._replicated
 
-    def place(self, batch: Any, cut: Cut | None) -> Any:
-        """Puts a batch on the devices, filled up with copies of its last row where it is cut.
+    def place(self, batch: Any, division: Division | None) -> Any:
+        """Puts a batch on the devices, filled up with copies of its last row where it is division.
 
-        Without a cut, arrays whose rows do not divide go to every device."""
+        Undivided, arrays whose rows do not divide go to every device."""
 
         def put(x: Any) -> jax.Array:
-            if cut is not None and np.ndim(x) and cut.padded != cut.rows:
-                x = x[np.minimum(np.arange(cut.padded), cut.rows - 1)]
+            if division is not None and np.ndim(x) and division.padded != division.rows:
+                x = x[np.minimum(np.arange(division.padded), division.rows - 1)]
             sharding = self._sharding(np.shape(x))
             if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
                 return x
@@ -100,12 +101,12 @@ class Laying:
 
         return jax.tree.map(put, batch)
 
-    def abstract(self, batch: Any, cut: Cut | None) -> Any:
-        """The same for shapes."""
+    def abstract(self, batch: Any, division: Division | None) -> Any:
+        """Shapes, dtypes and shardings of a batch on the devices."""
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
             shape = tuple(np.shape(x))
-            shape = (cut.padded, *shape[1:]) if cut is not None and shape else shape
+            shape = (division.padded, *shape[1:]) if division is not None and shape else shape
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=self._sharding(shape))
 
         return jax.tree.map(like, batch)
@@ -113,16 +114,16 @@ class Laying:
     def _constrained(self, x: jax.Array, *entries: str | None) -> jax.Array:
         return lax.with_sharding_constraint(x, self._of(*entries))
 
-    def micro_batches(self, x: jax.Array, cut: Cut) -> jax.Array:
+    def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
         """``[padded, ...]`` as ``[times, part, ...]``, each device with rows that it has."""
-        x = x.reshape(cut.devices, cut.times, cut.each, *x.shape[1:])
+        x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
         x = jnp.swapaxes(self._constrained(x, self._axis), 0, 1)
-        x = x.reshape(cut.times, cut.part, *x.shape[3:])
+        x = x.reshape(division.times, division.part, *x.shape[3:])
         return self._constrained(x, None, self._axis)
 
-    def rows(self, x: jax.Array, cut: Cut) -> jax.Array:
+    def rows(self, x: jax.Array, division: Division) -> jax.Array:
         """The way back, ``[times, part, ...]`` as ``[rows, ...]``."""
-        x = x.reshape(cut.times, cut.devices, cut.each, *x.shape[2:])
+        x = x.reshape(division.times, division.devices, division.each, *x.shape[2:])
         x = jnp.swapaxes(self._constrained(x, None, self._axis), 0, 1)
-        x = self._constrained(x.reshape(cut.padded, *x.shape[3:]), self._axis)
-        return x if cut.padded == cut.rows else x[: cut.rows]
+        x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axis)
+        return x if division.padded == division.rows else x[: division.rows]

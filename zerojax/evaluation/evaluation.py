@@ -3,102 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
-from zerojax.evaluation.objects import Subject, subject
+from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
-from zerojax.step.arguments import Arguments, is_train_state
+from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Form, returned
-from zerojax.step.static_arguments import divide
+from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
-from zerojax.train_state.nnx import apply_settings, is_nnx
 from zerojax.xla.lowered import LoweredProgram
 
 
-class Evaluation:
-    """An evaluated function, made by ``zero.evaluate``; call it as the function itself.
+class Evaluation(Decorated[P, R]):
+    """An evaluated function, made by ``zero.evaluate``; called as the function itself.
 
     Args:
-      arguments: of the function ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or
-        ``(model, batch, ...) -> anything`` with NNX objects, of which all but the parameters may
-        change in place.
-      states: what the config makes of a state.
+      arguments: The arguments of the function ``(state, batch, ...) -> anything`` with a flax
+        ``TrainState``, or ``(model, batch, ...) -> anything`` with NNX objects, of which all but
+        the parameters may change in place.
+      states: What the config makes of a state.
     """
 
     def __init__(self, arguments: Arguments, states: States) -> None:
-        functools.update_wrapper(self, arguments.function)
-        self._arguments, self._states = arguments, states
+        super().__init__(arguments, states)
         self._programs: dict[Any, EvaluationProgram] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
-            out = self._run(args, kwargs, names)
+            out: Any = self._run(args, kwargs, names)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
-        return out
+        return out  # type: ignore[no-any-return]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-        found, call = self._opened(args, kwargs)
-        self._check(found, call)
+        subject, call = self._opened(args, kwargs)
+        self._check(subject, call)
         explicit = Explicit.of(names, call.batch)
         if explicit:
             given = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
             call = call._replace(**relabelled(given, self._states.mesh))
-        program = self._program(found, call.form, explicit)
-        out, changed = program(found.opened, call.batch, call.args, call.kwargs)
+        program = self._program(subject, call.form, explicit)
+        out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
         if any(x is not None for x in changed):
-            found.update(changed)
-        settings = program.function.changed
-        if any(settings.values()):
-            apply_settings(call.objects, settings[divide(call.args, call.kwargs)[1]])
+            subject.update(changed)
+        program.function.bring_up_to_date(call)
         return returned(out, call.objects)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The function of an instance, where it is defined in a class. What it reads of ``self``
-        is part of the program, unless ``self`` is the state."""
-        if instance is None:
-            return self
-        if is_nnx(instance) or is_train_state(instance):
-            return functools.partial(self, instance)
-        kept = vars(instance).get(self._arguments.name)
-        if not isinstance(kept, Evaluation):
-            kept = Evaluation(self._arguments.bound(instance), self._states)
-            vars(instance)[self._arguments.name] = kept
-        return kept
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the function for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
-
-        Works for a mesh of devices that are not there (:func:`zerojax.topology`).
-        """
-        return next(self.programs(*args, **kwargs)).lowered
+    def _with(self, arguments: Arguments) -> Self:
+        return type(self)(arguments, self._states)
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program, called "evaluation", lowered; as ``programs`` of a step."""
         with automatic_context(self._states.mesh) as names:
-            found, call = self._opened(args, kwargs)
-            program = self._program(found, call.form, Explicit.of(names, call.batch))
-            yield from program.lowered(found.opened, call.batch, call.args, call.kwargs)
+            subject, call = self._opened(args, kwargs)
+            program = self._program(subject, call.form, Explicit.of(names, call.batch))
+            yield from program.lowered(subject.opened, call.batch, call.args, call.kwargs)
 
     def _opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Subject, Call]:
         call = self._arguments.sort(args, kwargs)
-        found = subject(call.objects)
-        opened = self._states.observed(found.opened)
-        return dataclasses.replace(found, opened=opened), call
+        subject = subject_of(call.objects)
+        opened = self._states.observed(subject.opened)
+        return dataclasses.replace(subject, opened=opened), call
 
-    def _check(self, found: Subject, call: Call) -> None:
-        parts = found.opened.parts
+    def _check(self, subject: Subject, call: Call) -> None:
+        parts = subject.opened.parts
         given = (parts, call.batch, call.args, call.kwargs)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
             raise TypeError(
@@ -111,13 +89,15 @@ class Evaluation:
                 "the state that the step returned."
             )
 
-    def _program(self, found: Subject, form: Form, explicit: Explicit | None) -> EvaluationProgram:
-        opened = found.opened
+    def _program(
+        self, subject: Subject, form: Form, explicit: Explicit | None
+    ) -> EvaluationProgram:
+        opened = subject.opened
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), x.dtype) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             function = self._arguments.rearranged(form)
-            self._programs[key] = EvaluationProgram(function, self._states, found, explicit)
+            self._programs[key] = EvaluationProgram(function, self._states, subject, explicit)
         return self._programs[key]

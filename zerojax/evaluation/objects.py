@@ -1,4 +1,4 @@
-"""What an evaluated function is given: a ``TrainState``, or NNX objects, taken apart."""
+"""The state of an evaluated function, a ``TrainState`` or NNX objects, taken apart."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Subject:
     """The state, or the NNX objects, of a call.
 
     Attributes:
-      opened: their arrays.
-      call: ``call(function, parts, batch, args, kwargs)`` runs the function on such arrays. It
+      opened: The state's arrays.
+      call: ``call(function, parts, batch, args, kwargs)`` runs the function on such arrays, and
         returns the results, and the leaves of ``parts.rest`` that the function changed in place, in
         order, with None for the others.
-      update: gives the user's objects the changed leaves.
+      update: Gives the user's objects the changed leaves.
     """
 
     opened: OpenedState
@@ -45,11 +45,11 @@ class Subject:
     update: Callable[[Sequence[Any]], None]
 
 
-def subject(objects: tuple[Any, ...]) -> Subject:
+def subject_of(objects: tuple[Any, ...]) -> Subject:
     """Takes the state of a call apart.
 
     Raises:
-      TypeError: it is no ``TrainState``, and no NNX module is among the objects.
+      TypeError: The call has neither a ``TrainState`` nor an NNX module.
     """
     if not any(map(is_nnx, objects)):
         return _of_state(*objects)
@@ -100,7 +100,7 @@ def open_model(objects: tuple[Any, ...]) -> OpenedState:
     ``nnx.Param`` are the parameters.
 
     Raises:
-      TypeError: there is no module.
+      TypeError: No object is a module.
     """
     models = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
     if not models:

@@ -12,44 +12,44 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.collectives import Inserter
-from zerojax.evaluation.batch import Cut, Laying, cut, rows_of
+from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
-from zerojax.evaluation.state import Reading
-from zerojax.offload.disk.params import Reader, Source
+from zerojax.evaluation.state import StateReader
+from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.placement.states import States
 from zerojax.plan.places import DISK, reaches_host
 from zerojax.plan.plan import DTYPES
-from zerojax.step.body import cast, constrainer
-from zerojax.step.call import Rearranged
-from zerojax.step.entering import entering
-from zerojax.step.static_arguments import Static, divide, join
+from zerojax.step.call import Rearranged, Static, divide, join
+from zerojax.step.evaluate_body import enter
+from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 from zerojax.xla.compiler import options, streaming
-from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
 
-class How(NamedTuple):
-    """How a function runs on batches of one shape.
+class Execution(NamedTuple):
+    """How an evaluated function runs on batches of one shape; part of the program.
 
     Attributes:
-      used: for each array of the state, whether the function reads it.
-      cut: of the batch; None where it runs as it is.
+      used: For each array of the state, whether the function reads it.
+      division: How the batch is divided; None where it runs as it is.
     """
 
     used: tuple[bool, ...]
-    cut: Cut | None
+    division: Division | None
 
 
-class _Traced(NamedTuple):
-    """The function as a jaxpr of the state's arrays, the batch's and others.
+class _TracedFunction(NamedTuple):
+    """The function as a jaxpr of the arrays of the state, of the batch, and others.
 
     Attributes:
-      batch: for each argument, whether its first dimension is the rows.
-      out: structure of its results.
+      closed: The jaxpr.
+      batch: For each argument, whether its first dimension is the rows.
+      out: ``jax.tree.structure`` of the results.
     """
 
     closed: Any
@@ -61,10 +61,10 @@ class EvaluationProgram:
     """An evaluated function for one kind of state.
 
     Args:
-      function: the user's, in the order of :class:`zerojax.step.arguments.Call`.
-      states: what the config makes of a state.
-      subject: a state of that kind.
-      explicit: how the batch lies, for a function under explicit mesh axes; else None.
+      function: The user's function, in the order of :class:`zerojax.step.call.Call`.
+      states: What the config makes of a state.
+      subject: A state of that kind.
+      explicit: Axes and specs of the batch, for a function under explicit mesh axes; else None.
     """
 
     def __init__(
@@ -89,38 +89,42 @@ class EvaluationProgram:
                 self._leaves, [*(leaf.dtype for leaf in plan.compute), *others], strict=True
             )
         ]
-        self._laying = Laying(plan.lowering_mesh, plan.axis)
-        self._micro = self._config.batch(self._laying.devices).micro
+        self._placer = BatchPlacer(plan.lowering_mesh, plan.axis)
+        self._micro = self._config.batch(self._placer.devices).micro
         self._inserter = Inserter(
             plan.lowering_mesh, plan.axis, keep=self._config.stage < 3, share=True
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         param = self._config.offload_param
-        self._reader = Reader(2 if param is None else param.buffer_count)
-        self._reading = Reading(states, plan)
-        self._known: dict[Any, How] = {}
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
+        self._state_reader = StateReader(states, plan)
+        self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
-            self._run,
+            named(self._run, "state", BATCH, "arrays", "static", "execution"),
             static_argnums=(3, 4),
             compiler_options=(streaming if reaches_host(self._config) else options)(plan.mesh),
         )
 
     def __call__(self, opened: OpenedState, batch: Any, args: Any, kwargs: Any) -> Any:
-        """Runs it.
+        """Runs the function.
 
         Returns:
           The results, and the changed leaves of the rest of the state, see :class:`Subject`.
 
         Raises:
-          DiskStateError: a parameter on the disk is not what was written.
+          DiskStateError: A parameter on the disk is not what was written.
         """
         arrays, static = divide(args, kwargs)
-        how = self._how(batch, arrays, static)
-        leaves = list(zip(self._reading(opened.parts, how.used), self._leaves, strict=True))
+        execution = self._execution(batch, arrays, static)
+        leaves = list(
+            zip(self._state_reader(opened.parts, execution.used), self._leaves, strict=True)
+        )
         on_disk = [leaf.place == DISK for leaf in self._leaves]
         self._reader.use({i: x for i, (x, _) in enumerate(leaves) if on_disk[i] and x is not None})
         values = [None if disk else x for (x, _), disk in zip(leaves, on_disk, strict=True)]
-        made = self._jitted(values, self._laying.place(batch, how.cut), arrays, static, how)
+        made = self._jitted(
+            values, self._placer.place(batch, execution.division), arrays, static, execution
+        )
         if self._reader.arrays:
             jax.block_until_ready(made)
             self._reader.check()
@@ -129,43 +133,45 @@ class EvaluationProgram:
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
     ) -> Iterator[LoweredProgram]:
-        """The program, of which there is one."""
+        """The one program."""
         arrays, static = divide(args, kwargs)
-        how = self._how(batch, arrays, static)
+        execution = self._execution(batch, arrays, static)
         values = [
             None
             if leaf.place == DISK or not used
             else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._plan.sharding(leaf))
-            for leaf, dtype, used in zip(self._leaves, self._resting(opened), how.used, strict=True)
+            for leaf, dtype, used in zip(
+                self._leaves, self._resting(opened), execution.used, strict=True
+            )
         ]
-        shapes = self._laying.abstract(batch, how.cut)
-        traced = self._jitted.trace(values, shapes, arrays, static, how)
+        shapes = self._placer.abstract(batch, execution.division)
+        traced = self._jitted.trace(values, shapes, arrays, static, execution)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
-            "evaluation", compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
+            EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
     def _resting(self, opened: OpenedState) -> list[Any]:
-        """The dtypes in which the arrays come to the program."""
-        if self._reading.copies is not None:
+        """The dtypes in which the program takes the arrays of a state."""
+        if self._state_reader.copies is not None:
             return [x.dtype for x in self._shapes]
         return [x.dtype for x in jax.tree.leaves(opened.parts)]
 
-    def _how(self, batch: Any, arrays: Sequence[Any], static: Static) -> How:
+    def _execution(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
         leaves, tree = jax.tree.flatten((batch, arrays))
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         key = shapes, tree, static
         if key not in self._known:
-            self._known[key] = self._found_out(batch, arrays, static)
+            self._known[key] = self._work_out(batch, arrays, static)
         return self._known[key]
 
-    def _found_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> How:
+    def _work_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
         rows = rows_of(batch)
         traced = self._traced(_like(batch), arrays, static)
-        jaxpr = compat.open_jaxpr(traced.closed)[0]
+        jaxpr = jaxprs.open_jaxpr(traced.closed)[0]
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
-        wanted = None if rows is None else cut(rows, self._micro, self._laying.devices)
+        wanted = None if rows is None else Division.of(rows, self._micro, self._placer.devices)
         if wanted is not None:
             try:
                 self._by_rows(batch, arrays, static, wanted)
@@ -173,9 +179,9 @@ class EvaluationProgram:
                 if wanted.rows > 1:
                     self._say(wanted, reason)
                 wanted = None
-        return How(used, wanted)
+        return Execution(used, wanted)
 
-    def _say(self, wanted: Cut, reason: Undivided) -> None:
+    def _say(self, wanted: Division, reason: Undivided) -> None:
         if wanted.times > 1:
             instead = f"not in {wanted.times} micro-batches of {wanted.part}"
         else:
@@ -185,7 +191,7 @@ class EvaluationProgram:
             self.function.__name__, wanted.rows, instead, reason,
         )  # fmt: skip
 
-    def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _Traced:
+    def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
             if self._low is not None and self._config.auto_cast:
                 batch = cast(batch, self._low)
@@ -205,73 +211,67 @@ class EvaluationProgram:
             closed, out = make_jaxpr(body, given, specs, mesh, axis, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         by_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
-        return _Traced(closed, by_rows, jax.tree.structure(out))
+        return _TracedFunction(closed, by_rows, jax.tree.structure(out))
 
     def _by_rows(
-        self, batch: Any, arrays: Sequence[Any], static: Static, cut: Cut
+        self, batch: Any, arrays: Sequence[Any], static: Static, division: Division
     ) -> tuple[ByRows, Any]:
         """The function divided, and the structure of its results.
 
         Raises:
-          Undivided: it cannot be.
+          Undivided: The function cannot be divided.
         """
-        whole = self._traced(_like(batch, cut.rows), arrays, static)
+        whole = self._traced(_like(batch, division.rows), arrays, static)
         try:
-            part = self._traced(_like(batch, cut.part), arrays, static)
+            part = self._traced(_like(batch, division.part), arrays, static)
         except Exception as error:
             raise Undivided(
-                f"on {cut.part} rows it fails ({type(error).__name__}); an array with a row for "
-                "each of the batch belongs into the batch, see batch_argnums"
+                f"on {division.part} rows it fails ({type(error).__name__}); an array with a row "
+                "for each of the batch belongs into the batch, see batch_argnums"
             ) from error
         if whole.out != part.out:
             raise Undivided("its results depend on the number of rows")
-        sizes = Sizes(cut.rows, cut.part)
+        sizes = Sizes(division.rows, division.part)
         return ByRows(whole.closed, part.closed, sizes, whole.batch), whole.out
 
     def _run(
-        self, values: list[Any], batch: Any, arrays: list[Any], static: Static, how: How
+        self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
-        state = self._entering(values, how)
-        if how.cut is None:
+        state = self._entering(values, execution)
+        if execution.division is None:
             traced = self._traced(batch, arrays, static)
             outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
             structure = traced.out
         else:
-            outs, structure = self._in_parts(state, batch, arrays, static, how.cut)
+            outs, structure = self._in_parts(state, batch, arrays, static, execution.division)
         out, changed = jax.tree.unflatten(structure, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
         return out, [None if x is None else keep(x) for x, keep in pairs]
 
-    def _entering(self, values: list[Any], how: How) -> list[Any]:
-        """What the inserter is given of the state; None for what the function does not read."""
-        at = [i for i, used in enumerate(how.used) if used]
-        given = []
-        for i in at:
-            leaf, x = self._leaves[i], values[i]
-            if leaf.place == DISK:
-                sharding = self._plan.sharding(leaf)
-                x = Source(self._reader, i, leaf.shape, leaf.dtype, sharding)
-            elif self._reading.copies is None and i < len(self._plan.compute):
-                # Cut as at rest, else XLA gathers first and casts then.
-                x = constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
-            given.append(x)
-        found: list[Any] = [None] * len(values)
-        for i, x in zip(
-            at, entering(self._inserter, given, [self._leaves[i] for i in at]), strict=True
-        ):
-            found[i] = x
-        return found
+    def _entering(self, values: list[Any], execution: Execution) -> list[Any]:
+        """The state's arrays for the inserter; None for what the function does not read."""
+        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        given = [
+            # Division as at rest, else XLA gathers first and casts then.
+            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
+            if x is not None and i < cast_here
+            else x
+            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
+        ]
+        return enter(self._inserter, self._plan, self._leaves, given, self._reader)
 
     def _in_parts(
-        self, state: list[Any], batch: Any, arrays: list[Any], static: Static, cut: Cut
+        self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division
     ) -> tuple[list[Any], Any]:
         """Runs the micro-batches one after the other, and then what follows from all of them."""
-        by_rows, structure = self._by_rows(batch, arrays, static, cut)
+        by_rows, structure = self._by_rows(batch, arrays, static, division)
         leaves = jax.tree.leaves(batch)
-        rows = [self._laying.micro_batches(x, cut) for x in leaves if x.ndim]
+        rows = [self._placer.micro_batches(x, division) for x in leaves if x.ndim]
         counts = None
-        if cut.padded != cut.rows:
-            counts = self._laying.micro_batches(jnp.arange(cut.padded) < cut.rows, cut)
+        if division.padded != division.rows:
+            counts = self._placer.micro_batches(
+                jnp.arange(division.padded) < division.rows, division
+            )
 
         def part(totals: list[Any], at: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             mine = iter(at[0])
@@ -280,12 +280,12 @@ class EvaluationProgram:
             return by_rows.add(totals, more), outs
 
         totals = by_rows.zeros()
-        if cut.times == 1:
+        if division.times == 1:
             totals, stacked = part(totals, jax.tree.map(lambda x: x[0], (rows, counts)))
             stacked = [x[None] for x in stacked]
         else:
             totals, stacked = lax.scan(part, totals, (rows, counts))
-        outs = [self._laying.rows(x, cut) for x in stacked]
+        outs = [self._placer.rows(x, division) for x in stacked]
         others = [*[None if x.ndim else x for x in leaves], *arrays]
         return self._inserted(by_rows.finish, state, others, totals, outs), structure
 
@@ -301,11 +301,12 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        return [x.whole() if isinstance(x, Source) else x for x in outs]  # returned as it is
+        # A parameter on disk that the function returns as it is.
+        return [x.whole() if isinstance(x, DiskParam) else x for x in outs]
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:
-    """The shapes of a batch, or of one with so many rows."""
+    """The shapes and dtypes of a batch, with other leading dimensions where ``rows`` is given."""
 
     def shape(x: Any) -> tuple[int, ...]:
         return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)

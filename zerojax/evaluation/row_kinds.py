@@ -1,4 +1,4 @@
-"""What each value of a function of a batch is made from: nothing of it, its own row, or all rows.
+"""What each value of a function is made from: nothing of the batch, its own row, or all rows.
 
 The function is traced on the whole batch and on a part of it. Where the shapes of a value differ
 lies its dimension of rows.
@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zerojax.evaluation.row_rules import RULES, SHAPES, Sizes, Undivided
-from zerojax.trace import marks
-from zerojax.xla import compat
+from zerojax.evaluation.row_rules import SHAPES, Sizes, Undivided, goes_by_rows
+from zerojax.xla import jaxprs
 
 
-class Kind(enum.Enum):
+class RowKind(enum.Enum):
     """What a value is made from."""
 
     FIXED = "nothing of the batch's rows"
@@ -32,9 +31,9 @@ class Reduction(NamedTuple):
     """How the results of parts become that of the whole.
 
     Attributes:
-      combine: two results to one.
-      neutral: what rows that do not count are replaced by, for a dtype.
-      operands: positions of the operands whose rows are replaced.
+      combine: Makes one result of two.
+      neutral: The value that stands for rows that do not count, for a dtype.
+      operands: Positions of the operands whose rows are replaced.
     """
 
     combine: Callable[[Any, Any], Any]
@@ -63,23 +62,23 @@ REDUCTIONS: Mapping[str, Reduction] = {
 _RUNS = frozenset(["scan", "while", "cond", "optimization_barrier"])
 
 
-class Pair(NamedTuple):
-    """One equation as it stands in both traces; ``part`` is None where it is the identity there."""
+class EquationPair(NamedTuple):
+    """One equation in both traces; ``part`` is None where the equation is an identity there."""
 
     whole: Any
     part: Any
 
 
-class Traced:
+class TwoTraces:
     """Both traces side by side.
 
     Args:
-      whole, part: open jaxprs of one function.
-      sizes: rows of both.
-      inside: the loop or branch that they belong to, where nothing may be reduced.
+      whole, part: Open jaxprs of one function.
+      sizes: Rows of both.
+      inside: The loop or branch that they belong to, where nothing may be reduced.
 
     Raises:
-      Undivided: they are not the same program.
+      Undivided: The traces are not the same program.
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, inside: str = "") -> None:
@@ -89,19 +88,19 @@ class Traced:
         self._same: dict[Any, Any] = dict(zip(whole.constvars, part.constvars, strict=True))
         self._same |= zip(whole.invars, part.invars, strict=True)
         self.pairs = [*self._paired(whole, part)]
-        self.kinds: dict[Any, Kind] = {}
-        self.reductions: list[Pair] = []
+        self.kinds: dict[Any, RowKind] = {}
+        self.reductions: list[EquationPair] = []
 
-    def _paired(self, whole: Any, part: Any) -> Iterable[Pair]:
+    def _paired(self, whole: Any, part: Any) -> Iterable[EquationPair]:
         left = list(reversed(part.eqns))
         for eqn in whole.eqns:
             if left and self._match(eqn, left[-1]):
                 other = left.pop()
                 self._same.update(zip(eqn.outvars, other.outvars, strict=True))
-                yield Pair(eqn, other)
+                yield EquationPair(eqn, other)
             elif self._identity(eqn):
                 self._same[eqn.outvars[0]] = self._same[eqn.invars[0]]
-                yield Pair(eqn, None)
+                yield EquationPair(eqn, None)
             else:
                 raise Undivided(f"its {eqn.primitive.name} depends on the number of rows")
         if left:
@@ -125,23 +124,21 @@ class Traced:
 
     def _identity(self, eqn: Any) -> bool:
         """Something of one row spread over all rows, where the part has one row."""
-        return (
-            self.sizes.part == 1
-            and eqn.primitive.name == "broadcast_in_dim"
-            and not isinstance(eqn.invars[0], core.Literal)
-            and eqn.params["broadcast_dimensions"] == tuple(range(len(eqn.params["shape"])))
-            and len(eqn.invars[0].aval.shape) == len(eqn.params["shape"])
-            and all(
-                old == new or (old == 1 and new == self.sizes.whole)
-                for old, new in zip(eqn.invars[0].aval.shape, eqn.params["shape"], strict=True)
-            )
+        if self.sizes.part != 1 or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        if isinstance(eqn.invars[0], core.Literal):
+            return False
+        old, new = eqn.invars[0].aval.shape, jaxprs.param(eqn, "shape")
+        in_place = jaxprs.param(eqn, "broadcast_dimensions") == tuple(range(len(new)))
+        return in_place and all(
+            a == b or (a == 1 and b == self.sizes.whole) for a, b in zip(old, new, strict=True)
         )
 
     def rows(self, v: Any) -> tuple[int, int] | None:
-        """The dimension of rows of a value and how many entries it has for each; None without.
+        """The dimension of rows of a value, and its entries for each row; None without such.
 
         Raises:
-          Undivided: it has several.
+          Undivided: The value has several dimensions of rows.
         """
         if isinstance(v, core.Literal) or v not in self._same:
             return None
@@ -157,47 +154,46 @@ class Traced:
             raise Undivided(f"it makes an array of shape {whole} of {self.sizes.whole} rows")
         return d, each
 
-    def kind(self, v: Any) -> Kind:
-        return Kind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
+    def kind(self, v: Any) -> RowKind:
+        return RowKind.FIXED if isinstance(v, core.Literal) else self.kinds[v]
 
-    def classify(self, given: Sequence[Kind]) -> None:
+    def classify(self, given: Sequence[RowKind]) -> None:
         """Finds the kind of each value, given those of the arguments.
 
         Raises:
-          Undivided: the rows meet otherwise than in a reduction.
+          Undivided: Rows meet otherwise than in a reduction.
         """
         for v in self.whole.constvars:
             if self.rows(v):
                 raise Undivided("it has a constant with an entry for each row")
-            self.kinds[v] = Kind.FIXED
+            self.kinds[v] = RowKind.FIXED
         self.kinds.update(zip(self.whole.invars, given, strict=True))
         for pair in self.pairs:
             self.kinds.update(zip(pair.whole.outvars, self._kinds(pair), strict=True))
 
-    def _kinds(self, pair: Pair) -> list[Kind]:
-        """Of an equation's results."""
+    def _kinds(self, pair: EquationPair) -> list[RowKind]:
+        """The kinds of an equation's results."""
         eqn, name = pair.whole, pair.whole.primitive.name
         kinds = {self.kind(v) for v in eqn.invars}
-        outs = [Kind.FIXED if self.rows(v) is None else Kind.ROWS for v in eqn.outvars]
-        if Kind.ROWS not in {*outs, *kinds}:
-            return [Kind.TOTAL if Kind.TOTAL in kinds else Kind.FIXED] * len(outs)
-        if Kind.TOTAL in kinds:
+        outs = [RowKind.FIXED if self.rows(v) is None else RowKind.ROWS for v in eqn.outvars]
+        if RowKind.ROWS not in {*outs, *kinds}:
+            return [RowKind.TOTAL if RowKind.TOTAL in kinds else RowKind.FIXED] * len(outs)
+        if RowKind.TOTAL in kinds:
             raise Undivided(f"its {name} takes rows together with a result of all rows")
         if pair.part is None:
             return outs
         if self._runs(pair):
             return outs
         self._check_params(pair)
-        if Kind.FIXED not in outs:
-            if name not in RULES or not RULES[name](
-                eqn, [self.rows(v) for v in eqn.invars], [self.rows(v) for v in eqn.outvars]
-            ):
+        if RowKind.FIXED not in outs:
+            ins = [self.rows(v) for v in eqn.invars]
+            if not goes_by_rows(eqn, ins, [self.rows(v) for v in eqn.outvars]):
                 raise Undivided(f"its {name} brings rows together{self._inside}")
             return outs
         if not self._reduces(eqn) or self._inside:
             raise Undivided(f"its {name} brings rows together{self._inside}")
         self.reductions.append(pair)
-        return [Kind.TOTAL]
+        return [RowKind.TOTAL]
 
     def _reduces(self, eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -207,38 +203,38 @@ class Traced:
             self.rows(eqn.invars[0]) is None and self.rows(eqn.invars[2]) is not None
         )
 
-    def _check_params(self, pair: Pair) -> None:
+    def _check_params(self, pair: EquationPair) -> None:
         name = pair.whole.primitive.name
         for key, value in pair.whole.params.items():
             if key not in SHAPES.get(name, ()) and not _equal(value, pair.part.params.get(key)):
                 raise Undivided(f"the {key} of its {name} depends on the number of rows")
 
-    def _runs(self, pair: Pair) -> bool:
+    def _runs(self, pair: EquationPair) -> bool:
         """Looks into an equation that runs jaxprs; False for others.
 
         Raises:
-          Undivided: the rows meet in them.
+          Undivided: Rows meet in them.
         """
-        eqn, name, p = pair.whole, pair.whole.primitive.name, pair.whole.params
-        other = pair.part.params
-        if eqn.primitive in marks.CALLS:
-            key = marks.CALLS[eqn.primitive]
-            self._enter(p[key], other[key], eqn)
+        eqn, part, name = pair.whole, pair.part, pair.whole.primitive.name
+        if eqn.primitive in jaxprs.CALLS:
+            self._enter(jaxprs.called(eqn), jaxprs.called(part), eqn)
         elif name == "cond":
-            for one, same in zip(p["branches"], other["branches"], strict=True):
+            both = (jaxprs.param(e, "branches") for e in (eqn, part))
+            for one, same in zip(*both, strict=True):
                 self._enter(one, same, eqn, skip=1)
         elif name == "while":
-            a, b = p["cond_nconsts"], p["body_nconsts"]
-            self._enter(p["cond_jaxpr"], other["cond_jaxpr"], eqn, drop=range(a, a + b))
-            self._enter(p["body_jaxpr"], other["body_jaxpr"], eqn, skip=a)
+            loop, other = jaxprs.while_parts(eqn), jaxprs.while_parts(part)
+            a, b = loop.cond_consts, loop.body_consts
+            self._enter(loop.cond, other.cond, eqn, drop=range(a, a + b))
+            self._enter(loop.body, other.body, eqn, skip=a)
         elif name == "scan":
-            if p["length"] != other["length"]:
+            if jaxprs.param(eqn, "length") != jaxprs.param(part, "length"):
                 raise Undivided("its scan runs over the rows")
-            n = sum(compat.scan_counts(eqn))
+            n = sum(jaxprs.scan_counts(eqn))
             if any((self.rows(v) or (1,))[0] == 0 for v in eqn.invars[n:]):
                 raise Undivided("its scan runs over the rows")
-            self._enter(p["jaxpr"], other["jaxpr"], eqn)
-        return name in _RUNS or eqn.primitive in marks.CALLS
+            self._enter(jaxprs.param(eqn, "jaxpr"), jaxprs.param(part, "jaxpr"), eqn)
+        return name in _RUNS or eqn.primitive in jaxprs.CALLS
 
     def _enter(
         self, whole: Any, part: Any, eqn: Any, skip: int = 0, drop: Iterable[int] = ()
@@ -246,15 +242,15 @@ class Traced:
         """Looks into a jaxpr that runs on an equation's operands, without the first ``skip`` and
         those in ``drop``."""
         name = eqn.primitive.name
-        (whole, consts), (part, others) = compat.open_jaxpr(whole), compat.open_jaxpr(part)
-        inner = Traced(whole, part, self.sizes, f" inside {name}")
+        (whole, consts), (part, others) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
+        inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")
-        # What a loop carries is made of rows where it has their dimension, and may not be else.
-        given = [Kind.ROWS if inner.rows(v) else Kind.FIXED for v in whole.invars]
+        # A carried value is made of rows where it has their dimension, and nowhere else.
+        given = [RowKind.ROWS if inner.rows(v) else RowKind.FIXED for v in whole.invars]
         operands = [v for i, v in enumerate(eqn.invars) if i >= skip and i not in drop]
         if any(
-            kind is Kind.FIXED and self.kind(v) is Kind.ROWS
+            kind is RowKind.FIXED and self.kind(v) is RowKind.ROWS
             for v, kind in zip(operands, given, strict=True)
         ):
             raise Undivided(f"its {name} runs over the rows")
@@ -262,7 +258,7 @@ class Traced:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two parameters, or constants, are the same; not a number is itself."""
+    """Whether two parameters, or constants, are the same; NaN is the same as NaN."""
     if a is b:
         return True
     if isinstance(a, np.ndarray | np.generic | jax.Array | float):

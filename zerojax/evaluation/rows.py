@@ -9,61 +9,59 @@ the sum of all weights. A function in which rows meet in another way is not divi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.evaluation.row_kinds import REDUCTIONS, Kind, Pair, Reduction, Traced
+from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
-from zerojax.trace import marks
-from zerojax.trace.inline import flat
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 class ByRows:
     """A function divided into what runs part by part and what runs once.
 
     Args:
-      whole, part: closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
+      whole, part: Closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
         ``sizes.part``.
-      sizes: those.
-      batch: for each argument, whether its first dimension is the rows.
+      sizes: Both numbers of rows.
+      batch: For each argument, whether its first dimension is the rows.
 
     Attributes:
-      outs: the kind of each result.
+      outs: The kind of each result.
 
     Raises:
-      Undivided: it cannot be divided; says why.
+      Undivided: The function cannot be divided; the message says why.
     """
 
     def __init__(self, whole: Any, part: Any, sizes: Sizes, batch: Sequence[bool]) -> None:
-        whole, part = flat(whole), flat(part)
-        (self._jaxpr, self._consts), (other, _) = map(compat.open_jaxpr, (whole, part))
+        whole, part = jaxprs.without_calls(whole), jaxprs.without_calls(part)
+        (self._jaxpr, self._consts), (other, _) = map(jaxprs.open_jaxpr, (whole, part))
         if self._jaxpr.effects:
             raise Undivided("it prints, or calls back into Python")
         self.sizes = sizes
-        self._traced = Traced(self._jaxpr, other, sizes)
-        self._traced.classify([Kind.ROWS if b else Kind.FIXED for b in batch])
+        self._traced = TwoTraces(self._jaxpr, other, sizes)
+        self._traced.classify([RowKind.ROWS if b else RowKind.FIXED for b in batch])
         self._batch = list(batch)
         self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]
         if any(
-            kind is not Kind.ROWS and self._traced.rows(v)
+            kind is not RowKind.ROWS and self._traced.rows(v)
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
         ):
             raise Undivided("it returns an array of the batch's shape that is not made of its rows")
         self._reductions = self._used()
 
-    def _used(self) -> list[Pair]:
+    def _used(self) -> list[EquationPair]:
         """The reductions that a result needs."""
         made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
         targets = self._totals_and_fixed()
         needed = self._needed(targets, made)
         read = {v for v in (*targets, *(v for eqn in needed for v in eqn.invars))
                 if not isinstance(v, core.Literal)}  # fmt: skip
-        if any(self._traced.kind(v) is Kind.ROWS for v in read):
+        if any(self._traced.kind(v) is RowKind.ROWS for v in read):
             raise Undivided("a loop over its rows makes a result that has none")
         return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
 
@@ -71,11 +69,11 @@ class ByRows:
         return [
             v
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
-            if kind is not Kind.ROWS
+            if kind is not RowKind.ROWS
         ]
 
     def zeros(self) -> list[jax.Array]:
-        """What the totals are before the first part."""
+        """The totals before the first part."""
         found = []
         for pair in self._reductions:
             aval = pair.whole.outvars[0].aval
@@ -94,15 +92,17 @@ class ByRows:
         """Runs the function on a part of the batch, as far as it goes by rows.
 
         Args:
-          args: those of the function, with a part of the batch.
+          args: The function's arguments, with a part of the batch.
           counts: bool [rows of the part], whether a row is one of the batch's; None where all are.
 
         Returns:
-          What the reductions make of these rows, and the results that go by rows, each with the
-          rows in front.
+          The reductions of these rows, and the results that go by rows, each with the rows in
+          front.
         """
         outs = [
-            v for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True) if kind is Kind.ROWS
+            v
+            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+            if kind is RowKind.ROWS
         ]
         targets = [
             *(v for p in self._reductions for v in p.whole.invars),
@@ -117,9 +117,9 @@ class ByRows:
         x = jnp.moveaxis(x, d, 0)
         return x.reshape(self.sizes.part, each, *x.shape[1:])
 
-    def _reduced(self, pair: Pair, env: dict[Any, Any], counts: Any) -> Any:
+    def _reduced(self, pair: EquationPair, env: dict[Any, Any], counts: Any) -> Any:
         eqn, how = pair.whole, _reduction(pair)
-        values = [_read(v, env) for v in eqn.invars]
+        values = [jaxprs.read(v, env) for v in eqn.invars]
         if eqn.primitive.name == "scatter-add":
             values[0] = jnp.zeros_like(values[0])
         for i in how.operands if counts is not None else ():
@@ -129,17 +129,17 @@ class ByRows:
             mask = jnp.repeat(counts, each).reshape(shape)
             neutral = jnp.asarray(how.neutral(values[i].dtype), values[i].dtype)
             values[i] = jnp.where(mask, values[i], neutral)
-        with eqn.ctx.manager:
-            (out,) = marks.bind(pair.part, values)
+        with jaxprs.context(eqn):
+            (out,) = jaxprs.bind(pair.part, values)
         return out.astype(_wide(out.dtype))
 
     def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
         """The function's results.
 
         Args:
-          args: those of the function; the batch is not read and may be None.
-          totals: of all parts.
-          rows: the results that go by rows, of the whole batch, with the rows in front.
+          args: The function's arguments; the batch is not read and may be None.
+          totals: The totals of all parts.
+          rows: The results that go by rows, of the whole batch, with the rows in front.
         """
         env = {
             v: x
@@ -153,12 +153,12 @@ class ByRows:
         for pair, total in zip(self._reductions, totals, strict=True):
             (out,) = pair.whole.outvars
             if pair.whole.primitive.name == "scatter-add":
-                total = total + _read(pair.whole.invars[0], env)
+                total = total + jaxprs.read(pair.whole.invars[0], env)
             env[out] = total.astype(out.aval.dtype)
         env = self._run(targets, env, part=False)
         left = iter(rows)
         return [
-            self._back(next(left), v) if kind is Kind.ROWS else _read(v, env)
+            self._back(next(left), v) if kind is RowKind.ROWS else jaxprs.read(v, env)
             for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
         ]
 
@@ -184,28 +184,24 @@ class ByRows:
             eqn = pair.whole
             if id(eqn) not in needed:
                 continue
-            values = [_read(v, env) for v in eqn.invars]
-            if part and Kind.ROWS in map(self._traced.kind, eqn.outvars):
+            values = [jaxprs.read(v, env) for v in eqn.invars]
+            if part and RowKind.ROWS in map(self._traced.kind, eqn.outvars):
                 if pair.part is None:
                     outs: Sequence[Any] = values
                 else:
-                    with eqn.ctx.manager:
-                        outs = marks.bind(pair.part, values)
+                    with jaxprs.context(eqn):
+                        outs = jaxprs.bind(pair.part, values)
             else:
-                with eqn.ctx.manager:
-                    outs = marks.bind(eqn, values)
+                with jaxprs.context(eqn):
+                    outs = jaxprs.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return env
 
 
-def _reduction(pair: Pair) -> Reduction:
+def _reduction(pair: EquationPair) -> Reduction:
     return REDUCTIONS[pair.whole.primitive.name]
 
 
-def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-
 def _wide(dtype: Any) -> Any:
-    """In which the results of parts are combined."""
+    """The dtype in which the results of parts are combined."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

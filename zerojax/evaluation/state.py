@@ -1,4 +1,4 @@
-"""The arrays that an evaluation reads, where the plan has them."""
+"""The arrays that an evaluation reads, each where the plan has it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 
 import jax
 
-from zerojax.placement.states import States, lies
+from zerojax.placement.states import States, is_placed
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
 from zerojax.train_state.state_parts import Parts
 
 
-class Reading:
-    """Brings a state to where it is computed with.
+class StateReader:
+    """Brings a state's arrays to where the program takes them.
 
-    What lies there is taken as it is. Other arrays, such as those of a state that has not been
+    Arrays that lie there are taken as they are. Others, such as those of a state that has not been
     through zerojax, are placed, and remembered as long as they come again.
 
     Args:
-      states, plan: of the state.
+      states: What the config makes of a state.
+      plan: PartitionSpec and place of every leaf.
+
+    Attributes:
+      copies: Compute parameters that lie beside the state, under offload; else None.
     """
 
     def __init__(self, states: States, plan: Plan) -> None:
@@ -31,11 +35,11 @@ class Reading:
         self.copies = states.placer.copies(plan) if offloads(plan.config) else None
 
     def __call__(self, parts: Parts, used: Sequence[bool]) -> list[Any]:
-        """The arrays of a state in order, the parameters as they are computed with; None for those
+        """The arrays of a state in order, of the parameters those to compute with; None for arrays
         that are not used.
 
         Raises:
-          ValueError: the state lies on another mesh.
+          ValueError: The state lies on another mesh.
         """
         n = len(self._plan.compute)
         leaves = jax.tree.leaves(parts)
@@ -50,7 +54,7 @@ class Reading:
 
     def _at(self, i: int, x: Any) -> Any:
         sharding, leaf = self._where[i]
-        if lies(x, sharding, leaf):
+        if is_placed(x, sharding, leaf):
             self._placed.pop(i, None)
             return x
         ref, placed = self._placed.get(i, (lambda: None, None))

@@ -1,4 +1,4 @@
-"""What the bytes of a compiled step are: parameters, gradients, activations, ..."""
+"""The bytes of a compiled step by kind: parameters, gradients, activations, ..."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
-from zerojax.hlo.assignment import Held
-from zerojax.hlo.lifetimes import schedules
-from zerojax.hlo.program import Computation, Instruction, Program, parse
-from zerojax.hlo.provenance import Callers, is_argument
+from zerojax.hlo.assignment import HeldBuffer
+from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
+from zerojax.hlo.provenance import Callers, is_argument, schedules
 from zerojax.hlo.transfers import in_host
 from zerojax.plan.plan import Leaf, Plan, layout
+from zerojax.xla import lowered
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"
@@ -22,38 +22,36 @@ BATCH, OTHER, GAPS = "batch", "other", "gaps"
 KINDS = (PARAMETERS, GRADIENTS, STATE, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
 """In the order in which they are shown. Gaps lie between buffers that do not fit together."""
 
-# What a program's arguments are called in :mod:`zerojax.step`, ``collect`` and ``offload.update``.
+# The first words of the names of a program's arguments.
 _ARGUMENTS = {
-    "parts.params": PARAMETERS,
-    "parts.opt_state": STATE,
-    "batch": BATCH,
-    "compute": PARAMETERS,
-    "light": STATE,
-    "loaded": STATE,
-    "written": PARAMETERS,
-    "read": GRADIENTS,
+    f"{lowered.STATE}.params": PARAMETERS,
+    f"{lowered.STATE}.opt_state": STATE,
+    lowered.BATCH: BATCH,
+    lowered.LOADED: STATE,
+    lowered.WRITTEN: PARAMETERS,
+    lowered.READ: GRADIENTS,
 }
 
 Dims = tuple[int, ...]
-_POSITIONS = re.compile("wpe|pos")  # whose rows are no vocabulary
+_POSITIONS = re.compile("wpe|pos")  # embeddings whose rows are no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """What tells one kind of temporary from another.
+class ParameterShapes:
+    """The shapes by which one kind of temporary is told from another.
 
     Attributes:
-      params: dimensions of parameters, sorted: of the whole and of a device's shard; of stacked
-        ones those of a layer too.
-      vocabulary: rows of the largest embedding, 0 where none is called so.
+      params: Sorted dimensions of the parameters, whole and of a device's shard; for parameters
+        stacked by layer, those of one layer too.
+      vocabulary: Rows of the largest embedding; 0 where no parameter's name says "embed".
     """
 
     params: frozenset[Dims]
     vocabulary: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Known:
-        """Of the parameters in a plan."""
+    def of(cls, plan: Plan) -> ParameterShapes:
+        """The shapes of the parameters in a plan."""
         leaves = plan.leaves["params"]
         shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
         layers = [shape[1:] for shape in shapes if len(shape) > 2]
@@ -65,32 +63,35 @@ class Known:
         return cls(frozenset(map(_key, [*shapes, *layers])), max((n for n, _ in tables), default=0))
 
 
-def attribute(text: str, held: Sequence[Held], temporary: int, known: Known) -> dict[str, int]:
-    """Bytes of a program by kind: its arguments, and what it holds at its peak.
+def attribute(
+    text: str, held: Sequence[HeldBuffer], temporary: int, known: ParameterShapes
+) -> dict[str, int]:
+    """Bytes of a program by kind: its arguments, and its temporaries at the peak.
 
-    A gradient and an activation of one shape are told apart by the parameters' shapes alone, so
-    that where a parameter has the shape of an activation both count as gradients.
+    The parameters' shapes alone tell a gradient from an activation: activations with the shape of a
+    parameter count as gradients.
 
     Args:
-      text: of the compiled program.
-      held: its temporaries at the peak; where there are none, all of them are "other".
-      temporary: bytes of temporaries in all.
-      known: of the plan.
+      text: The compiled program's text.
+      held: Its temporary buffers at the peak; without them all temporaries are "other".
+      temporary: Bytes of temporaries in all.
+      known: The shapes of the parameters.
     """
     program = parse(text)
     callers, _ = schedules(program)
-    found = arguments(program, in_host(text))
+    kinds = arguments(program, in_host(text))
     for each in held:
-        place = program.computations.get(each.computation)
-        known_place = place is not None and each.instruction in place.position
-        kind = _kind(program, callers, place, each, known) if place and known_place else OTHER
-        found[kind] += each.bytes
+        computation = program.computations.get(each.computation)
+        kind = OTHER
+        if computation is not None and each.instruction in computation.position:
+            kind = _kind(program, callers, computation, each, known)
+        kinds[kind] += each.bytes
     rest = temporary - sum(each.bytes for each in held)
-    found[GAPS if held else OTHER] += max(rest, 0)
-    return {kind: found[kind] for kind in KINDS if found[kind]}
+    kinds[GAPS if held else OTHER] += max(rest, 0)
+    return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
-def arguments(program: Program, hosted: Collection[str]) -> collections.Counter[str]:
+def arguments(program: HloProgram, hosted: Collection[str]) -> collections.Counter[str]:
     """Bytes of a program's arguments on the device, by kind."""
     found = collections.Counter[str]()
     for each in program.entry.instructions:
@@ -100,23 +101,29 @@ def arguments(program: Program, hosted: Collection[str]) -> collections.Counter[
     return found
 
 
-def _kind(program: Program, callers: Callers, place: Computation, held: Held, known: Known) -> str:
-    made = place[held.instruction]
+def _kind(
+    program: HloProgram,
+    callers: Callers,
+    computation: Computation,
+    held: HeldBuffer,
+    known: ParameterShapes,
+) -> str:
+    made = computation[held.instruction]
     if made.operation == "all-gather":
-        gathered = any(is_argument(program, callers, place, each) for each in made.operands)
+        gathered = any(is_argument(program, callers, computation, each) for each in made.operands)
         return GATHERED if gathered else ACTIVATIONS
     if made.operation in ("reduce-scatter", "all-reduce"):
         return GRADIENTS
-    op_name = made.op_name or _loop_name(callers, place)
+    op_name = made.op_name or _loop_name(callers, computation)
     backward = "transpose(" in op_name
     fitting = [i for i, shape in enumerate(made.shapes) if shape.bytes == held.bytes]
     if fitting:
         shape = made.shapes[fitting[0]]
         if _key(shape.dims) in known.params:
             element = fitting[0] if len(made.shapes) > 1 else None
-            if is_argument(program, callers, place, made.name, element):
+            if is_argument(program, callers, computation, made.name, element):
                 return PARAMETERS
-            if _reformed(place, made):
+            if _reformed(computation, made):
                 return GATHERED
             if backward:
                 return GRADIENTS
@@ -125,14 +132,14 @@ def _kind(program: Program, callers: Callers, place: Computation, held: Held, kn
     return ACTIVATIONS if backward or "jvp(" in op_name else OTHER
 
 
-def _loop_name(callers: Callers, place: Computation) -> str:
-    """Where the loop comes from whose body this is: what it carries has no name of its own."""
-    return callers[place.name][1].op_name if place.name in callers else ""
+def _loop_name(callers: Callers, computation: Computation) -> str:
+    """Origin of the loop that runs a body: the arrays it carries have none of their own."""
+    return callers[computation.name].loop.op_name if computation.name in callers else ""
 
 
-def _reformed(place: Computation, made: Instruction) -> bool:
-    """Whether it takes what was gathered, and nothing else."""
-    sources = [place[name] for name in made.operands if name in place.position]
+def _reformed(computation: Computation, made: Instruction) -> bool:
+    """Whether an instruction's only operand is a gathered array."""
+    sources = [computation[name] for name in made.operands if name in computation.position]
     return len(sources) == 1 and sources[0].operation == "all-gather"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zerojax.config import ConfigError, OffloadOptimizer, OffloadParam, ZeroConfig
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
-# Whether the optimizer's state and the parameters are; what moves more comes later.
+# (optimizer state is offloaded, parameters are); an offload that moves more comes later.
 _HELD: dict[Offload, tuple[bool, bool]] = {
     "none": (False, False),
     "optimizer": (True, False),
@@ -18,7 +18,7 @@ _HELD: dict[Offload, tuple[bool, bool]] = {
 }
 OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
-"""Those that a search tries: parameters alone move much and leave most."""
+"""The offloads that a search tries: parameters alone move much and free little."""
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = ("offload_optimizer", "offload_param")
@@ -26,14 +26,14 @@ SECTIONS = ("offload_optimizer", "offload_param")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run a step on a number of devices.
+    """One choice of the settings that decide how much memory a step takes.
 
     Attributes:
-      stage: of ZeRO.
-      micro: rows of a device in a micro-batch.
-      accumulation: micro-batches an update.
-      remat: a block keeps its input only; None where the model has no such option.
-      offload: what lies in host memory.
+      stage: The ZeRO stage, 0 to 3.
+      micro: Rows of a device in a micro-batch.
+      accumulation: Micro-batches an update.
+      remat: Whether a block keeps its input only; None for a model without that option.
+      offload: What lies in host memory.
     """
 
     stage: int
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def possible(self) -> bool:
-        """Whether ZeRO knows it: offload needs stages 1 to 3, that of parameters stage 3."""
+        """Whether the stage allows the offload: stages 1 to 3, and stage 3 for parameters."""
         optimizer, params = self.held
         return self.stage >= (3 if params else 1 if optimizer else 0)
 
@@ -62,10 +62,10 @@ class Choice:
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
-        """What a config chooses for so many rows an update.
+        """The choice of a config for so many rows an update, on ``world`` devices.
 
         Raises:
-          ConfigError: the rows do not divide as the config wants.
+          ConfigError: The rows do not divide as the config wants.
         """
         filled = dataclasses.replace(config, train_batch_size=rows)
         sizes = filled.batch(world)
@@ -80,7 +80,7 @@ class Choice:
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
-        """A config with these settings, everything else as it was."""
+        """A config with these settings, all others as before."""
         optimizer, param = self.held
         return dataclasses.replace(
             before,
@@ -93,12 +93,12 @@ class Choice:
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """A DeepSpeed JSON with these settings, everything else as it was."""
+        """A DeepSpeed JSON with these settings, all others as before."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
-        for name, there in zip(SECTIONS, self.held, strict=True):
+        for name, offloaded in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
-            if there:
+            if offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
         return {
             **before,
@@ -107,16 +107,16 @@ class Choice:
         }
 
     def _batch(self, world: int) -> dict[str, Any]:
-        """The batch sizes, called alike in a JSON and in a config."""
+        """The batch sizes; a JSON and a config have the same names for them."""
         rows = self.micro * self.accumulation * world
         return dict(zip(BATCH, (rows, self.micro, self.accumulation), strict=True))
 
 
 def agreed(rows: int | None, given: int | None) -> int | None:
-    """The rows of an update that were asked for, or else those that the config gives.
+    """The rows of an update that were asked for, else those of the config.
 
     Raises:
-      ConfigError: there are both, and they are not the same.
+      ConfigError: The two differ.
     """
     if rows is not None and given not in (None, rows):
         raise ConfigError(f"train_batch_size: {given} in the config, but {rows} were asked for")
@@ -124,12 +124,12 @@ def agreed(rows: int | None, given: int | None) -> int | None:
 
 
 def changes(before: Choice, after: Choice) -> Iterator[str]:
-    """What is to be set, in the words of the JSON, to get from one to the other."""
+    """The settings that lead from one choice to the other, as the JSON writes them."""
     if after.remat != before.remat:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
     zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
-    for key, was, there in zip(SECTIONS, before.held, after.held, strict=True):
-        if there and not was:
+    for key, was, now in zip(SECTIONS, before.held, after.held, strict=True):
+        if now and not was:
             zero.append(f'"{key}": {{"device": "cpu"}}')
     if zero:
         yield f'"zero_optimization": {{{", ".join(zero)}}}'

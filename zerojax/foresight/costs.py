@@ -1,9 +1,9 @@
-"""Compile the programs of a step and measure what each takes.
+"""The cost of a step, measured on its compiled programs.
 
     found = forecast(step.programs(state, batch), zero.plan(state), rates("h100"), tokens=8192)
     print(found.peak.memory, found.seconds)
 
-They are compiled for the devices of the plan's mesh, which need not be there.
+The programs are compiled for the devices of the plan's mesh, which need not exist.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,36 +26,41 @@ from zerojax.foresight.attribution import (
     OTHER,
     PARAMETERS,
     STATE,
-    Known,
+    ParameterShapes,
     arguments,
     attribute,
 )
-from zerojax.foresight.forecast import Cost, Forecast, Traffic, together
-from zerojax.foresight.refused import refused
-from zerojax.hlo.assignment import compile_and_look
-from zerojax.hlo.program import Program, parse
-from zerojax.hlo.timeline import INWARD, OUTWARD, Spent, spend
+from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traffic
+from zerojax.hlo.assignment import compile_with_buffers
+from zerojax.hlo.program import HloProgram, parse
+from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.plan import Plan
-from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.lowered import GRADIENTS as FIRST
+from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
-STEP, FIRST = "step", "gradients"
-"""What a step's only program is called, and the first of several."""
+# XLA for TPUs refuses to make a program that does not fit; XLA for GPUs makes the program.
+_REFUSES = "RESOURCE_EXHAUSTED"
+_WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What one compiled program shows by itself. Bytes and seconds.
+class Measurement:
+    """What one compiled program shows by itself, of each device. Bytes and seconds.
 
     Attributes:
-      memory: of the device by kind, arguments and temporaries.
-      arguments, result: on the device; results that take an argument's place are not counted.
-      between: of an update's arguments, those that lie on the device between programs.
-      host_result: results in host memory; ``host_temporary`` beside arguments and results.
-      seconds, computing, flops, forward, traffic, compile_seconds: as :class:`Cost` has them.
-      made: False where XLA refused the program for its memory, of which ``memory`` is the least.
+      memory: Device memory by kind: arguments and temporaries.
+      arguments: Arguments on the device.
+      result: Results on the device, but for those that take an argument's buffer.
+      between: Those of an update's arguments that lie on the device between programs.
+      host_result: Results in host memory.
+      host_temporary: Host memory beside arguments and results.
+      seconds, computing, flops, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
+      compiled: False where XLA refused the program for its memory; ``memory`` is then the least
+        that the program needs.
     """
 
     memory: dict[str, int]
@@ -69,41 +75,42 @@ class Measured:
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     compile_seconds: float = 0.0
-    made: bool = True
+    compiled: bool = True
 
 
-def measure(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
-    """Compile a program and measure it; of one that XLA refuses for its memory, what it says."""
+def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> Measurement:
+    """The measurement of a program, which is compiled; of a refused one, what XLA says."""
     begun = time.perf_counter()
     try:
-        executable, held = compile_and_look(lowered)
+        executable, held = compile_with_buffers(lowered)
     except jax.errors.JaxRuntimeError as error:
-        return _not_made(error, begun)
+        return _refused(error, begun)
     seconds = time.perf_counter() - begun
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
-    spent = spend(program, sent, copied, rates)
+    spent = program_time(program, sent, copied, rates)
     traffic = tuple(_traffic(sent, copied, spent))
     return _measured(memory, kinds, lying_between(program, in_host(text)), spent, traffic, seconds)
 
 
-def weigh(
-    lowered: jax.stages.Lowered, known: Known, rates: Rates, *, several: bool = True
-) -> Measured:
-    """Compile a program as it will be run, which jax then does not compile again, and look at its
-    memory alone.
+def measure_memory(
+    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, *, several: bool = True
+) -> Measurement:
+    """The memory alone of a program, compiled as it will be run: jax does not compile it again.
 
     Args:
-      lowered, known, rates: as for :func:`measure`; the last two are not looked at.
-      several: it is one of a step's several programs. That of a step of one needs no reading.
+      lowered: The program.
+      known: Not used; :data:`Measure` has it.
+      rates: Not used; :data:`Measure` has them.
+      several: Whether the step has several programs. The text of an only one is not read.
     """
     begun = time.perf_counter()
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        return _not_made(error, begun)
+        return _refused(error, begun)
     seconds = time.perf_counter() - begun
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
@@ -111,27 +118,46 @@ def weigh(
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    return _measured(memory, dict(kinds), between, Spent(), (), seconds)
+    return _measured(memory, dict(kinds), between, ProgramTime(), (), seconds)
 
 
-def _not_made(error: jax.errors.JaxRuntimeError, begun: float) -> Measured:
-    """A program that XLA refuses for its memory; raises another error again."""
-    if (wanted := refused(str(error))) is None:
+def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
+    """The measurement of a program that XLA refuses for its memory; other errors are raised."""
+    if (wanted := wanted_bytes(str(error))) is None:
         raise error
     seconds = time.perf_counter() - begun
-    return Measured(memory={OTHER: wanted}, compile_seconds=seconds, made=False)
+    return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, compiled=False)
+
+
+def wanted_bytes(message: str) -> int | None:
+    """The least bytes that a refused program needs, by XLA's message; 0 where XLA does not say.
+
+    Returns:
+      None where the message is not about memory.
+
+    Example:
+      >>> wanted_bytes(
+      ...     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+      ...     "temporaries (2.00G) exceeds available HBM (1.75G)."
+      ... )
+      2147483648
+    """
+    if not message.startswith(_REFUSES):
+        return None
+    wanted = _WANTED.search(message)
+    return round(float(wanted[1]) * _UNITS[wanted[2]]) if wanted else 0
 
 
 def _measured(
     memory: Any,
     kinds: dict[str, int],
     between: int,
-    spent: Spent,
+    spent: ProgramTime,
     traffic: tuple[Traffic, ...],
     compile_seconds: float,
-) -> Measured:
+) -> Measurement:
     """``memory`` is XLA's ``memory_analysis``."""
-    return Measured(
+    return Measurement(
         memory=kinds,
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
@@ -147,7 +173,7 @@ def _measured(
     )
 
 
-Measure = Callable[[jax.stages.Lowered, Known, Rates], Measured]
+Measure = Callable[[jax.stages.Lowered, ParameterShapes, Rates], Measurement]
 
 
 def forecast(
@@ -156,45 +182,45 @@ def forecast(
     rates: Rates,
     tokens: int = 0,
     note: Callable[[str], None] = lambda name: None,
-    enough: Callable[[Cost], bool] = lambda cost: False,
+    enough: Callable[[ProgramCost], bool] = lambda cost: False,
     measured: Measure = measure,
 ) -> Forecast:
-    """Compile the programs of a step and put together what they take.
+    """The forecast of a step, whose programs are compiled.
 
     Args:
-      programs: as ``train_step.programs(state, batch)`` yields them.
-      plan: of the same state.
-      rates: of the devices, :func:`zerojax.devices.rates.rates`.
-      tokens: of all devices in a step.
-      note: told the name of each program before it is compiled.
-      enough: told of each program; where it is True the others are left out.
-      measured: what measures a program; one that remembers, perhaps.
+      programs: As ``train_step.programs(state, batch)`` yields them.
+      plan: The plan of the same state.
+      rates: The speeds of the devices, :func:`zerojax.devices.rates.rates`.
+      tokens: Tokens in a step, of all devices.
+      note: Called with the name of each program before its compile.
+      enough: Called with the cost of each program; True leaves out the programs after it.
+      measured: Measures a program: :func:`measure`, or a cache of it.
 
     Raises:
-      ImportError: the compiler's wheels are not installed.
+      ImportError: The compiler's wheels are not installed.
     """
-    known = Known.of(plan)
-    found: list[Cost] = []
+    known = ParameterShapes.of(plan)
+    costs: list[ProgramCost] = []
     first, left_out = None, False
     for name, lowered, times in programs:
         note(name)
         one = measured(lowered, known, rates)
         kinds = collections.Counter(one.memory)
         kinds[GRADIENTS if name == FIRST else OTHER] += one.result
-        if not one.made:
+        if not one.compiled:
             kinds[OTHER] = max(kinds[OTHER], rates.memory)
         elif name == FIRST:
             first = one
-            # What else of the state is on the device: the copies and the batch are none of it.
+            # The rest of the state on the device; copies and the batch are no part of the state.
             given = one.arguments - _copies(plan, DEVICE) - one.memory.get(BATCH, 0)
             kinds[STATE] += max(plan.bytes_in(DEVICE) - given, 0)
-        elif first is not None:  # an update; state, copies and gradients lie there meanwhile
+        elif first is not None:  # an update, beside which state, copies and gradients lie there
             kinds[STATE] += kinds.pop(OTHER, 0)
             lying = plan.bytes_in(DEVICE) + _copies(plan, DEVICE) + first.result
             kinds[GRADIENTS] += (rest := min(max(lying - one.between, 0), first.result))
             kinds[PARAMETERS] += max(lying - one.between, 0) - rest
-        found.append(
-            Cost(
+        costs.append(
+            ProgramCost(
                 name=name,
                 memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
                 host=one.host_temporary,
@@ -205,12 +231,12 @@ def forecast(
                 traffic=one.traffic,
                 times=times,
                 compile_seconds=one.compile_seconds,
-                made=one.made,
+                compiled=one.compiled,
             )
         )
-        if left_out := not one.made or (name != STEP and enough(found[-1])):
+        if left_out := not one.compiled or (name != STEP and enough(costs[-1])):
             break
-    host = max(each.host for each in found)
+    host = max(each.host for each in costs)
     if first is not None:
         host += _copies(plan, HOST) + first.host_result
     return Forecast(
@@ -218,49 +244,49 @@ def forecast(
         rates=rates,
         parameters=sum(math.prod(leaf.shape) for leaf in plan.leaves["params"]),
         tokens=tokens,
-        programs=tuple(found),
+        programs=tuple(costs),
         host_bytes=plan.bytes_in(HOST) + host,
         disk_bytes=plan.bytes_in(DISK),
         whole=not left_out,
     )
 
 
-def lying_between(program: Program, hosted: frozenset[str]) -> int:
-    """Bytes of an update's arguments on the device that are not pieces of the state: gradients and
-    compute parameters, all that it reads or replaces there. Its pieces come as ``loaded``."""
+def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
+    """Bytes of an update's arguments on the device that are no pieces of the state.
+
+    These are gradients and compute parameters; pieces of the state come as ``loaded``.
+    """
     return sum(
         shape.bytes
         for each in program.entry.instructions
-        if each.opcode == "parameter" and each.op_name.startswith(("written[", "read["))
+        if each.opcode == "parameter" and each.op_name.startswith((WRITTEN, READ))
         if each.name not in hosted
         for shape in each.shapes
     )
 
 
 def _copies(plan: Plan, place: str) -> int:
-    """Bytes of the parameters that lie there beside the state, to compute with."""
+    """Bytes of the compute parameters that lie in a place beside the state."""
     return sum(leaf.bytes_per_device for leaf in plan.copies() if leaf.place == place)
 
 
 def _traffic(
-    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: Spent
+    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: ProgramTime
 ) -> Iterator[Traffic]:
-    """Collectives by kind, then copies by direction."""
+    """The traffic of a program: collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
-    # What stands in a computation that is called from two places comes twice, its time once.
+    # A computation called from two places gives its collectives twice, its time once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(
-        kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: tuple[str, str]
-    ) -> None:
+    def add(kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: Place) -> None:
         seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
         parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
 
     for each in sent:
-        key = each.computation, each.name
+        key = Place(each.computation, each.name)
         add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
     for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, (copy.computation, copy.name))
+        add(kind, (), copy.times, copy.times * copy.bytes, Place(copy.computation, copy.name))
     for same in parts.values():
-        yield together(same)
+        yield sum_traffic(same)

@@ -1,4 +1,4 @@
-"""Devices: as the command line names them, ``h100:8`` or ``v5e:16x16``, and those of a mesh."""
+"""Devices by name, ``h100:8`` or ``v5e:16x16``, and the free memory of those that exist."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ def parse_devices(text: str) -> tuple[Mesh, Rates]:
     """The mesh and the rates of ``KIND:N``, or ``KIND:AxB`` for a torus of TPUs.
 
     Raises:
-      ValueError: it is not of that form, the kind is unknown, or the number fills no whole hosts.
-      ImportError: the compiler's wheels are not installed.
+      ValueError: The text has another form, the kind is unknown, or the number fills no whole
+        hosts.
+      ImportError: The compiler's wheels are not installed.
     """
-    found = _FORM.fullmatch(text)
-    if found is None:
+    form = _FORM.fullmatch(text)
+    if form is None:
         raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")
-    sides = sorted(int(side) for side in (found[2] or "1").split("x"))
+    sides = sorted(int(side) for side in (form[2] or "1").split("x"))
     number = math.prod(sides)
-    speeds = rates(found[1])  # an unknown kind is told before a compiler is asked for
+    speeds = rates(form[1])  # an unknown kind is an error before a missing compiler
     if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
         wanted = "x".join(map(str, shape)) or "no torus"
         raise ValueError(f"devices {text!r}: {number} of them are compiled for as {wanted}")
-    return topology(found[1], number), speeds
+    return topology(form[1], number), speeds
 
 
 def rates_here(mesh: Mesh) -> Rates:
-    """The rates of a mesh's devices, with what memory is free in those that are there.
+    """The rates of a mesh's devices; the memory of existing ones is what is free.
 
     Raises:
-      ValueError: nothing is known of their kind, as of CPUs.
+      ValueError: Nothing is known of the kind, as of CPUs.
     """
     device = mesh.devices.flat[0]
     if device in jax.devices() and (free := free_bytes(mesh)) is not None:
@@ -49,20 +50,20 @@ def rates_here(mesh: Mesh) -> Rates:
     raise ValueError(
         f"nothing is known of the speed and the memory of {device.device_kind!r} devices, by which "
         "settings are chosen: write them, or choose for devices that need not be there: "
-        'zerojax.topology("h100", 8), or `python -m zerojax fit --devices h100:8`'
+        'zerojax.topology("h100", 8), or `zerojax fit --devices h100:8`'
     )
 
 
 def free_bytes(mesh: Mesh) -> int | None:
-    """Bytes that are free in the fullest device of all processes; None where none can say."""
-    found = []
+    """Bytes free in the fullest device of all processes; None where no device reports them."""
+    free_of_each = []
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
-            found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    free = min(found, default=None)
+            free_of_each.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    free = min(free_of_each, default=None)
     if jax.process_count() == 1:
         return free
-    # All must come to the same end: where one raises, the others would wait for it.
+    # All processes must decide alike: if one raised, the others would wait for it.
     known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
     return int(known.min()) if math.isfinite(known.min()) else None

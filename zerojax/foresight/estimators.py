@@ -38,12 +38,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes for one way to run.
+    """Bytes that one way to run needs.
 
     Attributes:
-      cpu: of a node's host memory.
-      gpu: of each GPU.
-      options: as DeepSpeed names them.
+      cpu: Bytes of a node's host memory.
+      gpu: Bytes of each GPU.
+      options: The way, as DeepSpeed names it.
     """
 
     cpu: int
@@ -53,13 +53,15 @@ class Need:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each way to run needs; ``str()`` is DeepSpeed's table, with GB for 2^30 bytes.
+    """The needs of each way to run; ``str()`` is DeepSpeed's table, with GB for 2^30 bytes.
 
     Attributes:
-      stage: 2 or 3.
-      params, largest_layer: how many parameters; the latter is None at stage 2.
-      gpus_per_node, nodes: the machine.
-      needs: one for each way, most offloaded first.
+      stage: The ZeRO stage, 2 or 3.
+      params: How many parameters the model has.
+      largest_layer: How many its largest layer has; None at stage 2.
+      gpus_per_node: GPUs of a node.
+      nodes: How many nodes.
+      needs: One need for each way, most offloaded first.
     """
 
     stage: int
@@ -97,12 +99,13 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """What ZeRO-2 needs by DeepSpeed's formulas; prints and returns the table.
 
     Args:
-      total_params: how many parameters.
-      num_gpus_per_node, num_nodes: the machine.
-      additional_buffer_factor: what host memory is multiplied with for buffers.
+      total_params: How many parameters the model has.
+      num_gpus_per_node: GPUs of a node.
+      num_nodes: How many nodes.
+      additional_buffer_factor: The factor on host memory, for buffers.
 
     Raises:
-      ValueError: a number is not positive.
+      ValueError: A number is not positive.
 
     Example:
       >>> _ = estimate_zero2_model_states_mem_needs_all_cold(3e9, 8)
@@ -137,13 +140,13 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     them.
 
     Args:
-      total_params: how many parameters.
-      largest_layer_params: how many the largest layer has.
-      num_gpus_per_node, num_nodes, additional_buffer_factor: see
+      total_params: How many parameters the model has.
+      largest_layer_params: How many its largest layer has.
+      num_gpus_per_node, num_nodes, additional_buffer_factor: As for
         :func:`estimate_zero2_model_states_mem_needs_all_cold`.
 
     Raises:
-      ValueError: a number is not positive, or the layer larger than the model.
+      ValueError: A number is not positive, or the layer is larger than the model.
 
     Example:
       >>> table = estimate_zero3_model_states_mem_needs_all_cold(7e9, 131072000, 8)
@@ -185,11 +188,11 @@ def estimate_zero2_model_states_mem_needs_all_live(
     """:func:`estimate_zero2_model_states_mem_needs_all_cold` for a model.
 
     Args:
-      model: a linen module, an ``nnx.Module``, or a tree of parameters, abstract or not.
-      *inputs: what a linen module is initialised with, abstract or not; nothing is computed.
+      model: A linen module, an ``nnx.Module``, or a tree of parameters, abstract or not.
+      *inputs: The inputs that initialise a linen module, abstract or not; nothing is computed.
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: The model is none of these.
 
     Example:
       >>> import jax.numpy as jnp

@@ -17,11 +17,11 @@ class Traffic:
 
     Attributes:
       kind: "all-gather", ..., "to the device", "to the host".
-      dtypes: of what is moved, most bytes first; empty for copies.
-      times: how many a step.
-      bytes: each device sends (or copies) in a step.
-      seconds: for which they are under way.
-      waited: of them, those that no computation hides.
+      dtypes: The dtypes moved, that of most bytes first; empty for copies.
+      times: How many a step.
+      bytes: Bytes that each device sends (or copies) in a step.
+      seconds: Seconds for which they are under way.
+      waited: Those of the seconds that no computation hides.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Traffic:
     waited: float
 
     def repeated(self, times: int) -> Traffic:
-        """The same so often."""
+        """The traffic of so many runs."""
         return dataclasses.replace(
             self,
             times=times * self.times,
@@ -43,24 +43,27 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """The share that runs beside computation, 0 to 1."""
+        """The share of the seconds that runs beside computation, 0 to 1."""
         return max(0.0, 1 - self.waited / self.seconds) if self.seconds else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """What one compiled program takes of each device. Bytes and seconds.
+class ProgramCost:
+    """The cost of one compiled program on each device. Bytes and seconds.
 
     Attributes:
-      name: as ``train_step.programs`` calls it.
-      memory: bytes of the device's memory by kind, see :mod:`zerojax.foresight.attribution`.
-      host: bytes of host memory beside what lies there between programs.
-      seconds: predicted for one run, of which ``computing`` in kernels.
-      flops: of matrix products, of which ``forward`` in the forward pass, as first computed.
-      traffic: collectives, then copies.
-      compile_seconds: on this machine.
-      times: how often it runs in a step.
-      made: False where XLA refused it for its memory, of which ``memory`` is the least.
+      name: The program's name in ``train_step.programs``.
+      memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`.
+      host: Host memory beside what lies there between programs.
+      seconds: Predicted time of one run.
+      computing: Those of the seconds that kernels take.
+      flops: Floating-point operations of matrix products.
+      forward: Those of the forward pass, without what the backward pass repeats.
+      traffic: Collectives, then copies.
+      compile_seconds: Time of the compile, on this machine.
+      times: Runs in a step.
+      compiled: False where XLA refused the program for its memory; ``memory`` is then the least
+        that the program needs.
     """
 
     name: str
@@ -73,33 +76,34 @@ class Cost:
     traffic: tuple[Traffic, ...]
     compile_seconds: float
     times: int = 1
-    made: bool = True
+    compiled: bool = True
 
     @property
     def bytes(self) -> int:
-        """Of the device's memory, together."""
+        """Device memory in all."""
         return sum(self.memory.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What a step costs each device. Bytes and seconds.
+    """The cost of a step on each device. Bytes and seconds.
 
     Attributes:
-      plan: whose step it is.
-      rates: of the devices.
-      parameters: how many the model has.
-      tokens: of all devices in a step; 0 where the batch has none.
-      programs: in the order they run.
-      host_bytes, disk_bytes: of host memory and disk, for each device.
-      whole: every program was compiled; those after one that does not fit may be left out.
+      plan: The plan of the step's state.
+      rates: The speeds and the memory of the devices.
+      parameters: How many parameters the model has.
+      tokens: Tokens in a step, of all devices; 0 for a batch without tokens.
+      programs: The costs of the step's programs, in the order they run.
+      host_bytes: Host memory for each device.
+      disk_bytes: Disk space for each device.
+      whole: Whether every program was compiled; those after one that does not fit may be left out.
     """
 
     plan: Plan = dataclasses.field(repr=False)
     rates: Rates
     parameters: int
     tokens: int
-    programs: tuple[Cost, ...]
+    programs: tuple[ProgramCost, ...]
     host_bytes: int
     disk_bytes: int
     whole: bool = True
@@ -109,35 +113,35 @@ class Forecast:
         return self.plan.mesh.devices.size
 
     @property
-    def peak(self) -> Cost:
-        """The program that takes the most device memory."""
+    def peak(self) -> ProgramCost:
+        """The program that needs the most device memory."""
         return max(self.programs, key=lambda program: program.bytes)
 
     @property
     def headroom(self) -> int:
-        """Bytes left at the peak; below 0 where the step does not fit."""
+        """Bytes of device memory left at the peak; below 0 where the step does not fit."""
         return self.rates.room - self.peak.bytes
 
     @property
     def fits(self) -> bool:
-        return self.headroom >= 0 and all(each.made for each in self.programs)
+        return self.headroom >= 0 and all(each.compiled for each in self.programs)
 
     @property
     def seconds(self) -> float:
-        """Of a step. What lies on disk is read and written once a step, beside the rest."""
+        """Predicted time of a step. The disk is read and written once a step, beside the rest."""
         beside = min(self.devices, GPUS_PER_HOST)
         disk = 2 * self.disk_bytes * beside / self.rates.disk
         return max(sum(each.times * each.seconds for each in self.programs), disk)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens a second, of all devices together."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: 3 times the forward pass's matrix products, without what is
-        computed again, over the step's time at the highest matrix rate (PaLM, appendix B)."""
+        """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the forward pass's
+        matrix products, over what the highest matrix rate does in the step's time."""
         model = 3 * sum(each.times * each.forward for each in self.programs)
         return model / (self.seconds * max(self.rates.matrix.values()))
 
@@ -147,16 +151,16 @@ class Forecast:
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """Of all programs together, by kind."""
+        """Traffic of all programs, by kind."""
         kinds: dict[str, list[Traffic]] = collections.defaultdict(list)
         for program in self.programs:
             for each in program.traffic:
                 kinds[each.kind].append(each.repeated(program.times))
-        return tuple(map(together, kinds.values()))
+        return tuple(map(sum_traffic, kinds.values()))
 
 
-def together(parts: Sequence[Traffic]) -> Traffic:
-    """Several of one kind as one."""
+def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
+    """The traffic of several of one kind."""
     sizes = collections.Counter[str]()
     for part in parts:
         for dtype in part.dtypes:

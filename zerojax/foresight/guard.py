@@ -1,4 +1,4 @@
-"""Whether a step fits, before it runs for the first time."""
+"""The check before a step's first run: does the step fit?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from zerojax.config import ZeroConfig
 from zerojax.devices.rates import Rates, rates_of
 from zerojax.foresight.choice import Choice, changes
-from zerojax.foresight.costs import forecast, weigh
+from zerojax.foresight.costs import forecast, measure_memory
 from zerojax.foresight.devices import free_bytes
-from zerojax.foresight.forecasts import Built, Forecasts
 from zerojax.foresight.remedies import remedies
+from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
 from zerojax.plan.table import size
@@ -26,17 +26,19 @@ Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 
 
 class OutOfMemoryError(MemoryError):
-    """A step that has not run, because the devices' memory does not hold what it needs."""
+    """A step needs more memory than the devices have; the step has not run."""
 
 
 class Guard:
-    """Compares what a step takes with what is free, before it runs for the first time.
+    """Compares the memory a step needs with the memory that is free.
 
     Args:
-      config, mesh, axis: of the step.
-      other: the same step under another config, for an abstract state and batch: its plan, and
-        its programs, traced when they are asked for.
-      free: bytes that are free, as :func:`free_bytes` finds them.
+      config: The step's config.
+      mesh: The step's mesh.
+      axis: The name of the shard axis.
+      other: Gives the same step under another config, for an abstract state and batch: its plan,
+        and its programs, which are traced on demand.
+      free: Bytes free in the fullest device of a mesh, None where unknown.
     """
 
     def __init__(
@@ -57,33 +59,34 @@ class Guard:
         batch_bytes: int,
         *step: Any,
     ) -> None:
-        """Compiles a step, and raises where it does not fit.
+        """Raise where a step does not fit.
 
-        jax keeps what is compiled here for the run, so that this costs no second compile. Where
-        it does not fit, settings that would are looked for with the compiler: minutes, perhaps.
+        The step is compiled; jax keeps the executable for the run, so that the check costs no
+        second compile. Where the step does not fit, the compiler looks for settings that do, which
+        may take minutes.
 
         Args:
-          programs: of the step, to be lowered.
-          plan: of its state, which lies on the devices already.
-          batch_bytes: of a device, which are there too.
-          *step: what ``other`` is given with another config: the function, its objects, the
-            batch, and its other arguments.
+          programs: The programs of the step.
+          plan: The plan of its state, which lies on the devices already.
+          batch_bytes: Bytes of a device's batch, which lies there too.
+          *step: Arguments of ``other`` after the config: the function, its objects, the batch,
+            and its other arguments.
 
         Raises:
-          OutOfMemoryError: the message says by how much, what takes the memory, and what fits.
+          OutOfMemoryError: The message says by how much, what needs the memory, and what fits.
         """
         free = self._free(self._mesh)
         if free is None:
             return
         room = free + plan.bytes_per_device + batch_bytes
         rates = rates_of(self._mesh.devices.flat[0], room)
-        weighed = functools.partial(weigh, several=offloads(self._config))
+        weighed = functools.partial(measure_memory, several=offloads(self._config))
         taken = forecast(programs(), plan, rates, measured=weighed).peak
         if taken.bytes <= room:
             return
         try:
             advice = self._advice(rates, *step)
-        except Exception as error:  # whatever it is, it must not hide what was asked for
+        except Exception as error:  # no failure of the search may hide the answer
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
             f"the step takes {size(taken.bytes)} of each device's memory, and {size(room)} are "
@@ -92,31 +95,31 @@ class Guard:
 
     def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: Any) -> str:
         if jax.process_count() > 1:
-            return "What takes it, and settings that fit: `python -m zerojax plan`."
+            return "What takes it, and settings that fit: `zerojax plan`."
 
-        def build(choice: Choice) -> Built:
+        def build(choice: Choice) -> BuiltStep:
             config = choice.config(self._config, self._world)
-            return Built(*self._other(config, function, objects, batch, *rest), 0)
+            return BuiltStep(*self._other(config, function, objects, batch, *rest), 0)
 
         rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
-        study = Forecasts(build, given, rates, _told)
-        peak = study.forecast(given).peak
+        trials = Trials(build, given, rates, _tell)
+        peak = trials.forecast(given).peak
         listed = sorted(peak.memory.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= peak.bytes / 100)
-        found = [
+        settings = [
             f"  {', '.join(changes(given, remedy.choice))}: {size(remedy.forecast.peak.bytes)}"
-            for remedy in remedies(study, wanted=2)
+            for remedy in remedies(trials, wanted=2)
         ]
-        says = (
+        advice = (
             "These settings fit, each compiled, the fastest first by prediction:"
-            if found
+            if settings
             else "No stage, micro-batch or offload was found that fits with the same batch: "
             "rematerialise the model's blocks (jax.checkpoint, nn.remat), take more devices, or a "
             "smaller batch."
         )
-        return "\n".join([f"Its program {peak.name!r} takes {parts}.", says, *found])
+        return "\n".join([f"Its program {peak.name!r} takes {parts}.", advice, *settings])
 
 
-def _told(text: str) -> None:
+def _tell(text: str) -> None:
     print(f"zerojax: the step does not fit; compiling {text}", file=sys.stderr)

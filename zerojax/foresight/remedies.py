@@ -1,4 +1,4 @@
-"""Settings that would make a step fit, each found by compiling it."""
+"""Settings with which a step fits, each of them compiled."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, TRIED, Choice
-from zerojax.foresight.forecasts import Forecasts, Found
+from zerojax.foresight.trials import Trial, Trials
 
 COMPILES = 8
 
 
-def remedies(study: Forecasts, wanted: int = 3, compiles: int = COMPILES) -> list[Found]:
-    """Choices for the same rows that fit, cheapest first by predicted step time.
+def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[Trial]:
+    """Choices for the same rows that fit, fastest first by prediction.
 
-    Those that give up least are tried first: a lower stage before a higher one, then remat, then
-    smaller micro-batches, then offload. One that only goes further than a choice that fits is
-    left out, and so is one that cannot fit by what is known of others.
+    The mildest are tried first: a lower stage before a higher one, then remat, then smaller
+    micro-batches, then offload. A choice that only goes further than one that fits is left out, and
+    so is one that cannot fit, by what is known of others.
 
     Args:
-      study: of the step and the devices.
-      wanted: how many are enough.
-      compiles: choices to compile at the most.
+      trials: The trials of the step on the devices.
+      wanted: How many remedies are enough.
+      compiles: How many choices are compiled at the most.
     """
-    found: list[Found] = []
+    fitting: list[Trial] = []
     tried = 0
-    for choice in milder_first(study.given):
-        if len(found) == wanted or tried == compiles:
+    for choice in milder_first(trials.given):
+        if len(fitting) == wanted or tried == compiles:
             break
-        if any(_further(choice, each.choice) for each in found):
-            continue
-        if study.hopeless(choice):
+        if any(_further(choice, each.choice) for each in fitting) or trials.hopeless(choice):
             continue
         tried += 1
-        forecast = study.tried(choice)
+        forecast = trials.tried(choice)
         if forecast and forecast.fits:
-            found.append(Found(choice, forecast))
-    return sorted(found, key=lambda remedy: remedy.forecast.seconds)
+            fitting.append(Trial(choice, forecast))
+    return sorted(fitting, key=lambda remedy: remedy.forecast.seconds)
 
 
 def milder_first(given: Choice) -> Iterator[Choice]:
-    """What goes further than ``given`` in some setting, in none less far; mildest first."""
+    """The choices that go further than ``given`` in some setting and less far in none."""
     stages = range(given.stage, 4)
     remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
     micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
@@ -76,7 +74,7 @@ def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
 
 
 def _further(choice: Choice, than: Choice) -> bool:
-    """Whether it gives up all that the other does, and more."""
+    """Whether a choice goes at least as far as another one in every setting."""
     return (
         choice.stage >= than.stage
         and bool(choice.remat) >= bool(than.remat)

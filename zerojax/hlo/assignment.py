@@ -1,10 +1,10 @@
-"""Which buffers a compiled program holds when it holds the most, by XLA's own buffer assignment.
+"""The buffers that a compiled program holds at its peak, by XLA's own buffer assignment.
 
-    executable, held = compile_and_look(lowered)
+    executable, held = compile_with_buffers(lowered)
     held[0].bytes, held[0].instruction
 
-XLA hands the assignment out as a dump only, an ``HloProto``. The few fields that are wanted are
-described here, after ``xla/service/hlo.proto``; protobuf passes over the rest.
+XLA gives the assignment away as a dump only, an ``HloProto``. The fields needed of that message are
+declared here, after ``xla/service/hlo.proto``; protobuf passes over the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-# Message, then field: its number and its type, "*" where it is repeated.
+# Message -> field -> (number, type), with "*" after the type of a repeated field.
 _SCHEMA = {
     "Buffer": {"id": (1, "int64"), "size": (2, "int64"), "color": (4, "int64")},
     "Event": {
@@ -35,18 +35,18 @@ _SCHEMA = {
 }
 # Without a GPU to try them on, XLA may choose tiles for Triton that it then cannot compile.
 _LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-_HOST = 5  # the memory space of what XLA calls S(5)
-_FREED = 1  # of Event.kind; the others are taken, 0, and shared, 2
+_HOST = 5  # the memory space that HLO writes as S(5)
+_FREED = 1  # Event.kind; 0 is allocated, 2 shared
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """One temporary buffer that is held at the peak.
+class HeldBuffer:
+    """One temporary buffer held at the peak.
 
     Attributes:
-      bytes: its size.
-      instruction: what made the value that took it.
-      computation: where that stands.
+      bytes: Its size.
+      instruction: Name of the instruction that made the newest value in the buffer.
+      computation: Name of that instruction's computation.
     """
 
     bytes: int
@@ -54,12 +54,14 @@ class Held:
     computation: str
 
 
-def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, tuple[Held, ...]]:
-    """Compile, and list the temporary buffers of the moment at which most bytes are held.
+def compile_with_buffers(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
+    """The compiled program, and the temporary buffers it holds at its peak.
 
     Returns:
-      The executable, and its buffers; none where the compiler has no such dump (TPUs). Their sum
-      may be below the executable's temporary bytes, which have gaps.
+      The executable, and its buffers, largest first; none where the compiler writes no such dump
+      (TPUs). Their sum may be below the executable's temporary bytes, which include gaps.
     """
     with tempfile.TemporaryDirectory(prefix="zerojax-") as folder:
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
@@ -73,11 +75,11 @@ def compile_and_look(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
         return executable, tuple(buffers_at_peak(dumps[-1].read_bytes()) if dumps else ())
 
 
-def buffers_at_peak(dump: bytes) -> list[Held]:
+def buffers_at_peak(dump: bytes) -> list[HeldBuffer]:
     """The temporary buffers of a dumped program at its peak, largest first.
 
     Raises:
-      ValueError: the bytes are no ``HloProto``.
+      ValueError: The bytes are no ``HloProto``.
     """
     message = _message()
     try:
@@ -85,30 +87,32 @@ def buffers_at_peak(dump: bytes) -> list[Held]:
     except Exception as error:  # protobuf's own class differs by its implementation
         raise ValueError(f"not a compiled program's dump: {error}") from error
     sizes = {buffer.id: buffer.size for buffer in assignment.buffers if buffer.color != _HOST}
-    found: list[Held] = []
+    held: list[HeldBuffer] = []
     for trace in assignment.traces:
-        found += _peak([event for event in trace.events if event.buffer in sizes], sizes)
-    return sorted(found, key=lambda held: -held.bytes)
+        held += _peak([event for event in trace.events if event.buffer in sizes], sizes)
+    return sorted(held, key=lambda buffer: -buffer.bytes)
 
 
-def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[Held]:
-    """What is held at the peak of one heap."""
+def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[HeldBuffer]:
+    """The buffers held at the peak of one heap."""
     totals = [total for total, _ in _heap(events, sizes)]
     if not totals:
         return []
     at = totals.index(max(totals))
     _, values = next(itertools.islice(_heap(events, sizes), at, None))
     newest = ((sizes[buffer], list(made.values())[-1]) for buffer, made in values.items())
-    return [Held(size, made.instruction, made.computation) for size, made in newest]
+    return [HeldBuffer(size, made.instruction, made.computation) for size, made in newest]
 
 
 def _heap(
     events: Sequence[Any], sizes: dict[int, int]
 ) -> Iterator[tuple[int, dict[int, dict[int, Any]]]]:
-    """After each event the bytes that are held, and of each buffer what made the values that are
-    in it: a value may share the buffer of one before it."""
-    owner: dict[int, int] = {}  # of a value: the value whose buffer it is in
-    values: dict[int, dict[int, Any]] = {}
+    """After each event, the bytes held and, by buffer, the events that made the values in it.
+
+    A value may share the buffer of an earlier value.
+    """
+    owner: dict[int, int] = {}  # value -> the value whose buffer holds it
+    values: dict[int, dict[int, Any]] = {}  # buffer -> value -> event
     total = 0
     for event in events:
         if event.kind == _FREED:
@@ -128,7 +132,7 @@ def _heap(
 
 @functools.cache
 def _message() -> Any:
-    """The class of ``HloProto`` as far as it is described above."""
+    """The protobuf class of ``HloProto``, with the fields declared above."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto

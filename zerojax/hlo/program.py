@@ -3,8 +3,7 @@
     program = parse(compiled.as_text())
     program.entry.instructions          # in scheduled order
 
-Only what the counting of collectives and lifetimes needs is kept: names, shapes, operands and the
-raw attributes. ``traffic.py`` and ``lifetimes.py`` build on it.
+Names, shapes, operands and the raw attributes are kept, for the other files of this room.
 """
 
 import dataclasses
@@ -33,9 +32,9 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes, layout padding not counted; a token or opaque value is 0."""
-        found = _BITS.search(self.dtype)
-        bits = 8 if self.dtype == "pred" else int(found[0]) if found else 0
+        """Size without the layout's padding; 0 for a token or an opaque value."""
+        digits = _BITS.search(self.dtype)
+        bits = 8 if self.dtype == "pred" else int(digits[0]) if digits else 0
         return math.ceil(self.elements * bits / 8)
 
     @property
@@ -65,13 +64,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the traced Python: ``jit(step)/transpose(jvp(GPT))/mul``."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        """Its origin in the traced Python: ``jit(step)/transpose(jvp(GPT))/mul``."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run as part of it. A ``while``'s condition is left out."""
+        """Names of the computations that run as part of it, but for a ``while``'s condition."""
         if self.operation in ("fusion", "call", "while", "conditional", "async"):
             names = [
                 name
@@ -85,23 +84,23 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a ``while`` runs its body, or None where XLA does not know."""
-        found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else None
+        """How often a ``while`` runs its body; None where XLA does not know."""
+        match = _TRIPS.search(self.attributes)
+        return int(match[1]) if match else None
 
     @property
     def index(self) -> int:
         """The element a ``get-tuple-element`` takes, or the number of a ``parameter``."""
         if self.opcode == "parameter":
             return int(self.argument)
-        found = re.search(r"\bindex=(\d+)", self.attributes)
-        assert found, self
-        return int(found[1])
+        match = re.search(r"\bindex=(\d+)", self.attributes)
+        assert match, self
+        return int(match[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in scheduled order."""
+    """A computation: its instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -112,12 +111,12 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
+        users: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
         for each in self.instructions:
             for operand in dict.fromkeys(each.operands):
-                if operand in found:
-                    found[operand].append(each)
-        return {name: tuple(users) for name, users in found.items()}
+                if operand in users:
+                    users[operand].append(each)
+        return {name: tuple(instructions) for name, instructions in users.items()}
 
     def __getitem__(self, name: str) -> Instruction:
         return self.instructions[self.position[name]]
@@ -134,7 +133,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """All computations by name, and the number of devices the program runs on."""
 
     computations: Mapping[str, Computation]
@@ -146,10 +145,13 @@ class Program:
         return self.computations[self.entry_name]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a ``while`` runs its body: as XLA notes it, else the constant up to which its
-        condition counts, as a scan's does from 0. None where it is neither."""
-        found = re.search(r"\bcondition=%([\w.\-]+)", loop.attributes)
-        condition = self.computations.get(found[1]) if found else None
+        """How often a ``while`` runs its body; None where XLA does not note the count and the
+        condition does not tell.
+
+        The condition of a scan counts from 0 up to a constant.
+        """
+        match = re.search(r"\bcondition=%([\w.\-]+)", loop.attributes)
+        condition = self.computations.get(match[1]) if match else None
         if loop.trip_count is not None or condition is None:
             return loop.trip_count
         test = condition.root
@@ -159,18 +161,24 @@ class Program:
         counts = left.opcode == "get-tuple-element" and right.opcode == "constant"
         return int(right.argument) if counts and right.argument.isdigit() else None
 
+    def nested(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that a loop, a call or a conditional runs in turn."""
+        if instruction.opcode in ("while", "call", "conditional"):
+            yield from self.callees(instruction)
+
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that run as part of an instruction, those within a fusion too."""
         for name in instruction.called:
             if name in self.computations:
                 yield self.computations[name]
 
 
 @functools.lru_cache(maxsize=4)
-def parse(text: str) -> Program:
-    """Read ``compiled.as_text()``.
+def parse(text: str) -> HloProgram:
+    """The program in ``compiled.as_text()``.
 
     Raises:
-      ValueError: the text has no entry computation, so is not a compiled program's.
+      ValueError: The text has no entry computation: it is not a compiled program's.
 
     Example::
 
@@ -186,12 +194,12 @@ def parse(text: str) -> Program:
             entry = name if header[1] else entry
         elif line.startswith("}"):
             computations[name] = Computation(name, tuple(lines))
-        elif found := _INSTRUCTION.match(line):
-            lines.append(_instruction(found, line[found.end() :]))
+        elif head := _INSTRUCTION.match(line):
+            lines.append(_instruction(head, line[head.end() :]))
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program")
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, math.prod(map(int, counts)))
+    return HloProgram(computations, entry, math.prod(map(int, counts)))
 
 
 def _instruction(head: re.Match[str], rest: str) -> Instruction:
@@ -218,10 +226,10 @@ def shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split after the parenthesis that closes the one ``text`` begins with."""
+    """The text up to the parenthesis that closes its first one, and the rest."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if not depth:
-            return text[: found.end()], text[found.end() :]
+            return text[: match.end()], text[match.end() :]
     return text, ""

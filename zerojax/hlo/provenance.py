@@ -1,87 +1,129 @@
-"""Whether a value in a compiled program is one of its arguments, moved but not computed upon."""
+"""Which values of a compiled program are its arguments, moved but not computed upon."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from zerojax.hlo.program import Computation, Instruction, Program
+from zerojax.hlo.program import Computation, HloProgram, Instruction
 
-# These hand on the buffer they are given, or a copy of it.
+# These return their operand's buffer, or a copy of it.
 ALIASES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "optimization-barrier"})
 # These move or convert numbers without computing new ones.
 MOVES = ALIASES | {
     "convert", "reshape", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "select",
 }  # fmt: skip
 
-# For each loop body: the computation its loop stands in, and the loop.
-Callers = Mapping[str, tuple[Computation, Instruction]]
+
+class Caller(NamedTuple):
+    """The loop that runs a body, and the computation around that loop."""
+
+    computation: Computation
+    loop: Instruction
+
+
+Callers = Mapping[str, Caller]
+"""By the name of the loop's body."""
+
+
+def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
+    """The caller of each loop's body, and the computations that run in turn, the entry first."""
+    callers: dict[str, Caller] = {}
+
+    def run(computation: Computation) -> Iterator[Computation]:
+        yield computation
+        for instruction in computation.instructions:
+            for callee in program.nested(instruction):
+                if instruction.opcode == "while":
+                    callers[callee.name] = Caller(computation, instruction)
+                yield from run(callee)
+
+    return callers, list(run(program.entry))
 
 
 def is_argument(
-    program: Program, callers: Callers, place: Computation, name: str, element: int | None = None
+    program: HloProgram,
+    callers: Callers,
+    computation: Computation,
+    name: str,
+    element: int | None = None,
 ) -> bool:
-    """Whether ``name`` in ``place`` is an argument of the program, but for moves and conversions.
+    """Whether a value is an argument of the program, but for moves and conversions.
 
-    ``element`` picks one from a tuple. What a loop carries is followed to the loop's start, so a
-    scan's stacked parameters are found and the activations it stacks are not.
+    What a loop carries is followed to the loop's start, so that a scan's stacked parameters are
+    arguments and the activations it stacks are not.
+
+    Args:
+      program: The compiled program.
+      callers: The caller of each loop's body.
+      computation: The computation in which the value is made.
+      name: The instruction that makes the value.
+      element: The element of that instruction's tuple; None for a value that is no tuple.
     """
-    instruction = place[name]
+    instruction = computation[name]
     if instruction.opcode in ("fusion-done", "async-done"):
-        instruction = place[instruction.operands[0]]
+        instruction = computation[instruction.operands[0]]
     match instruction.operation:
-        case "parameter" if place.name in callers and element is not None:
-            outer, loop = callers[place.name]
-            return is_argument(program, callers, outer, loop.operands[0], element)
+        case "parameter" if computation.name in callers and element is not None:
+            caller = callers[computation.name]
+            carried = caller.loop.operands[0]
+            return is_argument(program, callers, caller.computation, carried, element)
         case "parameter":
-            return place.name == program.entry_name
+            return computation.name == program.entry_name
         case "get-tuple-element":
-            return is_argument(program, callers, place, instruction.operands[0], instruction.index)
+            return is_argument(
+                program, callers, computation, instruction.operands[0], instruction.index
+            )
         case "tuple" if element is not None:
-            return is_argument(program, callers, place, instruction.operands[element])
+            return is_argument(program, callers, computation, instruction.operands[element])
         case "while" if element is not None:
             kept = all(hands_on(body, element) for body in program.callees(instruction))
-            return kept and is_argument(program, callers, place, instruction.operands[0], element)
+            return kept and is_argument(
+                program, callers, computation, instruction.operands[0], element
+            )
         case "fusion":
             sources: tuple[str, ...] = ()
             for inside in program.callees(instruction):
                 numbers = moved_from(inside, result(inside, element))
                 sources = tuple(instruction.operands[number] for number in numbers)
-            return bool(sources) and all(is_argument(program, callers, place, s) for s in sources)
+            return bool(sources) and all(
+                is_argument(program, callers, computation, s) for s in sources
+            )
     if instruction.opcode not in MOVES:
         return False
     if element is not None:  # a tuple passing through a barrier
-        return is_argument(program, callers, place, instruction.operands[0], element)
-    moved = _moved_operands(place, instruction)
-    return bool(moved) and all(is_argument(program, callers, place, each) for each in moved)
+        return is_argument(program, callers, computation, instruction.operands[0], element)
+    moved = _moved_operands(computation, instruction)
+    return bool(moved) and all(is_argument(program, callers, computation, each) for each in moved)
 
 
 def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
-    """Parameters of a fused computation that ``name`` is moved from; none if it is computed."""
+    """Numbers of the parameters that ``name`` is moved from; none where ``name`` is computed."""
     instruction = fused[name]
     if instruction.opcode == "parameter":
         return (instruction.index,)
     if instruction.opcode not in MOVES:
         return ()
-    found = [moved_from(fused, each) for each in _moved_operands(fused, instruction)]
-    return tuple(number for each in found for number in each) if all(found) else ()
+    sources = [moved_from(fused, each) for each in _moved_operands(fused, instruction)]
+    return tuple(number for each in sources for number in each) if all(sources) else ()
 
 
-def _moved_operands(place: Computation, instruction: Instruction) -> tuple[str, ...]:
-    """The operands whose numbers appear in the result of one of ``MOVES``.
+def _moved_operands(computation: Computation, instruction: Instruction) -> tuple[str, ...]:
+    """The operands whose values appear in the result of one of ``MOVES``.
 
-    Of a selection these are the choices, but for constants: a predicate that picks between a
-    value and a constant may only say when the value can be read.
+    A selection moves its choices, but for constants: a predicate between a value and a constant may
+    only say when the value can be read.
     """
     operands = instruction.operands
     if instruction.opcode == "concatenate":
         return operands
     if instruction.opcode == "select":
-        return tuple(each for each in operands[1:] if not _is_constant(place, each))
-    return operands[:1]  # the others of a slice say where, those of a padding with what
+        return tuple(each for each in operands[1:] if not _is_constant(computation, each))
+    return operands[:1]  # the others are a slice's bounds, a padding's value
 
 
-def _is_constant(place: Computation, name: str) -> bool:
-    instruction = place[name]
+def _is_constant(computation: Computation, name: str) -> bool:
+    instruction = computation[name]
     if instruction.opcode == "broadcast":
-        return _is_constant(place, instruction.operands[0])
+        return _is_constant(computation, instruction.operands[0])
     return instruction.opcode == "constant"
 
 
@@ -94,7 +136,7 @@ def result(fused: Computation, element: int | None) -> str:
 
 
 def hands_on(body: Computation, element: int) -> bool:
-    """Whether a loop's body returns an element of its tuple as it got it."""
+    """Whether a loop's body returns an element of its tuple unchanged."""
     parameter, root = body.parameter(0), body.root
     if parameter is None or root.opcode != "tuple" or element >= len(root.operands):
         return False

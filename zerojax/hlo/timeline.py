@@ -1,18 +1,19 @@
 """How long a compiled program takes, by a roofline model over its schedule.
 
-Instructions run one after another as they stand. A matrix product or a fusion takes the longer of
-its arithmetic at the matrix rate and its bytes at the memory rate. Collectives that have a start
-and a done run beside, one after another, as do copies in each direction between device and host;
-what is not over at its done is waited for. A loop takes its body's time as often as it runs.
+Instructions run one after another in scheduled order. A matrix product or a fusion takes the longer
+of its arithmetic at the matrix rate and its bytes at the memory rate. Collectives with a start and
+a done run beside computation, one after another, as do copies in each direction between device and
+host; the program waits at the done. A loop takes its body's time as often as the body runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from zerojax.devices.rates import Rates
-from zerojax.hlo.program import Computation, Instruction, Program
+from zerojax.hlo.program import Computation, HloProgram, Instruction
 from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
 from zerojax.hlo.work import FREE, work_of
@@ -20,27 +21,42 @@ from zerojax.hlo.work import FREE, work_of
 COLLECTIVES, INWARD, OUTWARD = "collectives", "to the device", "to the host"
 
 
+class Place(NamedTuple):
+    """Where an instruction stands: the name of its computation, and its own."""
+
+    computation: str
+    name: str
+
+
+class Transfer(NamedTuple):
+    """A collective or a copy: the link that carries it, and for how many seconds."""
+
+    link: str
+    seconds: float
+
+
 @dataclasses.dataclass
-class Spent:
-    """What a program, or a part of it, takes.
+class ProgramTime:
+    """The predicted time of a program, or of a part.
 
     Attributes:
-      seconds: from the first instruction to the last.
-      computing: of them, in kernels.
-      flops: of matrix products, ``forward`` those of the forward pass.
-      waited: seconds waited for each collective and copy, by (computation, name).
-      under_way: seconds for which each was under way, waited for or not.
+      seconds: From the first instruction to the last.
+      computing: Those of them in kernels.
+      flops: Floating-point operations of matrix products.
+      forward: Those of them in the forward pass.
+      waited: Seconds waited for each transfer, a collective or a copy.
+      under_way: Seconds for which each transfer was under way, waited for or not.
     """
 
     seconds: float = 0.0
     computing: float = 0.0
     flops: float = 0.0
     forward: float = 0.0
-    waited: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    under_way: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    waited: dict[Place, float] = dataclasses.field(default_factory=dict)
+    under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: Spent, times: int = 1) -> None:
-        """Takes in another part that runs so often, after what is there."""
+    def add(self, other: ProgramTime, times: int = 1) -> None:
+        """Append another part, which runs ``times`` times."""
         self.seconds += times * other.seconds
         self.computing += times * other.computing
         self.flops += times * other.flops
@@ -50,74 +66,76 @@ class Spent:
                 mine[key] = mine.get(key, 0.0) + times * seconds
 
 
-def spend(
-    program: Program,
+def program_time(
+    program: HloProgram,
     sent: Sequence[Collective],
     copied: Sequence[HostCopy],
     rates: Rates,
-) -> Spent:
-    """The time of a program, from its parsed text.
+) -> ProgramTime:
+    """The predicted time of a program.
 
     Args:
-      program: parsed.
-      sent, copied: its collectives and its copies between device and host.
-      rates: of the devices.
+      program: The parsed program.
+      sent: Its collectives.
+      copied: Its copies between device and host.
+      rates: The speeds of the devices.
     """
-    ways: dict[tuple[str, str], tuple[str, float]] = {}
+    transfers: dict[Place, Transfer] = {}
     for each in sent:
         moved = each.moved_bytes / max(each.times, 1)
         seconds = rates.collective_seconds(moved, each.group_size)
-        ways[each.computation, each.name] = COLLECTIVES, seconds
+        transfers[Place(each.computation, each.name)] = Transfer(COLLECTIVES, seconds)
     for copy in copied:
-        way = INWARD if copy.inward else OUTWARD
-        ways[copy.computation, copy.name] = way, rates.host_seconds(copy.bytes)
-    return _run(program, program.entry, ways, rates)
+        link = INWARD if copy.inward else OUTWARD
+        seconds = rates.host_seconds(copy.bytes)
+        transfers[Place(copy.computation, copy.name)] = Transfer(link, seconds)
+    return _run(program, program.entry, transfers, rates)
 
 
 def _run(
-    program: Program,
-    place: Computation,
-    ways: Mapping[tuple[str, str], tuple[str, float]],
+    program: HloProgram,
+    computation: Computation,
+    transfers: Mapping[Place, Transfer],
     rates: Rates,
-) -> Spent:
-    spent = Spent()
-    free: dict[str, float] = {}  # from when on each way is free
-    over: dict[str, float] = {}  # when what was started is over
-    for each in place.instructions:
-        key = place.name, each.name
-        if key in ways:
-            way, seconds = ways[key]
-            over[each.name] = free[way] = max(spent.seconds, free.get(way, 0.0)) + seconds
+) -> ProgramTime:
+    spent = ProgramTime()
+    free: dict[str, float] = {}  # link -> when the link is free again
+    over: dict[str, float] = {}  # name of a transfer -> when the transfer is over
+    for each in computation.instructions:
+        key = Place(computation.name, each.name)
+        if key in transfers:
+            link, seconds = transfers[key]
+            over[each.name] = free[link] = max(spent.seconds, free.get(link, 0.0)) + seconds
             spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
             if not each.opcode.endswith("-start"):
                 _wait(spent, key, over[each.name])
         elif each.opcode.endswith(("-done", "-update")):
-            started = _start(place, each)
+            started = _start(computation, each)
             if started in over:
-                _wait(spent, (place.name, started), over[started])
+                _wait(spent, Place(computation.name, started), over[started])
         elif each.opcode == "while":
             for body in program.callees(each):
-                spent.add(_run(program, body, ways, rates), program.trips(each) or 1)
+                spent.add(_run(program, body, transfers, rates), program.trips(each) or 1)
         elif each.opcode in ("call", "conditional"):
-            inner = [_run(program, callee, ways, rates) for callee in program.callees(each)]
+            inner = [_run(program, callee, transfers, rates) for callee in program.callees(each)]
             if inner:
                 spent.add(max(inner, key=lambda part: part.seconds))
         elif each.opcode not in FREE:
-            _compute(program, place, each, ways, rates, spent)
+            _compute(program, computation, each, transfers, rates, spent)
     for started, end in over.items():
-        _wait(spent, (place.name, started), end)
+        _wait(spent, Place(computation.name, started), end)
     return spent
 
 
 def _compute(
-    program: Program,
-    place: Computation,
+    program: HloProgram,
+    computation: Computation,
     each: Instruction,
-    ways: Mapping[tuple[str, str], tuple[str, float]],
+    transfers: Mapping[Place, Transfer],
     rates: Rates,
-    spent: Spent,
+    spent: ProgramTime,
 ) -> None:
-    work = work_of(program, place, each)
+    work = work_of(program, computation, each)
     seconds = rates.compute_seconds(work.flops, work.bytes)
     spent.seconds += seconds
     spent.computing += seconds
@@ -125,21 +143,21 @@ def _compute(
     spent.forward += work.forward
     # TPUs' compiler puts a collective into the fusion that hides it.
     for inside in program.callees(each):
-        for key in ((inside.name, instruction.name) for instruction in inside.instructions):
-            if key in ways:
-                under_way = ways[key][1]
+        for key in (Place(inside.name, each.name) for each in inside.instructions):
+            if key in transfers:
+                under_way = transfers[key].seconds
                 spent.under_way[key] = spent.under_way.get(key, 0.0) + under_way
                 _wait(spent, key, spent.seconds - seconds + under_way)
 
 
-def _wait(spent: Spent, key: tuple[str, str], until: float) -> None:
+def _wait(spent: ProgramTime, key: Place, until: float) -> None:
     wait = max(0.0, until - spent.seconds)
     spent.seconds += wait
     spent.waited[key] = spent.waited.get(key, 0.0) + wait
 
 
-def _start(place: Computation, each: Instruction) -> str:
-    """The instruction that began what this one ends."""
+def _start(computation: Computation, each: Instruction) -> str:
+    """Name of the instruction that started the operation that ``each`` ends."""
     while each.opcode.endswith(("-done", "-update")):
-        each = place[each.operands[0]]
+        each = computation[each.operands[0]]
     return each.name

@@ -1,4 +1,4 @@
-"""What a compiled step sends between devices, counted from its text.
+"""What a compiled step sends between devices.
 
 for each in collectives(compiled.as_text()):
     print(each.kind, each.dtypes, each.payload_bytes, each.times, each.moved_bytes)
@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape, parse
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 
-# Bytes a device sends per byte of payload, in a ring of n.
+# Bytes that a device sends for each byte of payload, in a ring of n devices.
 _RING = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -30,14 +30,14 @@ class Collective:
 
     Attributes:
       kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-      shapes: the arrays it moves, whole: gathered, or as they were before scattering. XLA
-        combines collectives, so there may be many.
-      group_size: the devices that take part together.
-      times: how often it runs in a step: the product of the enclosing loops' trip counts.
+      shapes: The arrays it moves, whole: gathered, or as they were before scattering. A collective
+        that XLA combined has several.
+      group_size: How many devices take part together.
+      times: Runs in a step: the product of the enclosing loops' trip counts.
       exact: False where an enclosing loop's trip count is not known. That loop counts once.
-      name: the instruction's.
-      computation: the computation it stands in.
-      op_name: where it comes from in the traced Python, or "".
+      name: Name of the instruction.
+      computation: Name of its computation.
+      op_name: Origin of the collective in the traced Python, or "".
     """
 
     kind: str
@@ -51,18 +51,18 @@ class Collective:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of ``shapes`` together, for one run."""
+        """Bytes of all ``shapes``, in one run."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes moved, without repeats, in the order of the most bytes."""
+        """The dtypes moved, that of most bytes first."""
         sizes = self.bytes_by_dtype
         return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
     @property
     def bytes_by_dtype(self) -> Mapping[str, int]:
-        """``payload_bytes`` apart by dtype: a combined collective may mix them."""
+        """``payload_bytes`` by dtype: a combined collective may mix dtypes."""
         sizes: dict[str, int] = {}
         for shape in self.shapes:
             sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.bytes
@@ -70,7 +70,7 @@ class Collective:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes each device sends in a step, over a ring of n devices.
+        """Bytes that each device sends in a step, over a ring of n devices.
 
         ``times * payload * (n-1)/n`` for all-gather, reduce-scatter and all-to-all, twice that
         for all-reduce, the payload for a permute.
@@ -79,28 +79,28 @@ class Collective:
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """List the collectives of a compiled program's text, in scheduled order.
+    """The collectives of a compiled program's text, in scheduled order.
 
-    Those in loops, calls, conditionals (every branch) and asynchronous computations are found;
-    a computation called from two places counts in each.
+    Loops, calls, conditionals (every branch) and asynchronous computations are looked into; a
+    computation called from two places counts twice.
 
     Raises:
-      ValueError: the text is not a compiled program's.
+      ValueError: The text is not a compiled program's.
     """
     program = parse(text)
     return tuple(_walk(program, program.entry, times=1, exact=True))
 
 
-def moved_by_kind(found: Iterable[Collective]) -> dict[str, int]:
-    """Sum ``moved_bytes`` by kind; kinds that do not occur are left out."""
+def moved_by_kind(sent: Iterable[Collective]) -> dict[str, int]:
+    """Sum of ``moved_bytes`` by kind, of the kinds that occur."""
     moved: dict[str, int] = {}
-    for each in found:
+    for each in sent:
         moved[each.kind] = moved.get(each.kind, 0) + each.moved_bytes
     return moved
 
 
 def _walk(
-    program: Program, computation: Computation, *, times: int, exact: bool
+    program: HloProgram, computation: Computation, *, times: int, exact: bool
 ) -> Iterator[Collective]:
     for each in computation.instructions:
         kind = each.opcode.removesuffix("-done")
@@ -128,11 +128,11 @@ def _walk(
 
 
 def _whole(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
-    """A collective's arrays as they are gathered, or were before scattering."""
+    """A collective's arrays as gathered, or as they were before scattering."""
     if started.operation != "reduce-scatter":
         return results
-    found = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)
-    scattered = int(found[1]) if found else 0
+    match = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)
+    scattered = int(match[1]) if match else 0
     return tuple(
         Shape(
             each.dtype,

@@ -1,6 +1,6 @@
-"""What each instruction of a compiled program multiplies and moves.
+"""The floating-point operations and the bytes of each instruction of a compiled program.
 
-work = work_of(program, place, instruction)
+work = work_of(program, computation, instruction)
 work.flops, work.bytes
 """
 
@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax.hlo.program import Computation, Instruction, Program, Shape
+from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
-# These make no kernel: names for what is there, and the ends of what has been started.
+# These make no kernel: names for values, and the ends of asynchronous operations.
 FREE = frozenset(
     {
         "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
@@ -30,13 +30,14 @@ _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one instruction, in one run of it.
+    """The work of one instruction, in one run.
 
     Attributes:
-      flops: floating-point operations of matrix products by the dtype that goes in: 2 for each
-        multiplication.
-      forward: of them, those of the forward pass, as it is first computed.
-      bytes: read from and written to device memory. What is sliced counts with the slice.
+      flops: Floating-point operations of matrix products by the dtype of their operands, 2 for
+        each multiplication.
+      forward: Those of them in the forward pass, without what the backward pass repeats.
+      bytes: Bytes read from and written to device memory. An array that is sliced counts with the
+        slice.
     """
 
     flops: Mapping[str, int]
@@ -44,60 +45,59 @@ class Work:
     bytes: int
 
 
-def work_of(program: Program, place: Computation, each: Instruction) -> Work:
-    """Count one instruction, with everything that is fused into it."""
+def work_of(program: HloProgram, computation: Computation, each: Instruction) -> Work:
+    """The work of one instruction, with all that is fused into it."""
     flops = collections.Counter[str]()
     forward = 0
-    for where, product in _products(program, place, each):
+    for where, product in _products(program, computation, each):
         dtype, count = _flops(where, product)
         flops[dtype] += count
         forward += count if is_forward(product.op_name or each.op_name) else 0
-    return Work(flops, forward, _bytes(program, place, each))
+    return Work(flops, forward, _bytes(program, computation, each))
 
 
 def is_forward(op_name: str) -> bool:
-    """Whether jax made it in the forward pass, and not as a repetition in the backward pass."""
+    """Whether an operation is of the forward pass, and no repetition in the backward pass."""
     return "jvp(" in op_name and "transpose(" not in op_name and "rematted" not in op_name
 
 
 def _products(
-    program: Program, place: Computation, each: Instruction
+    program: HloProgram, computation: Computation, each: Instruction
 ) -> list[tuple[Computation, Instruction]]:
     library = _LIBRARY.search(_target(each)) or _target(each).startswith(_ATTENTION)
     if each.opcode in ("dot", "convolution") or library:
-        return [(place, each)]
+        return [(computation, each)]
     if each.operation not in ("fusion", "async"):
         return []
     inner = program.callees(each)
-    return [found for c in inner for i in c.instructions for found in _products(program, c, i)]
+    return [product for c in inner for i in c.instructions for product in _products(program, c, i)]
 
 
 def _target(each: Instruction) -> str:
     if each.opcode != "custom-call":
         return ""
-    found = re.search(r'custom_call_target="([^"]*)"', each.attributes)
-    return found[1] if found else ""
+    match = re.search(r'custom_call_target="([^"]*)"', each.attributes)
+    return match[1] if match else ""
 
 
-def _flops(place: Computation, product: Instruction) -> tuple[str, int]:
-    """2 for each element of the result and each element that is summed into it."""
+def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
+    """dtype of the operands; 2 for each element of the result and each element summed into it."""
     if "conv" in _target(product):
-        return _library_convolution(place, product)
+        return _library_convolution(computation, product)
     if _target(product).startswith(_ATTENTION):
-        return _library_attention(place, product)
-    left = place[product.operands[0]].shapes[0]
-    made = product.shapes[0]  # of a library's, a workspace follows
+        return _library_attention(computation, product)
+    left = computation[product.operands[0]].shapes[0]
+    made = product.shapes[0]  # a library's workspace follows
     if product.opcode == "convolution":
-        summed = _convolved(product, place[product.operands[1]].shapes[0])
+        summed = _convolved(product, computation[product.operands[1]].shapes[0])
     else:
         summed = math.prod(left.dims[at] for at in _contracted(product))
     return left.dtype, 2 * made.elements * summed
 
 
-def _library_convolution(place: Computation, call: Instruction) -> tuple[str, int]:
-    """Of cuDNN's: each pass multiplies as often as the forward one, whose result it takes or
-    makes."""
-    first, second = (place[name].shapes[0] for name in call.operands[:2])
+def _library_convolution(computation: Computation, call: Instruction) -> tuple[str, int]:
+    """FLOPs of cuDNN's convolutions: each pass multiplies as often as the forward pass does."""
+    first, second = (computation[name].shapes[0] for name in call.operands[:2])
     target, made = _target(call), call.shapes[0]
     out, kernel = made, second
     if "BackwardInput" in target:
@@ -109,21 +109,21 @@ def _library_convolution(place: Computation, call: Instruction) -> tuple[str, in
     return first.dtype, 2 * out.elements * kernel.elements // features
 
 
-def _library_attention(place: Computation, call: Instruction) -> tuple[str, int]:
-    """Of cuDNN's: two products of the scores' size forward; backward five, the first of them again.
-    What a mask leaves out counts, as it does in the products of a step without cuDNN."""
-    query = place[call.operands[0]].shapes[0]
-    found = _SCORES.search(call.attributes)
-    scores = math.prod(int(n.strip('" ')) for n in found[1].split(",")) if found else 0
+def _library_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
+    """FLOPs of cuDNN's attention: two products of the scores' size forward, five backward, one of
+    them a repetition. Scores behind a mask count, as they do in a step without cuDNN."""
+    query = computation[call.operands[0]].shapes[0]
+    match = _SCORES.search(call.attributes)
+    scores = math.prod(int(n.strip('" ')) for n in match[1].split(",")) if match else 0
     products = 5 if "Backward" in _target(call) else 2
     return query.dtype, 2 * products * scores * query.dims[-1]
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:
-    """Elements summed into one of a convolution's, as which TPUs write a matrix product.
+    """How many elements a convolution sums into one of its result. TPUs write matrix products so.
 
     The kernel's input features, at each place of its window; a window that is dilated to its own
-    size is a product for each of a batch, which meets one place only.
+    size is a batch of products, each of which meets one place.
     """
     labels = re.search(r"dim_labels=\w+_(\w+)->", product.attributes)
     window = re.search(r"window=\{size=([\dx]+)", product.attributes)
@@ -133,18 +133,18 @@ def _convolved(product: Instruction, kernel: Shape) -> int:
 
 
 def _contracted(product: Instruction) -> list[int]:
-    found = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", product.attributes)
-    listed = found[1] if found else ""
+    match = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", product.attributes)
+    listed = match[1] if match else ""
     for side, kind, numbers in _GEMM.findall(product.attributes):
         if (side, kind) == ("lhs", "contracting"):
             listed = numbers.replace('"', "")
     return [int(number) for number in listed.split(",") if number]
 
 
-def _bytes(program: Program, place: Computation, each: Instruction) -> int:
+def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> int:
     if each.opcode in FREE:
         return 0
-    read = [place[name].shapes for name in each.operands if name in place.position]
+    read = [computation[name].shapes for name in each.operands if name in computation.position]
     written = list(each.shapes[:1] if _LIBRARY.search(_target(each)) else each.shapes)
     if each.operation in ("slice", "dynamic-slice", "gather"):
         return 2 * _size(written)
@@ -158,7 +158,7 @@ def _bytes(program: Program, place: Computation, each: Instruction) -> int:
 
 
 def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
-    """Of one operand of a fusion: the slices, where nothing but slices is taken of it."""
+    """Bytes that a fusion reads of one operand: the slices, where it takes nothing but slices."""
     parameter = inside.parameter(number)
     users = inside.users[parameter.name] if parameter else ()
     total = 0
@@ -168,7 +168,7 @@ def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == (
             parameter.name if parameter else ""
         ):
-            continue  # in place: what is not written is not touched
+            continue  # written in place: the rest is not touched
         else:
             return _size(shapes)
     return min(total, _size(shapes))

@@ -1,4 +1,4 @@
-"""GPT-2 in flax linen: the model of the main job, and of the memory benchmarks.
+"""GPT-2 in flax linen, the model of the main job and of the memory benchmarks.
 
 Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, the embedding tied to the
 output. Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...).
@@ -34,10 +34,10 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """What a GPT is made of.
+    """The sizes and options of a GPT.
 
     `dtype=None` computes in the parameters' own dtype, so bf16 parameters make a bf16 model;
-    LayerNorm's statistics, the softmax, the logits and the loss are in fp32 whatever it is.
+    LayerNorm's statistics, the softmax, the logits and the loss are always in fp32.
     `scan` stacks the L blocks' parameters to `[L, ...]` leaves and compiles one block, not L.
     `remat` keeps each block's input only and computes the rest again in the backward pass.
     """
@@ -108,7 +108,7 @@ def attention(
 
 
 class SelfAttention(nn.Module):
-    """[B, T, D] -> [B, T, D], each position looking at itself and what came before."""
+    """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     config: GPTConfig
     deterministic: bool
@@ -165,8 +165,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
-    With targets int [B, T] the cross-entropy of each, [B, T], in place of the logits. With
-    `kernels` the norms, the activations, the attention and that loss are fused ones.
+    With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
+    With `kernels` the norms, the activations, the attention and that loss are fused.
     """
 
     config: GPTConfig
@@ -186,7 +186,7 @@ class GPT(nn.Module):
         x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
-        # Inside a scan nothing can be merged across layers, so the barrier would only cost.
+        # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
         block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
         if c.scan:
             stack = nn.scan(
@@ -209,7 +209,7 @@ class GPT(nn.Module):
 def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:
     """Parameters of the unrolled model (`h_0`, `h_1`, ...) as those of `scan=True` (`h`).
 
-    `name` is the blocks' own: "layers" of an `zerojax.models.llama.Llama`.
+    `name` is that of the blocks: "layers" for `zerojax.models.llama.Llama`.
     """
     rest = {key: leaf for key, leaf in params.items() if not key.startswith(f"{name}_")}
     blocks = [params[f"{name}_{i}"] for i in range(len(params) - len(rest))]

@@ -26,7 +26,7 @@ from zerojax.models.loss import loss_fn as loss_fn
 
 
 class SelfAttention(nnx.Module):
-    """[B, T, D] -> [B, T, D], each position looking at itself and what came before."""
+    """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
         c = config
@@ -143,5 +143,5 @@ def _normal(
 
 
 def _dropout(c: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Without dropout there is no random stream either: the state is parameters alone."""
+    """Without dropout no random stream either, so that the state is parameters alone."""
     return nnx.Dropout(c.dropout, rngs=rngs if c.dropout else None)

@@ -22,10 +22,11 @@ import pallas_kernels
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What runs them: `zero.per_device`, and which implementation of each.
+    """The fused layers.
 
-    `implementation` is "mosaic_gpu", "xla", or None for what was measured to be faster on the
-    device at hand.
+    Attributes:
+      per_device: `zero.per_device`, which runs a kernel on each device's rows.
+      implementation: "mosaic_gpu", "xla", or None for the one measured to be faster on the device.
     """
 
     per_device: Callable[..., Any]
@@ -67,7 +68,7 @@ class Kernels:
 
         try:
             return self.per_device(cudnn)(q, k, v)
-        except ValueError:  # there is none, or not for these arguments
+        except ValueError:  # no cuDNN, or not for these arguments
             return otherwise(q, k, v)
 
     def losses(self, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
@@ -82,7 +83,7 @@ class Kernels:
 
 
 class FusedLayerNorm(nn.Module):
-    """`nn.LayerNorm` with the sum before it, if there is one."""
+    """`nn.LayerNorm`; with a residual, of the sum."""
 
     kernels: Kernels
     eps: float

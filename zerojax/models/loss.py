@@ -27,8 +27,10 @@ def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """fp16 and bf16 as fp32. Right after a matrix product XLA fuses it into what reads the result:
-    the array in memory stays the narrow one.
+    """fp16 and bf16 as fp32, wider dtypes unchanged.
+
+    XLA fuses the conversion into the readers of a matrix product's result: the array in memory
+    stays narrow.
     """
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

@@ -1,9 +1,9 @@
-"""Models by name, for `python -m zerojax plan --model gpt2-xl` and `estimate --model 7b`.
+"""Models by name, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
 
-`pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes the tokens in
-a row, `remat` (a block keeps its input only) and `scan` (the blocks' parameters are stacked, and
-one block is compiled in place of all). `seq` stretches GPT-2's table of positions where it is
-longer; Llama has no such table.
+`pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
+in a row), `remat` (a block keeps its input only) and `scan` (the blocks' parameters are stacked,
+and one block is compiled in place of all). A longer `seq` stretches GPT-2's table of positions;
+Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048

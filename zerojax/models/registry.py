@@ -24,15 +24,14 @@ GROUP = "zerojax.models"
 
 
 class ModelError(ValueError):
-    """A model that is not known, or cannot be imported or called."""
+    """A model that is unknown, cannot be imported or called, or is no language model."""
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function of a model: one with a name, or ``module:function``.
+    """The function of a model: by its name, or as ``module:function``.
 
     Raises:
-      ModelError: there is no such name, or importing it fails; the error's cause is the module's
-        own.
+      ModelError: The name is unknown, or the import fails; the error's cause is the module's own.
     """
     if ":" in name:
         return _imported(name, *name.split(":", 1))
@@ -50,7 +49,7 @@ def find(name: str) -> Callable[..., Any]:
 def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
     try:
         found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # whatever the module raises when it is imported
+    except Exception as error:  # of any kind: the module's own code runs
         raise ModelError(
             f"model {name!r}: {type(error).__name__}: {error} (looked in PYTHONPATH and the "
             "current folder)"
@@ -64,7 +63,7 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     """``function`` with those of the options that it takes.
 
     Raises:
-      ModelError: it wants something else.
+      ModelError: The function requires another argument.
     """
     wanted = inspect.signature(function).parameters
     missing = [

@@ -1,12 +1,12 @@
-"""Logs that DeepSpeed's users know: the line every ``steps_per_print``, the times of
-``wall_clock_breakdown``, and metrics in CSV files, TensorBoard and wandb under DeepSpeed's tags.
+"""DeepSpeed's logs: a line every ``steps_per_print``, the times of ``wall_clock_breakdown``, and
+metrics in CSV files, TensorBoard and wandb under DeepSpeed's tags.
 
-A decorated step reports by itself, as the config says::
+A decorated step writes them by itself::
 
     {"steps_per_print": 10,
      "csv_monitor": {"enabled": true, "output_path": "logs", "job_name": "gpt"}}
 
-:class:`Reporter` is what it uses, and serves any other loop too:
+:class:`Reporter` serves any other loop:
 
 Example:
   >>> import pathlib, tempfile

@@ -1,5 +1,4 @@
-"""What the host looks at after a step: the logs, a loss scale with nowhere left to go, and numbers
-that are not finite."""
+"""The host's work after a step: logs, a loss scale at its minimum, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -20,38 +19,40 @@ Signals: TypeAlias = dict[str, Any]
 
 
 class LossScaleError(RuntimeError):
-    """Gradients overflow at the smallest loss scale: training no longer moves."""
+    """Gradients overflow at the smallest loss scale, so that training no longer moves."""
 
 
-class Watch:
-    """Looks at each step of one run, without waiting for the device.
+class AfterStep:
+    """Logs and checks each step of one run, without a wait for the device.
 
     Args:
-      config: says what is to be logged, and whether an overflow at the smallest scale raises.
+      config: The logs to write, and whether an overflow at the smallest scale raises.
 
     Raises:
-      ImportError: what the logs need is not installed.
+      ImportError: The package of a monitor is not installed.
     """
 
-    # How many steps later a flag is read: the device always has work ahead, and every process
-    # raises at the same step.
+    # Steps between an overflow and the read of its flag: the device keeps work ahead, and every
+    # process raises at the same step.
     _BEHIND = 2
 
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
         self._raises = config.fp16 and not config.loss_scale and config.raise_error_at_min_scale
         self._reporter = Reporter(config)
-        # Where such steps are skipped, telemetry counts them.
+        # Telemetry counts skipped steps; a warning is for those that are not skipped.
         self._finite = None if config.skips_overflow else FiniteWatch()
         self._flags: deque[jax.Array] = deque()
         self._since, self._times = 0.0, dict[str, float]()
 
     def signals(self, opt_state: ZeroOptState, out: Any) -> Signals:
-        """What of a step :meth:`note` needs: copies, for the state is donated.
+        """The numbers of a step that :meth:`note` needs, traced within the step.
+
+        They are copies, since the state is donated to the next step.
 
         Args:
-          opt_state: after the step.
-          out: what the step returns beside the state.
+          opt_state: The optimizer's state after the step.
+          out: The step's results beside the state.
         """
         signals: Signals = report(opt_state) if self._reporter.active else {}
         if self._finite is not None:
@@ -61,11 +62,11 @@ class Watch:
         return signals
 
     def check(self) -> None:
-        """Before a step.
+        """Opens the logs and checks earlier steps, before a step.
 
         Raises:
-          OSError: the logs cannot be written where the config wants them.
-          LossScaleError: the last step but one overflowed with the scale at its minimum.
+          OSError: The logs cannot be written to the config's folders.
+          LossScaleError: The last step but one overflowed with the scale at its minimum.
         """
         self._reporter.open()
         if self._finite is not None:
@@ -83,7 +84,7 @@ class Watch:
         self._since, self._times = time.perf_counter(), {}
 
     def phase(self, name: str, value: _T) -> _T:
-        """A phase of the step has made ``value``. Where times are asked for, waits for it."""
+        """Ends a phase with its result; waits for the result under ``wall_clock_breakdown``."""
         if self._config.wall_clock_breakdown:
             jax.block_until_ready(value)
             now = time.perf_counter()
@@ -91,12 +92,12 @@ class Watch:
         return value
 
     def note(self, signals: Signals, out: Any, rows: int) -> None:
-        """After a step.
+        """Takes a step's numbers, after the step.
 
         Args:
-          signals: as :meth:`signals` gave them.
-          out: what the step returned beside the state.
-          rows: of its batch.
+          signals: The result of :meth:`signals`.
+          out: The step's results beside the state.
+          rows: The rows of its global batch.
         """
         if self._finite is not None:
             self._finite.push(signals["finite"])
@@ -105,7 +106,7 @@ class Watch:
         self._reporter.record(signals, out, rows, self._times or None)
 
     def close(self) -> None:
-        """Writes what is left of the logs, and looks at the last steps."""
+        """Writes the rest of the logs, and checks the last steps."""
         if self._finite is not None:
             self._finite.look(wait=True)
         self._reporter.close()

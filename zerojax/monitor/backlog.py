@@ -1,4 +1,4 @@
-"""Steps whose figures the device has not finished, and their way to the writers."""
+"""Figures of steps that the device has not finished, on their way to the writers."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import atexit
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from zerojax.monitor.tags import RATE, Event
+from zerojax.monitor.writers import MetricsWriter
 
 _LONGEST = 256  # steps
 
 
-class Writer(Protocol):
-    """Takes metrics, in order. What it raises is reported, and training goes on."""
-
-    where: str  # for messages: a folder, or what stands for it
-
-    def write(self, events: Sequence[Event]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Figures(NamedTuple):
-    """What one step reports.
+    """The figures of one step.
 
     Attributes:
-      rows: of its global batch.
-      step: the state's count of steps after this one; an array, maybe not ready.
-      scalars: arrays (maybe not ready) and numbers by tag.
+      rows: The rows of its global batch.
+      step: The state's count of steps after this one: int32 [], maybe not ready.
+      scalars: Numbers, and arrays of shape [] (maybe not ready), by tag.
     """
 
     rows: int
@@ -46,34 +37,36 @@ class Figures(NamedTuple):
 
 
 class Backlog:
-    """Keeps the figures of steps until the device is done, then writes them, in order.
+    """Keeps the figures of steps until the device has them, then writes them, in order.
 
-    Errors of a writer are logged, once for each, and training goes on; the writer is asked again
-    with what comes next. What is left is written when the interpreter exits.
+    The first error of each writer is logged, and training goes on; the writer gets the next
+    figures all the same. The rest is written when the interpreter exits.
 
     Args:
-      open_writers: called before the first figures are taken, and anew after :meth:`close`.
+      open_writers: Opens the writers before the first figures, and anew after :meth:`close`.
     """
 
-    def __init__(self, open_writers: Callable[[], list[Writer]]) -> None:
+    def __init__(self, open_writers: Callable[[], list[MetricsWriter]]) -> None:
         self._open = open_writers
-        self._writers: list[Writer] | None = None
+        self._writers: list[MetricsWriter] | None = None
         self._waiting: deque[Figures] = deque()
         self._samples = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.before: int | None = None
-        """Steps that the state had made before the first one here; None until that is ready."""
+        """Steps that the state had taken before the first one here; None until that is ready."""
 
     def open(self) -> None:
-        """Opens the writers now; what is wrong with them is raised."""
+        """Opens the writers now, and raises their errors."""
         if self._writers is None:
             self._writers = self._open()
-            # After the writers and jax: what is registered last runs first, and needs both.
+            # The last to register runs first at exit; close() needs the writers and jax.
             atexit.register(self.close)
 
     def push(self, figures: Figures) -> None:
-        """Takes a step's figures. Waits for the device only where it is 256 steps behind: what
-        waits has a bound, and a device with so much ahead of it does not run dry."""
+        """Takes a step's figures.
+
+        Waits for the device only where 256 steps wait already: memory stays bounded, and a device
+        with that much work ahead does not run dry."""
         self.open()
         if self._writers:
             for x in figures.arrays:
@@ -84,14 +77,14 @@ class Backlog:
         self.drain()
 
     def drain(self, *, wait: bool = False) -> None:
-        """Writes the figures of the steps that are done; with ``wait``, of all."""
+        """Writes the figures that are ready; with ``wait``, all of them."""
         events: list[Event] = []
         try:
             while self._waiting and (
                 wait or len(self._waiting) > _LONGEST or self._waiting[0].ready()
             ):
                 events += self._events(self._waiting.popleft())
-        finally:  # a step that failed on the device raises; those before it are written
+        finally:  # a step that failed on the device raises; earlier steps are written
             if events:
                 self._write(events)
 
@@ -110,7 +103,7 @@ class Backlog:
 
     def _events(self, figures: Figures) -> Iterator[Event]:
         if self.before is None:
-            # A state that comes from a checkpoint goes on where it was on the axis of samples.
+            # A state from a checkpoint continues on the axis of samples.
             self.before = 0 if _deleted(figures.step) else max(0, int(figures.step) - 1)
             self._samples = self.before * figures.rows
         self._samples += figures.rows
@@ -121,7 +114,7 @@ class Backlog:
                 self._warn(tag, RuntimeError("its array was deleted or donated before it was read"))
                 continue
             value = float(x)
-            if tag != RATE or not math.isnan(value):  # NaN is a rate that cannot be known
+            if tag != RATE or not math.isnan(value):  # a NaN rate is unknown
                 yield tag, value, self._samples
 
     def _write(self, events: list[Event]) -> None:
@@ -132,8 +125,8 @@ class Backlog:
                 self._warn(writer.where, error)
 
     def _warn(self, what: str, error: Exception) -> None:
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             logging.getLogger("zerojax").warning(
                 "%s: metrics are missing (%s: %s). Training goes on; this is said once.",
                 what,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Clock:
-    """Mean times of a step's phases since the last line, as DeepSpeed prints them.
+    """Mean times of a step's phases between two lines, as DeepSpeed prints them.
 
     Example:
       >>> clock = Clock()
@@ -23,17 +23,17 @@ class Clock:
         self._steps = 0
 
     def first(self, times: Mapping[str, float]) -> str:
-        """The line of the first step, which is in no mean."""
+        """The line of the first step, which no mean includes."""
         return f"{_shown(times)} | first step, compilation included"
 
     def add(self, times: Mapping[str, float]) -> None:
-        """Takes the seconds of one step."""
+        """Adds the seconds of one step, by phase."""
         self._steps += 1
         for phase, seconds in times.items():
             self._sums[phase] = self._sums.get(phase, 0.0) + seconds
 
     def line(self) -> str | None:
-        """The line of the steps since the last one; None where there were none."""
+        """The line of the steps since the last line; None without steps."""
         if not self._steps:
             return None
         text = _shown({phase: total / self._steps for phase, total in self._sums.items()})
@@ -44,8 +44,7 @@ class Clock:
 
 
 class Pace:
-    """Samples per second between two lines: all that happens in between counts, the loading of
-    batches too.
+    """Samples per second between two lines, the loading of batches included.
 
     Example:
       >>> pace = Pace()
@@ -66,7 +65,7 @@ class Pace:
         self._rows += rows
 
     def per_second(self, now: float) -> float | None:
-        """The pace since the last call; None where nothing was done. Counts from ``now`` on."""
+        """The pace since the last call, which starts anew at ``now``; None without rows."""
         rows, elapsed = self._rows, now - self._since
         self.start(now)
         return rows / elapsed if rows and elapsed > 0 else None

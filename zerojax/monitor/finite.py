@@ -1,4 +1,4 @@
-"""A warning that a training's numbers are no longer finite, without a wait for the device."""
+"""A warning when numbers of a training are not finite, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 
 from zerojax.monitor.tags import scalars
 
-_LONGEST = 256  # steps that wait to be looked at
+_LONGEST = 256  # steps that wait for a check
 _BITS = 31
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Finiteness:
-    """Which numbers of a step are not finite; made within the compiled step.
+    """Which numbers of a step are not finite, as the compiled step found.
 
     Attributes:
       step: int32 [], the state's count of steps after this one.
       wrong: uint32 [], bit i is set where number i is not finite.
-      names: of the numbers; those from the 31st on share a bit.
+      names: The names of the numbers; those from the 31st on share a bit.
     """
 
     step: jax.Array
@@ -34,15 +34,15 @@ class Finiteness:
 
     @classmethod
     def of(cls, step: jax.Array, grad_norm: jax.Array, out: Any) -> Finiteness:
-        """Looks at the gradient's norm and at every floating scalar among a step's results.
+        """Checks the gradient's norm and every floating scalar among a step's results.
 
         Args:
-          step: int32 [].
-          grad_norm: floating [].
-          out: what the step returned beside the state.
+          step: int32 [], the state's count of steps after this one.
+          grad_norm: float32 [], the global norm of the gradient.
+          out: The step's results beside the state.
 
         Example:
-          >>> Finiteness.of(jnp.int32(3), jnp.inf, {"loss": 0.5, "acc": jnp.nan}).told()
+          >>> Finiteness.of(jnp.int32(3), jnp.inf, {"loss": 0.5, "acc": jnp.nan}).wrong_names()
           ['grad_norm', 'acc']
         """
         numbers = {"grad_norm": grad_norm}
@@ -55,12 +55,12 @@ class Finiteness:
 
     @property
     def ready(self) -> bool:
-        """Whether the device is done with it."""
+        """Whether the device has finished the step."""
         wrong: Any = self.wrong  # jax.Array does not name the method
         return wrong.is_ready()
 
-    def told(self) -> list[str]:
-        """The names of the numbers that are not finite; waits for them."""
+    def wrong_names(self) -> list[str]:
+        """The names of the numbers that are not finite; waits for the step."""
         wrong = int(np.asarray(self.wrong))  # several times quicker than int() of a jax array
         return [name for i, name in enumerate(self.names) if wrong >> min(i, _BITS) & 1]
 
@@ -68,7 +68,7 @@ class Finiteness:
 class FiniteWatch:
     """Warns once, of the first step with a number that is not finite.
 
-    Steps are looked at in order, each once the device is done with it.
+    Checks the steps in order, each when the device has finished it.
     """
 
     def __init__(self) -> None:
@@ -76,18 +76,18 @@ class FiniteWatch:
         self._warned = False
 
     def push(self, step: Finiteness) -> None:
-        """Takes a step; looks at those before it that are done."""
+        """Takes a step, and checks the finished ones."""
         if self._warned:
             return
         self._waiting.append(step)
         self.look()
 
     def look(self, *, wait: bool = False) -> None:
-        """Looks at the steps that are done; with ``wait``, at all."""
+        """Checks the finished steps; with ``wait``, all steps."""
         waiting = self._waiting
         while waiting and (wait or len(waiting) > _LONGEST or waiting[0].ready):
             step = waiting.popleft()
-            if names := step.told():
+            if names := step.wrong_names():
                 self._warn(int(step.step), names)
                 waiting.clear()
 

@@ -1,4 +1,4 @@
-"""The lines of ``steps_per_print`` and ``wall_clock_breakdown``: their text, and who sees them."""
+"""The lines of ``steps_per_print`` and ``wall_clock_breakdown``, and the way to their readers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from zerojax.monitor.tags import LOSS
 def progress(
     report: Mapping[str, Any], figures: Mapping[str, Any], momentum: Any, *, fp16: bool
 ) -> str:
-    """DeepSpeed's line about the last step, with what DeepSpeed leaves out behind it.
+    """DeepSpeed's line on the last step, with loss and gradient norm at its end.
 
-    Reads the arrays, and so waits for the step.
+    Waits for the step.
+
+    Args:
+      report: The result of :func:`zerojax.telemetry`, read here.
+      figures: The step's figures by tag; the loss is one of them.
+      momentum: The result of :func:`momentum`; None leaves the entry out.
+      fp16: Whether the line has the loss scale.
 
     Example:
       >>> report = {"step": 10, "skipped_steps": 1, "learning_rate": 0.001, "grad_norm": 2.0,
@@ -39,9 +45,9 @@ def progress(
 
 
 def momentum(config: ZeroConfig) -> Any:
-    """What DeepSpeed prints as ``mom``: the optimizer's betas or momentum, 0.0 without any.
+    """DeepSpeed's ``mom``: the optimizer's betas or momentum, or 0.0.
 
-    None where it is not the config's to say: without an optimizer, or where OneCycle moves it.
+    None where the config does not say: without an optimizer, or with OneCycle's momentum.
     """
     if config.optimizer is None:
         return None
@@ -52,14 +58,13 @@ def momentum(config: ZeroConfig) -> Any:
 
 
 def say(line: str) -> None:
-    """Logs a line that the config asked for, at INFO, so that it is seen.
+    """Logs a line that the config asked for, at INFO, so that the user sees it.
 
-    Python's logging drops INFO unless told otherwise: without handlers there is nobody to show
-    it, and the root logger stands at WARNING, where importing orbax leaves a handler of its own.
-    A config that asks for lines says that they are wanted. So the level of the root logger is
-    passed over, and where no handler is found the line goes to stderr. Nothing is installed or
-    changed to that end, and no line comes twice. What silences it are levels that name zerojax:
-    ``logging.getLogger("zerojax").setLevel(logging.WARNING)``, a handler's own level,
+    Python's logging drops INFO by default: the root logger has the level WARNING, and no handler
+    (or the one that importing orbax leaves). So the line passes over the root logger's level, and
+    without any handler goes to stderr. Nothing is installed or changed, and no line comes twice.
+    Levels that name zerojax silence the lines:
+    ``logging.getLogger("zerojax").setLevel(logging.WARNING)``, a handler's own level, or
     ``logging.disable``.
     """
     logger = logging.getLogger("zerojax")

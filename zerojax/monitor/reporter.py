@@ -1,4 +1,4 @@
-"""One training run's logs, as its config asks for them."""
+"""The logs of one training run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from zerojax.monitor.writers import check, open_writers
 
 
 class Reporter:
-    """Prints and writes what the config asks for; :meth:`record` is called after every step.
+    """Prints and writes the logs that the config asks for; call :meth:`record` after every step.
 
-    Only the first process says anything. Files are opened by :meth:`open`, or at the first step: a
-    process does not know its place before jax has its devices. Everything is written by
-    :meth:`close`, at the end of a ``with`` block, or when the program ends.
+    Only the first process logs. :meth:`open` or the first step opens the files, since a process
+    does not know its index before jax has its devices. :meth:`close`, the end of a ``with`` block,
+    or the end of the program writes the rest.
 
-    Metrics lie over the global samples seen, counted from the state's own steps where it comes
-    from a checkpoint. DeepSpeed notes a loss at the samples before its step and the rate of the
-    step to come; here all figures of a step, the rate that it used among them, stand at the
-    samples after it.
+    The axis of metrics is the number of global samples seen, which a state from a checkpoint
+    continues. All figures of a step, its learning rate included, stand at the samples after the
+    step; DeepSpeed writes a loss at the samples before its step, and the rate of the next step.
 
     With ``wall_clock_breakdown``, ``Train/Samples/elapsed_time_ms_step`` is the whole step, forward
-    and backward pass included, as it is one program (DeepSpeed's is the optimizer alone), and
-    ``elapsed_time_ms_batch`` the batch's way to the devices. The first one includes compilation.
+    and backward pass included, since the step is one program (DeepSpeed's is the optimizer alone),
+    and ``elapsed_time_ms_batch`` the batch's transfer to the devices. The first step includes
+    compilation.
 
     Args:
-      config: ``steps_per_print``, ``wall_clock_breakdown``, ``csv_monitor``, ``tensorboard``,
-        ``wandb``; also ``fp16``, for the loss scale.
+      config: The fields ``steps_per_print``, ``wall_clock_breakdown``, ``csv_monitor``,
+        ``tensorboard`` and ``wandb``; also ``fp16``, for the loss scale.
 
     Raises:
-      ImportError: a package is missing that a monitor needs.
+      ImportError: The package of a monitor is not installed.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
@@ -49,24 +49,23 @@ class Reporter:
         self._backlog = Backlog(partial(open_writers, config))
         self._clock, self._pace = Clock(), Pace()
         self._count = 0
-        # For a reporter that is dropped; the backlog itself sees to the interpreter's exit.
+        # Closes the files of a dropped reporter; at exit the backlog closes itself.
         weakref.finalize(self, self._backlog.close).atexit = False
 
     @property
     def active(self) -> bool:
-        """Whether the config asks for anything."""
+        """Whether the config asks for any log."""
         c = self.config
         monitors = (c.csv_monitor, c.tensorboard, c.wandb)
         return bool(c.steps_per_print or c.wall_clock_breakdown) or any(monitors)
 
     def open(self) -> None:
-        """Opens the files and runs now, so that what is wrong with them is known before the first
-        step is compiled.
+        """Opens the files and runs now, so that errors come before the first step compiles.
 
         Raises:
-          OSError: a folder cannot be made. Whatever wandb raises comes through too.
+          OSError: A folder cannot be made. Errors of wandb pass through.
         """
-        if self._speaks():
+        if self._logs():
             self._backlog.open()
 
     def record(
@@ -76,31 +75,31 @@ class Reporter:
         rows: int,
         times: Mapping[str, float] | None = None,
     ) -> None:
-        """Takes what a step did. Waits for the device only where a line is due.
+        """Takes a step's results. Waits for the device only where a line is due.
 
         Args:
-          report: of :func:`zerojax.telemetry`; the arrays must stay alive.
-          out: what the step returned besides the state; its scalars become metrics.
-          rows: of the global batch.
-          times: seconds by phase ("batch", "step"), for ``wall_clock_breakdown``.
+          report: The result of :func:`zerojax.telemetry`; its arrays must stay alive.
+          out: The step's results beside the state; their scalars become metrics.
+          rows: The rows of the global batch.
+          times: Seconds by phase ("batch", "step"), for ``wall_clock_breakdown``.
 
         Raises:
-          OSError: at the first step, as :meth:`open`. Later errors of that kind are logged.
+          OSError: At the first step, as for :meth:`open`; later errors are logged.
         """
-        if not self._speaks():
+        if not self._logs():
             return
         config = self.config
-        found = figures(report, out, fp16=config.fp16)
+        by_tag = figures(report, out, fp16=config.fp16)
         for phase, seconds in (times or {}).items():
-            found[f"{PREFIX}elapsed_time_ms_{phase}"] = 1e3 * seconds
-        step = Figures(rows, report["step"], found)
+            by_tag[f"{PREFIX}elapsed_time_ms_{phase}"] = 1e3 * seconds
+        step = Figures(rows, report["step"], by_tag)
         self._backlog.push(step)
         self._count += 1
         self._measure(step, times)
-        # Not known before the first step is done: until then as if the run began with it.
-        made = (self._backlog.before or 0) + self._count
-        if config.steps_per_print and made % config.steps_per_print == 0:
-            lines.say(self._progress(report, found))
+        # The steps before are unknown until the first one is done, and count as 0 until then.
+        taken = (self._backlog.before or 0) + self._count
+        if config.steps_per_print and taken % config.steps_per_print == 0:
+            lines.say(self._progress(report, by_tag))
             self._say_times()
         elif not config.steps_per_print:
             self._say_times()
@@ -115,7 +114,7 @@ class Reporter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _speaks(self) -> bool:
+    def _logs(self) -> bool:
         return self.active and jax.process_index() == 0
 
     def _measure(self, step: Figures, times: Mapping[str, float] | None) -> None:
@@ -124,15 +123,15 @@ class Reporter:
             if times:
                 self._clock.add(times)
             return
-        # The first step compiles; what is left of it now is the time of its execution.
+        # The first step has compiled by now; its execution may still go on.
         self._pace.start(time.perf_counter())
         if not step.ready():
             self._pace.add(step.rows)
         if times:
             lines.say(self._clock.first(times))
 
-    def _progress(self, report: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-        text = lines.progress(report, found, self._momentum, fp16=self.config.fp16)
+    def _progress(self, report: Mapping[str, Any], by_tag: Mapping[str, Any]) -> str:
+        text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
         pace = self._pace.per_second(time.perf_counter())
         self._backlog.drain(wait=True)  # all steps are done
         return text if pace is None else f"{text}, samples/sec={pace:.6g}"

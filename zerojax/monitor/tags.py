@@ -1,4 +1,4 @@
-"""DeepSpeed's tags for what a step reports and returns."""
+"""DeepSpeed's tags for the figures of a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ LOSS = PREFIX + "train_loss"
 RATE = PREFIX + "lr"
 
 Event = tuple[str, float, int]
-"""A tag, its value, and the global samples seen so far."""
+"""A tag, its value, and the number of global samples seen."""
 
 
 def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any]:
-    """Every scalar of a step by its tag, none of them read yet.
+    """Every scalar of a step by its tag, none of them read.
 
-    As DeepSpeed's engine has them: ``Train/Samples/train_loss``, ``lr`` and, in fp16,
-    ``loss_scale``. Of the same family, but not DeepSpeed's: ``grad_norm``, and the other scalars
-    that the step returned, under their own names. Where such a name is one of those above,
-    ``Train/Samples/metrics/<name>``.
+    DeepSpeed's engine has ``Train/Samples/train_loss``, ``lr`` and, in fp16, ``loss_scale``.
+    zerojax adds ``grad_norm``, and the other scalars of the step's results under their own names;
+    a name that is taken already becomes ``Train/Samples/metrics/<name>``.
 
-    The loss is the result itself, the first of a tuple, or what a dict calls ``train_loss`` or
-    ``loss``.
+    The loss is the result itself, the first of a tuple, or a dict's ``train_loss`` or ``loss``.
 
     Args:
-      report: of :func:`zerojax.telemetry`.
-      out: what the step returned besides the state.
-      fp16: there is a loss scale.
+      report: The result of :func:`zerojax.telemetry`.
+      out: The step's results beside the state.
+      fp16: Whether the step has a loss scale.
 
     Example:
       >>> report = {"learning_rate": 0.1, "grad_norm": 2.0, "loss_scale": 1.0}
@@ -44,26 +42,26 @@ def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any
       Train/Samples/metrics/lr 7.0
     """
     named = scalars(out)
-    found = {}
+    by_tag = {}
     for name in ("train_loss", "loss"):
         if name in named:
-            found[LOSS] = named.pop(name)
+            by_tag[LOSS] = named.pop(name)
             break
-    found[RATE] = report["learning_rate"]
+    by_tag[RATE] = report["learning_rate"]
     if fp16:
-        found[PREFIX + "loss_scale"] = report["loss_scale"]
-    found[PREFIX + "grad_norm"] = report["grad_norm"]
+        by_tag[PREFIX + "loss_scale"] = report["loss_scale"]
+    by_tag[PREFIX + "grad_norm"] = report["grad_norm"]
     for name, value in named.items():
         tag = PREFIX + name
-        found[f"{PREFIX}metrics/{name}" if tag in found else tag] = value
-    return found
+        by_tag[f"{PREFIX}metrics/{name}" if tag in by_tag else tag] = value
+    return by_tag
 
 
 def scalars(out: Any) -> dict[str, Any]:
-    """The real numbers within a result of any form, by name; everything else is left out.
+    """The real numbers, of shape [], within a result of any form, by name.
 
-    Names of nested dicts and dataclasses are joined by "/". Positions in front of a name are left
-    out where that is unambiguous; the very first of a tuple is ``train_loss``, others are
+    "/" joins the names of nested dicts and dataclasses. Positions before a name are left out where
+    the name stays unambiguous. The first of a tuple is ``train_loss``, others are
     ``output_<position>``.
 
     Example:
@@ -72,12 +70,12 @@ def scalars(out: Any) -> dict[str, Any]:
       >>> scalars((0.5, 0.25))
       {'train_loss': 0.5, 'output_1': 0.25}
     """
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
         if _is_number(leaf):
-            name = next(name for name in _names(path) if name not in found)
-            found[name] = leaf
-    return found
+            name = next(name for name in _names(path) if name not in numbers)
+            numbers[name] = leaf
+    return numbers
 
 
 def _is_number(leaf: Any) -> bool:
@@ -91,7 +89,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _names(path: tuple[Any, ...]) -> Iterator[str]:
-    """Names for the leaf at ``path``, the best one first."""
+    """Candidate names for the leaf at ``path``, the best one first."""
     parts = [_part(key) for key in path]
     whole = [str(part) for part in parts]
     front = next((i for i, part in enumerate(parts) if isinstance(part, str)), len(parts))
@@ -102,7 +100,7 @@ def _names(path: tuple[Any, ...]) -> Iterator[str]:
         yield "output_" + "_".join(whole)
     else:
         yield "train_loss"
-    # A user's own keys may look like any of the above.
+    # Keys of the user may equal any of these names.
     number = 2
     while True:
         yield "/".join([*whole, str(number)])

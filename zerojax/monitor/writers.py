@@ -1,20 +1,45 @@
-"""Where metrics go: the writers that a config asks for."""
+"""The destinations of metrics: CSV files, a TensorBoard event file, a run of wandb."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import errno
 import importlib
+import io
 import os
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Protocol
 
-from zerojax.config import MonitorConfig, ZeroConfig
-from zerojax.monitor.backlog import Writer
+from zerojax.config import MonitorConfig, WandbConfig, ZeroConfig
+from zerojax.monitor.tags import Event
+
+_FLUSH_SECONDS = 1.0
+
+
+class MetricsWriter(Protocol):
+    """A destination. Its errors are logged, and training goes on.
+
+    Attributes:
+      where: The destination in words, for messages.
+    """
+
+    where: str
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Writes metrics, in order."""
+
+    def close(self) -> None:
+        """Writes what is left."""
 
 
 def check(config: ZeroConfig) -> None:
-    """Makes sure that what the config's monitors need is installed.
+    """Checks that the packages of the config's monitors are installed.
 
     Raises:
-      ImportError: a package is missing or broken, with the way to get it.
+      ImportError: A package is missing or broken, with the command that installs it.
     """
     if config.tensorboard is not None:
         _need("tensorboard.summary", "tensorboard", "pip install 'zerojax[monitor]'")
@@ -32,25 +57,19 @@ def _need(module: str, section: str, install: str) -> None:
         ) from error
 
 
-def open_writers(config: ZeroConfig) -> list[Writer]:
-    """The writers that the config asks for, ready to take metrics.
+def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
+    """Opens the writers that the config asks for.
 
     Raises:
-      OSError: a folder cannot be made, or written; the message has the key and the path.
+      OSError: A folder cannot be made or written; the message has the key and the path.
     """
-    opened: list[Writer] = []
+    opened: list[MetricsWriter] = []
     try:
-        if (csv := config.csv_monitor) is not None:
-            from zerojax.monitor.csv_files import CsvFiles
-
-            opened.append(CsvFiles(_folder("csv_monitor", csv)))
+        if (files := config.csv_monitor) is not None:
+            opened.append(CsvFiles(_folder("csv_monitor", files)))
         if (board := config.tensorboard) is not None:
-            from zerojax.monitor.tensorboard_file import TensorBoardFile
-
             opened.append(TensorBoardFile(_folder("tensorboard", board)))
         if config.wandb is not None:
-            from zerojax.monitor.wandb_run import WandbRun
-
             opened.append(WandbRun(config.wandb))
     except BaseException:
         for writer in opened:
@@ -60,13 +79,13 @@ def open_writers(config: ZeroConfig) -> list[Writer]:
 
 
 def _folder(section: str, config: MonitorConfig) -> str:
-    """The folder of a monitor's files, made if need be."""
+    """The folder of a monitor's files, which exists and can be written."""
     folder = os.path.join(config.output_path, config.job_name)
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (OSError, ValueError) as error:  # ValueError: a null character in it
+    except (OSError, ValueError) as error:  # ValueError: a null character
         number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
         raise OSError(
             number or errno.EINVAL,
@@ -75,3 +94,116 @@ def _folder(section: str, config: MonitorConfig) -> str:
             os.path.abspath(folder) if number else folder,
         ) from None
     return folder
+
+
+class CsvFiles:
+    """One CSV file for each tag, as DeepSpeed's ``csv_monitor`` writes them.
+
+    ``Train/Samples/lr`` is ``<folder>/Train_Samples_lr.csv``, with the header ``step,lr`` and a row
+    ``samples,value`` for each event. An existing file continues, without a second header
+    (DeepSpeed writes one at every start). :meth:`write` hands its rows to the operating system.
+
+    Raises:
+      OSError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.where = f"csv_monitor in {os.path.abspath(folder)}"
+        self._folder = folder
+        os.makedirs(folder, exist_ok=True)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Appends each event to its file.
+
+        Raises:
+          OSError: A file could not be written, and is unchanged; the others have their rows.
+        """
+        rows: dict[str, list[Event]] = {}
+        for event in events:
+            rows.setdefault(event[0], []).append(event)
+        failed: OSError | None = None
+        for tag, own in rows.items():
+            path = os.path.join(self._folder, tag.replace("/", "_").replace(" ", "_") + ".csv")
+            try:
+                self._append(path, tag.rpartition("/")[2], own)
+            except OSError as error:
+                failed = failed or OSError(error.errno, error.strerror, path)
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Nothing is open between writes."""
+
+    def _append(self, path: str, header: str, events: list[Event]) -> None:
+        with open(path, "ab", buffering=0) as file:
+            start = file.tell()
+            rows: list[Any] = [] if start else [("step", header)]
+            rows += ((samples, value) for _, value, samples in events)
+            data = _encoded(rows)
+            # A full disk may take a part of the data; half a row would spoil the next one.
+            try:
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(start)
+                raise
+
+
+def _encoded(rows: list[Any]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return text.getvalue().encode()
+
+
+class TensorBoardFile:
+    """A new event file in ``folder``.
+
+    The package tensorboard writes the file, which its readers have installed anyway. tensorboardX
+    is lighter, but its queue blocks forever after its thread meets a full disk.
+
+    Raises:
+      OSError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str) -> None:
+        from tensorboard.summary import Writer
+
+        self.where = f"tensorboard in {os.path.abspath(folder)}"
+        self._file = Writer(folder)
+        self._flushed = time.monotonic()
+
+    def write(self, events: Sequence[Event]) -> None:
+        for tag, value, samples in events:
+            self._file.add_scalar(tag, value, samples)
+        # A flush waits for tensorboard's thread: about a millisecond, too much for short steps.
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbRun:
+    """Logs to the open run of wandb, or begins one, which :meth:`close` finishes.
+
+    wandb's step is the number of global samples, as in DeepSpeed.
+    """
+
+    def __init__(self, config: WandbConfig) -> None:
+        import wandb
+
+        self.where = f"wandb project {config.project}"
+        self._wandb = wandb
+        self._began = getattr(wandb, "run", None) is None
+        if self._began:
+            wandb.init(project=config.project, entity=config.team, group=config.group)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for samples, together in groupby(events, key=lambda event: event[2]):
+            self._wandb.log({tag: value for tag, value, _ in together}, step=samples)
+
+    def close(self) -> None:
+        if self._began:
+            self._wandb.finish()

@@ -1,8 +1,8 @@
 """Activations on the host until the backward pass: by config, or by name in the user's blocks.
 
-With ``activation_checkpointing.cpu_checkpointing`` whatever the rematerialised blocks of a scan
-keep goes to the host, see :mod:`zerojax.collectives.residuals`. :func:`remat_policy` chooses what
-a block keeps, and can send it there from any block.
+With ``activation_checkpointing.cpu_checkpointing`` the residuals of rematerialised blocks in a scan
+go to the host, see :mod:`zerojax.collectives.residuals`. :func:`remat_policy` chooses the residuals
+of any block, and can send them to the host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zerojax.config import ZeroConfig
 from zerojax.plan.places import PINNED
 
 SMALLEST = 2**16
-"""Elements that one device has of a residual for which the way to the host and back is taken: in
-bf16 two microseconds at 55 GB/s, about what it takes to start a copy."""
+"""The fewest elements per device of a residual that goes to the host: in bf16 they take two
+microseconds at 55 GB/s, about as long as the start of a copy."""
 
 _PLAIN = {
     "nothing": "nothing_saveable",
@@ -30,25 +30,26 @@ _NAMED = ("names", "offload")
 
 
 def smallest_away(config: ZeroConfig) -> int | None:
-    """From how many elements a device on a residual leaves for the host; None where none does."""
+    """The fewest elements per device of a residual that goes to the host; None where none goes."""
     return SMALLEST if config.cpu_checkpointing else None
 
 
 def remat_policy(policy: str) -> Callable[..., Any]:
-    """What a rematerialised block keeps for its backward pass, by name.
+    """A policy of ``jax.checkpoint``, by name: the residuals that a rematerialised block keeps.
 
     Args:
-      policy: one of
+      policy: One of
 
-        - ``"nothing"``: its inputs alone,
-        - ``"everything"``: whatever the backward pass needs,
-        - ``"dots"``: results of matrix products too,
-        - ``"dots_no_batch"``: those of products without batch dimensions, so not attention scores,
-        - ``"names:a,b"``: what ``jax.ad_checkpoint.checkpoint_name`` calls ``a`` or ``b``,
-        - ``"offload:a,b"``: the same, waiting in host memory.
+        - ``"nothing"``: the block's inputs alone,
+        - ``"everything"``: all that the backward pass needs,
+        - ``"dots"``: the inputs, and results of matrix products,
+        - ``"dots_no_batch"``: the same for products without batch dimensions, so without attention
+          scores,
+        - ``"names:a,b"``: arrays that ``jax.ad_checkpoint.checkpoint_name`` calls ``a`` or ``b``,
+        - ``"offload:a,b"``: the same, in host memory until the backward pass.
 
     Raises:
-      ValueError: there is no such policy, or no name after the colon.
+      ValueError: no such policy exists, or no name follows the colon.
 
     Example:
       >>> import jax, jax.numpy as jnp, zerojax
@@ -69,8 +70,8 @@ def remat_policy(policy: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     kind, colon, rest = policy.partition(":")
     if not colon and kind in _PLAIN:
-        found: Callable[..., Any] = getattr(policies, _PLAIN[kind])
-        return found
+        plain: Callable[..., Any] = getattr(policies, _PLAIN[kind])
+        return plain
     if kind not in _NAMED or not colon:
         known = [*_PLAIN, *(f"{name}:a,b" for name in _NAMED)]
         close = difflib.get_close_matches(kind, [*_PLAIN, *_NAMED], n=1)

@@ -1,4 +1,4 @@
-"""A state that lies elsewhere, on the devices for whoever computes with it outside a step."""
+"""A state brought to the devices, for computations outside a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zerojax.plan.places import DEVICE, PINNED
 
 
 def on_device(tree: Any) -> Any:
-    """The arrays of a tree in device memory, sharded as they were.
+    """The arrays of a tree in device memory, sharded as before.
 
-    For what neither a step nor ``zero.evaluate`` does, which need no such room: arrays in host
-    memory are copied, those on disk are read, those on the device are given as they are. Each
-    device must have room for its share.
+    Arrays in host memory are copied, arrays on disk are read, arrays on the device are returned as
+    they are. Each device must have room for its share. A step and ``zero.evaluate`` take a state
+    as it lies and need no such copy.
 
     Args:
-      tree: arrays of a state, such as ``state.params`` or ``nnx.state(model)``.
+      tree: Arrays of a state, such as ``state.params`` or ``nnx.state(model)``.
 
     Raises:
       DiskStateError: a file on the disk is damaged or lost; restore the last checkpoint.

@@ -1,11 +1,10 @@
-"""Sub-groups: the pieces of the state that stream through the device together."""
+"""Sub-groups: the rows of the state that stream through the device together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -13,18 +12,16 @@ from zerojax.offload.separate import Cluster
 from zerojax.plan import layout
 
 LARGEST = 2**25
-"""Elements of a sub-group at most: its state passes through the device, 12 bytes an element under
+"""The most elements of a sub-group: its state passes through the device, 12 bytes an element under
 Adam, and DeepSpeed's default of 1e9 elements would not fit."""
 
 
-@dataclass(frozen=True)
-class ArrayPlacement:
-    """How one array of the update lies.
+class ArrayPlacement(NamedTuple):
+    """Where an array of the update lies.
 
     Attributes:
-      shape, dtype: of the whole array.
-      spec: its PartitionSpec.
-      place: see :mod:`zerojax.plan.places`.
+      shape, dtype, spec: Of the whole array.
+      place: One of :mod:`zerojax.plan.places`.
     """
 
     shape: tuple[int, ...]
@@ -40,87 +37,91 @@ class ArrayPlacement:
         )
 
     def rows(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shard as rows: all dimensions but the last merged into one."""
+        """The shape of one device's shard as rows: all dimensions but the last merged into one."""
         local = self.local(mesh)
         return local if len(local) < 2 else (math.prod(local[:-1]), local[-1])
 
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut it."""
+        """The mesh axes over which the array is sharded."""
         return tuple(a for entry in self.spec for a in layout.axes(entry))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows ``start`` to ``start + count`` of each shard of a cluster's arrays; a ``count`` of None
-    is all of it."""
+class GroupRows(NamedTuple):
+    """Rows ``start`` to ``start + rows`` of each shard of a cluster's arrays; None for all rows."""
 
     cluster: Cluster
     start: int
-    count: int | None
+    rows: int | None
 
 
-Group = tuple[Piece, ...]
+Group = tuple[GroupRows, ...]
 
 
 def goes_whole(group: Group) -> bool:
-    """Whether it is a cluster that passes through the device as a whole, not cut into rows."""
-    return any(p.count is None for p in group)
+    """Whether a cluster passes through the device as a whole, not by rows."""
+    return any(part.rows is None for part in group)
 
 
 def groups(
-    clusters: Sequence[Cluster], lying: Sequence[ArrayPlacement], mesh: Mesh, largest: int
+    clusters: Sequence[Cluster], placements: Sequence[ArrayPlacement], mesh: Mesh, largest: int
 ) -> list[Group]:
-    """Packs clusters into sub-groups, those alike next to each other.
+    """Packs clusters into sub-groups, similar ones next to each other.
 
-    A sub-group passes through the device in two halves, of which three are there at a time: one
-    coming, one in work, one going. So a group here is half of ``largest`` elements a device.
+    A sub-group passes through the device in two halves, and three halves are on the device at a
+    time: one coming, one in work, one going. A group here is such a half.
 
     Args:
-      clusters: of the update.
-      lying: each argument of the update.
-      mesh: the devices.
-      largest: elements of a sub-group, on each device.
+      clusters: The clusters of the update.
+      placements: Of each argument of the update.
+      mesh: The devices.
+      largest: The most elements of a sub-group, on each device.
     """
     half = _half(largest)
-    found: list[Group] = []
-    open_: list[Piece] = []
+    full: list[Group] = []
+    current: list[GroupRows] = []
     left = half
-    for piece, size in _pieces(clusters, lying, mesh, half):
-        alone = piece.count is None
-        again = any(piece.cluster is other.cluster for other in open_)
-        if open_ and (alone or again or size > left):
-            found.append(tuple(open_))
-            open_, left = [], half
-        open_.append(piece)
+    for part in _split(clusters, placements, mesh, half):
+        alone = part.rows is None
+        size = half if part.rows is None else part.rows * _width(part, placements, mesh)
+        again = any(part.cluster is other.cluster for other in current)
+        if current and (alone or again or size > left):
+            full.append(tuple(current))
+            current, left = [], half
+        current.append(part)
         left = 0 if alone else left - size
-    return [*found, tuple(open_)] if open_ else found
+    return [*full, tuple(current)] if current else full
 
 
-def _pieces(
-    clusters: Sequence[Cluster], lying: Sequence[ArrayPlacement], mesh: Mesh, half: int
-) -> Iterator[tuple[Piece, int]]:
+def _width(part: GroupRows, placements: Sequence[ArrayPlacement], mesh: Mesh) -> int:
+    """Elements of a row."""
+    return math.prod(placements[part.cluster.inputs[0]].rows(mesh)[1:])
+
+
+def _split(
+    clusters: Sequence[Cluster], placements: Sequence[ArrayPlacement], mesh: Mesh, half: int
+) -> Iterator[GroupRows]:
     for cluster in sorted(clusters, key=lambda c: (not c.elementwise, c.key)):
-        arrays = [lying[i] for i in cluster.inputs]
+        arrays = [placements[i] for i in cluster.inputs]
         if not cluster.elementwise or len({a.spec for a in arrays}) > 1:
-            yield Piece(cluster, 0, None), half
+            yield GroupRows(cluster, 0, None)
             continue
-        width = math.prod(arrays[0].rows(mesh)[1:])
-        for start, stop in _cut(arrays[0], mesh, half):
-            yield Piece(cluster, start, stop - start), (stop - start) * width
+        for rows in _row_ranges(arrays[0], mesh, half):
+            yield GroupRows(cluster, rows.start, len(rows))
 
 
-def cuts(lying: ArrayPlacement, mesh: Mesh, largest: int) -> list[tuple[int, int]]:
-    """Where an array's shards are cut into pieces: ``(start, stop)``, in elements."""
-    width = math.prod(lying.rows(mesh)[1:])
-    return [(a * width, b * width) for a, b in _cut(lying, mesh, _half(largest))]
+def disk_pieces(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
+    """The pieces of an array's flat shards on a disk, in elements."""
+    width = math.prod(placement.rows(mesh)[1:])
+    rows = _row_ranges(placement, mesh, _half(largest))
+    return [range(r.start * width, r.stop * width) for r in rows]
 
 
-def _cut(lying: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[tuple[int, int]]:
-    """The same in rows."""
-    shape = lying.rows(mesh)
-    count = _even(shape[0], max(1, half // math.prod(shape[1:])))
-    for start in range(0, shape[0], count):
-        yield start, min(start + count, shape[0])
+def _row_ranges(placement: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[range]:
+    """The rows of an array's shards that are updated together."""
+    shape = placement.rows(mesh)
+    rows = _even(shape[0], max(1, half // math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield range(start, min(start + rows, shape[0]))
 
 
 def _half(largest: int) -> int:
@@ -128,7 +129,7 @@ def _half(largest: int) -> int:
 
 
 def _even(rows: int, most: int) -> int:
-    """Rows of a piece, so that all pieces are alike where that costs less than twice as many."""
+    """Rows of a piece: pieces are equal where that takes less than twice as many."""
     if rows <= most:
         return rows
     fewest = -(-rows // most)

@@ -1,26 +1,24 @@
-"""An optimizer's update taken apart, so that it can be made a few leaves at a time.
+"""An optimizer's update taken apart, so that a few leaves can be updated at a time.
 
-The update of the whole state is traced once. What depends on nothing but gradients and scalars
-(a norm, a schedule, a bias correction) is the *prelude*, made once a step. The rest falls into
+The update of the whole state is traced once. Scalars that depend on gradients and scalars alone
+(a norm, a schedule, a bias correction) are the *prelude*, computed once a step. The rest falls into
 *clusters*: leaves that go into each other's results, as a rule one parameter with its gradient
-and its moments. Where a cluster's arithmetic is element by element, any piece of it can be
-updated alone; where it is not (a trust ratio, an orthogonalisation), the cluster is updated whole.
-Whatever the optimizer is made of, its own equations are run, so the numbers are its own.
+and its moments. Where a cluster's arithmetic is element by element, any rows of the cluster can be
+updated alone; otherwise (a trust ratio, an orthogonalisation) the cluster is updated whole. The
+optimizer's own equations are run, so that the numbers are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-from zerojax.trace import marks
 from zerojax.trace.elementwise import ELEMENTWISE
-from zerojax.trace.inline import inlined
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class Cluster:
     """Leaves that are updated together.
 
     Attributes:
-      inputs: positions among the update's arguments.
-      outputs: positions among its results.
-      elementwise: any piece of it can be updated alone. All its arrays then have one shape.
-      key: equal for clusters that run the same program on the same shapes.
+      inputs: Positions among the update's arguments.
+      outputs: Positions among the update's results.
+      elementwise: Any rows can be updated alone; all arrays then have one shape.
+      key: Equal for clusters that run the same program on the same shapes.
     """
 
     inputs: tuple[int, ...]
@@ -40,29 +38,54 @@ class Cluster:
     key: str
 
 
+class Prelude(NamedTuple):
+    """Results of the prelude.
+
+    Attributes:
+      scalars: Arrays [] that the clusters need.
+      shared: The update's results at the positions :attr:`Separated.shared`.
+    """
+
+    scalars: list[Any]
+    shared: list[Any]
+
+
+class _Connected(NamedTuple):
+    """Arguments and results (positions) that equations connect, and the prelude's scalars there."""
+
+    inputs: set[int]
+    outputs: set[int]
+    eqns: list[Any]
+    scalars: dict[Any, None]
+
+
 class Separated:
     """``update(*leaves) -> results`` taken apart.
 
     Args:
-      update: a function of flat arguments, with flat results.
-      arguments: their shapes and dtypes.
-      own: for each argument, whether it is one of many that should not be needed at once
-        (parameters, moments). Gradients are not, nor are scalars.
+      update: A function of flat arguments, with flat results.
+      arguments: Their shapes and dtypes.
+      own: For each argument, whether it is one of many that should not be needed at once
+        (parameters and moments are, gradients and scalars are not).
+
+    Attributes:
+      clusters: Leaves that are updated together.
+      scalars: Variables that the prelude computes for the clusters, all of shape [].
+      shared: Positions of the results that the prelude computes.
     """
 
     def __init__(
         self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
     ) -> None:
         traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
-        flat = jax.make_jaxpr(lambda *a: inlined(traced, a))(*arguments)
-        self._jaxpr, self._consts = compat.open_jaxpr(flat)
+        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
         self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
         self._own = list(own)
-        self._find()
+        self._separate()
 
-    def _find(self) -> None:
+    def _separate(self) -> None:
         invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
         heavy = {v for v, own in zip(invars, self._own, strict=True) if own}
         for eqn in self._jaxpr.eqns:
@@ -71,35 +94,34 @@ class Separated:
         self._heavy = heavy
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
         light = [i for i in range(len(outvars)) if i not in leaves]
-        groups: list[tuple[set[int], set[int], list[Any]]] = []
+        groups: list[_Connected] = []
         needed: dict[Any, None] = {}
         for i in leaves:
-            inputs, eqns, scalars = self._slice(outvars[i])
-            needed.update(dict.fromkeys(scalars))
-            outputs = {i}
-            for other in [g for g in groups if g[0] & inputs]:
+            new = self._connected(i)
+            needed |= new.scalars
+            for other in [g for g in groups if g.inputs & new.inputs]:
                 groups.remove(other)
-                inputs |= other[0]
-                outputs |= other[1]
-                eqns += other[2]
-            groups.append((inputs, outputs, eqns))
+                new.inputs.update(other.inputs)
+                new.outputs.update(other.outputs)
+                new.eqns.extend(other.eqns)
+            groups.append(new)
         self.shared = tuple(light)
         self.scalars = tuple(needed)
-        self.clusters = tuple(self._cluster(*g) for g in groups)
+        self.clusters = tuple(map(self._cluster, groups))
 
     def _of_leaf(self, v: Any) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
 
     def _is_scalar(self, v: Any) -> bool:
-        """Made once a step: it depends on no parameter and no moment, and is one number."""
+        """Whether a variable belongs to the prelude: one number, of no parameter and no moment."""
         return v not in self._heavy and v.aval.ndim == 0
 
-    def _slice(self, v: Any) -> tuple[set[int], list[Any], list[Any]]:
-        """The arguments, equations and prelude's scalars that a result is made from."""
+    def _connected(self, i: int) -> _Connected:
+        """The arguments, equations and scalars that a result is made from."""
         inputs: set[int] = set()
         eqns: dict[int, Any] = {}
         scalars: dict[Any, None] = {}
-        todo, seen = [v], set()
+        todo, seen = [self._jaxpr.outvars[i]], set()
         while todo:
             x = todo.pop()
             if isinstance(x, core.Literal) or x in seen:
@@ -112,10 +134,11 @@ class Separated:
             elif x in self._maker:
                 eqns[id(self._maker[x])] = self._maker[x]
                 todo.extend(self._maker[x].invars)
-        return inputs, list(eqns.values()), list(scalars)
+        return _Connected(inputs, {i}, list(eqns.values()), scalars)
 
-    def _cluster(self, inputs: set[int], outputs: set[int], eqns: list[Any]) -> Cluster:
-        ins, outs = tuple(sorted(inputs)), tuple(sorted(outputs))
+    def _cluster(self, connected: _Connected) -> Cluster:
+        eqns = connected.eqns
+        ins, outs = tuple(sorted(connected.inputs)), tuple(sorted(connected.outputs))
         arrays = [self._jaxpr.invars[i] for i in ins] + [self._jaxpr.outvars[i] for i in outs]
         shape = arrays[0].aval.shape
         constants = set(self._jaxpr.constvars)
@@ -131,19 +154,16 @@ class Separated:
         own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
         return Cluster(ins, outs, elementwise, str(traced) + own)
 
-    def prelude(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs what comes before all clusters.
+    def prelude(self, arguments: Sequence[Any]) -> Prelude:
+        """Runs the prelude.
 
         Args:
-          arguments: those of ``update``; parameters and moments are not read and may be None.
-
-        Returns:
-          The scalars that the clusters need, and the results at the positions ``shared``.
+          arguments: The update's; parameters and moments are not read and may be None.
         """
         env = dict(zip(self._jaxpr.invars, arguments, strict=True))
         targets = [*self.scalars, *(self._jaxpr.outvars[i] for i in self.shared)]
         values = self._evaluate(targets, env, None)
-        return values[: len(self.scalars)], values[len(self.scalars) :]
+        return Prelude(values[: len(self.scalars)], values[len(self.scalars) :])
 
     def run(
         self,
@@ -153,12 +173,13 @@ class Separated:
         scalars: Sequence[Any],
         shape: tuple[int, ...] | None = None,
     ) -> list[Any]:
-        """Runs one cluster, or a piece of it.
+        """The results of a cluster, or of rows of it.
 
         Args:
-          outputs, inputs: of the cluster.
-          values: its arguments; pieces of one ``shape`` where that is given.
-          scalars: the prelude's.
+          outputs, inputs: The cluster's.
+          values: The arguments; rows of one ``shape`` where ``shape`` is given.
+          scalars: The prelude's.
+          shape: Of the rows; None for a whole cluster.
         """
         env = dict(zip(self.scalars, scalars, strict=True))
         env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
@@ -177,17 +198,14 @@ class Separated:
                     needed[id(eqn)] = eqn
                     todo.extend(eqn.invars)
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
         for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
-            values = [read(v) for v in eqn.invars]
+            values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]
             else:
-                outs = [*marks.bind(eqn, values)]
+                outs = [*jaxprs.bind(eqn, values)]
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in targets]
+        return [jaxprs.read(v, env) for v in targets]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -195,7 +213,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
-    """Whether a piece of the result needs no more than the same piece of the operands."""
+    """Whether rows of the result need no more than the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     if any(v in constants and v.aval.ndim for v in _variables(eqn.invars)):
         return False

@@ -9,28 +9,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.offload.disk_stream import Reads, write
-from zerojax.offload.groups import ArrayPlacement, Group, Piece, goes_whole, groups
+from zerojax.offload.disk.array import DiskLeaf
+from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole, groups
 from zerojax.offload.separate import Separated
-from zerojax.offload.stream import Programs
+from zerojax.offload.stream import GroupPrograms, GroupResults
 from zerojax.plan.plan import Plan
 from zerojax.xla.compiler import streaming
 
 
-class Call:
-    """A program, and which arrays it takes: updates one sub-group and brings the next one in."""
+class GroupUpdate:
+    """Updates one sub-group and brings the next one in: a program and its arrays.
 
-    def __init__(self, programs: Programs, group: Group, coming: Group) -> None:
+    Args:
+      programs: Makes the program.
+      group: The sub-group to update; empty where only ``coming`` comes in.
+      coming: The next sub-group; empty where none comes in.
+    """
+
+    def __init__(self, programs: GroupPrograms, group: Group, coming: Group) -> None:
         self.group, self.coming = group, coming
-        self.ids, self.program = programs.ids(group, coming), programs.get(group, coming)
+        self.numbers, self.program = programs.numbers(group, coming), programs.get(group, coming)
         self._starts = _starts(group), _starts(coming)
 
     def __call__(
         self, arrays: Sequence[Any], loaded: Sequence[Any], scalars: Sequence[Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """What is written, what came in and what goes to the disk."""
-        written = [arrays[i] for i in self.ids.written]
-        read = [arrays[i] for i in self.ids.read]
+    ) -> GroupResults:
+        """Runs the program; ``loaded`` came in before, ``scalars`` are the prelude's."""
+        written = [arrays[i] for i in self.numbers.written]
+        read = [arrays[i] for i in self.numbers.read]
         return self.program(written, read, loaded, *self._starts, list(scalars))
 
 
@@ -38,51 +44,61 @@ class Turn(NamedTuple):
     """One sub-group's turn.
 
     Attributes:
-      load: brings it in from host memory, where the turn before did not.
-      update: updates it, and brings the next one in.
-      after: the next one.
-      done: arrays that nobody needs after it.
+      load: Brings the sub-group in from host memory; None where the turn before did.
+      update: Updates the sub-group, and brings the next one in.
+      after: The next sub-group.
+      done: Numbers of the arrays that no later turn needs.
     """
 
-    load: Call | None
-    update: Call
+    load: GroupUpdate | None
+    update: GroupUpdate
     after: Group
     done: tuple[int, ...]
+
+
+class TracedUpdate(NamedTuple):
+    """A program of the update, traced for abstract arguments, and how often it runs."""
+
+    name: str
+    traced: Any
+    times: int
 
 
 class Update:
     """A function of many arrays that replaces some of them, made a few at a time.
 
     Args:
-      function: of flat arguments; its results are flat, too.
-      lying: each argument, and then those arrays that are only written.
-      own: for each argument, whether it is one of those of which not all are needed at once.
-      target: for each result, the number of the array that it replaces.
-      plan: of the state; says what mesh to lower for.
-      on_host: compute on the host.
+      function: Of flat arguments, with flat results.
+      placements: Of each argument, and then of the arrays that are only written.
+      own: For each argument, whether it is one of those of which not all are needed at once.
+      target: For each result, the number of the array that it replaces.
+      plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
+      on_host: Compute on the host.
     """
 
     def __init__(
         self,
         function: Callable[..., Sequence[Any]],
-        lying: Sequence[ArrayPlacement],
+        placements: Sequence[ArrayPlacement],
         own: Sequence[bool],
         target: Sequence[int],
         plan: Plan,
         on_host: bool = False,
     ) -> None:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lying[: len(own)]]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = Separated(function, shapes, own)
-        self.lying = lying
-        self.programs = Programs(self.separated, lying, target, mesh, streaming(plan.mesh), on_host)
-        self.turns = [*self._turns(groups(self.separated.clusters, lying, mesh, largest))]
+        self.placements = placements
+        self.programs = GroupPrograms(
+            self.separated, placements, target, mesh, streaming(plan.mesh), on_host
+        )
+        self.turns = [*self._turns(groups(self.separated.clusters, placements, mesh, largest))]
 
-    def _turns(self, found: Sequence[Group]) -> Iterator[Turn]:
-        last = {id(p.cluster): p for group in found for p in group}
+    def _turns(self, groups: Sequence[Group]) -> Iterator[Turn]:
+        last = {id(p.cluster): p for group in groups for p in group}
         came = False  # with the turn before
-        for group, after in zip(found, [*found, ()][1:], strict=True):
-            load = None if came or goes_whole(group) else Call(self.programs, (), group)
+        for group, after in zip(groups, [*groups, ()][1:], strict=True):
+            load = None if came or goes_whole(group) else GroupUpdate(self.programs, (), group)
             came = not (goes_whole(group) or goes_whole(after))
             done = [
                 i
@@ -91,73 +107,147 @@ class Update:
                 for i in {*p.cluster.inputs}.difference(self.programs.targets(p))
             ]
             yield Turn(
-                load if load and load.ids.coming else None,
-                Call(self.programs, group, after if came else ()),
+                load if load and load.numbers.coming else None,
+                GroupUpdate(self.programs, group, after if came else ()),
                 after,
                 tuple(done),
             )
 
     def run(self, arrays: list[Any], scalars: Sequence[Any]) -> None:
-        """Replaces what is to be replaced among ``arrays``; those are donated.
+        """Replaces the targets among ``arrays``, which are donated.
 
         Args:
-          arrays: as described by ``lying``. What lies on disk is a
+          arrays: As ``placements`` describes them; those on disk as
             :class:`zerojax.offload.disk.array.DiskLeaf`.
-          scalars: what the prelude made.
+          scalars: The prelude's.
+
+        Raises:
+          DiskStateError: bytes on the disk are not those that were written.
         """
         came: list[Any] = []
-        reads: Reads | None = None
+        reads: _Reads | None = None
         for turn in self.turns:
-            group, ids = turn.update.group, turn.update.ids
+            group, numbers = turn.update.group, turn.update.numbers
             if turn.load:
-                came = turn.load(arrays, [], [])[1]
-            reads = reads or Reads(self.programs, group, arrays)
+                came = turn.load(arrays, [], []).coming
+            reads = reads or _Reads(self.programs, group, arrays)
             loaded = reads.merged(came)
-            # On their way while this sub-group is updated.
-            reads = Reads(self.programs, turn.after, arrays)
+            # The next sub-group is read during the update.
+            reads = _Reads(self.programs, turn.after, arrays)
             written, came, going = turn.update(arrays, loaded, scalars)
             del loaded
-            for i, x in zip(ids.written, written, strict=True):
+            for i, x in zip(numbers.written, written, strict=True):
                 arrays[i] = x
-            write(self.programs, group, going, arrays)
+            _write(self.programs, group, going, arrays)
             del going
             for i in turn.done:  # gradients
                 arrays[i] = None
 
-    def traced(self) -> Iterator[tuple[str, Any, int]]:
-        """Every program of the update, each once, traced for abstract arguments; and how often
-        it runs."""
+    def traced(self) -> Iterator[TracedUpdate]:
+        """Every program of the update, each once."""
         calls = [call for turn in self.turns for call in (turn.load, turn.update) if call]
         scalars = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.separated.scalars]
-        each: dict[int, list[Call]] = {}
+        by_program: dict[int, list[GroupUpdate]] = {}
         for call in calls:
-            each.setdefault(id(call.program), []).append(call)
-        for number, same in enumerate(each.values(), 1):
+            by_program.setdefault(id(call.program), []).append(call)
+        for number, same in enumerate(by_program.values(), 1):
             call = same[0]
             program: Any = call.program
             traced = program.trace(
-                [self._abstract(i) for i in call.ids.written],
-                [self._abstract(i) for i in call.ids.read],
-                [self._abstract_piece(i, p) for p in call.group for i in self.programs.loaded(p)],
+                [self._abstract(i) for i in call.numbers.written],
+                [self._abstract(i) for i in call.numbers.read],
+                [self._abstract_rows(i, p) for p in call.group for i in self.programs.loaded(p)],
                 jax.ShapeDtypeStruct((len(call.group),), jnp.int32),
                 jax.ShapeDtypeStruct((len(call.coming),), jnp.int32),
                 scalars,
             )
-            yield f"update {number}", traced, len(same)
+            yield TracedUpdate(f"update {number}", traced, len(same))
 
     def _abstract(self, i: int) -> Any:
-        x = self.lying[i]
+        x = self.placements[i]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.programs.sharding(i))
 
-    def _abstract_piece(self, i: int, piece: Piece) -> Any:
-        if piece.count is None:
+    def _abstract_rows(self, i: int, part: GroupRows) -> Any:
+        if part.rows is None:
             return self._abstract(i)
         return jax.ShapeDtypeStruct(
-            self.programs.piece_shape(i, piece.count),
-            self.lying[i].dtype,
-            sharding=self.programs.piece_sharding(i),
+            self.programs.rows_shape(i, part.rows),
+            self.placements[i].dtype,
+            sharding=self.programs.rows_sharding(i),
         )
 
 
+class _Reads:
+    """A sub-group's arrays on disk, on their way into host memory.
+
+    Args:
+      programs: Know which of the arrays lie on disk.
+      group: The sub-group.
+      arrays: Of the update.
+    """
+
+    def __init__(self, programs: GroupPrograms, group: Group, arrays: Sequence[Any]) -> None:
+        self._programs = programs
+        self._wanted = [(p, i) for p in group for i in programs.loaded(p)]
+        self._reads = {
+            i: [arrays[i].read(k) for k in _pieces(programs, i, arrays[i], p)]
+            for p, i in self._wanted
+            if programs.on_disk(i)
+        }
+        self._leaves: dict[int, DiskLeaf] = {i: arrays[i] for i in self._reads}
+
+    def merged(self, came: Sequence[Any]) -> list[Any]:
+        """All that the program takes: ``came`` from host memory, and the arrays from the disk."""
+        host = iter(came)
+        return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
+
+    def _put(self, i: int, part: GroupRows) -> jax.Array:
+        leaf, pieces = self._leaves[i], [read.result() for read in self._reads.pop(i)]
+        if part.rows is None:
+            shape, sharding = leaf.shape, leaf.sharding
+        else:
+            shape = self._programs.rows_shape(i, part.rows)
+            sharding = self._programs.rows_sharding(i)
+        local = sharding.shard_shape(shape)
+        return jax.make_array_from_single_device_arrays(
+            shape,
+            sharding,
+            [
+                jax.device_put(_joined([piece[device] for piece in pieces]).reshape(local), device)
+                for device in pieces[0]
+            ],
+        )
+
+
+def _write(
+    programs: GroupPrograms, group: Group, going: Sequence[Any], arrays: Sequence[Any]
+) -> None:
+    """Writes a program's results to the disk, in the background.
+
+    Waits while the disk's buffers are full.
+    """
+    results = iter(going)
+    for p in group:
+        for i in filter(programs.on_disk, programs.targets(p)):
+            leaf = arrays[i]
+            if p.rows is None:
+                leaf.fill(next(results))
+            else:
+                (k,) = _pieces(programs, i, leaf, p)
+                leaf.write(k, next(results))
+
+
+def _pieces(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
+    """Numbers of the pieces on disk that a part of the group is."""
+    if part.rows is None:
+        return list(range(len(leaf.pieces)))
+    return [[piece.start for piece in leaf.pieces].index(part.start * programs.row_size(i))]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _starts(group: Group) -> np.ndarray:
+    """Int32 [parts]: the first row of each."""
     return np.array([p.start for p in group], np.int32)

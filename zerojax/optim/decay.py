@@ -1,4 +1,4 @@
-"""Which parameters a weight decay leaves alone, told by their names."""
+"""The parameters that weight decay leaves out, by their names."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ import jax
 import optax
 
 Mask: TypeAlias = Any | Callable[[optax.Params], Any]
-"""As optax has it: a tree of booleans like the parameters or a prefix, or a function to one."""
+"""optax's mask: a tree of booleans like the parameters or a prefix, or a function to one."""
 
 _WEIGHTS = {"kernel", "embedding"}
 _BIAS_OR_SCALE = {"bias", "biases", "scale", "gamma", "beta", "gain"}
@@ -17,22 +17,26 @@ _NORM = re.compile(r"norm(?!al(?!i))|(?:^|_)(?:ln|bn|gn)(?:_|\d|$)", re.IGNORECA
 
 
 def no_bias_and_norm(params: optax.Params) -> Any:
-    """True for what is decayed: everything but biases and the parameters of norms.
+    """A mask that decays everything but biases and the parameters of norms.
 
-    By name, as the number of dimensions says nothing: `nn.scan` stacks the biases of its layers to
-    matrices. A leaf is left alone if the last word of its name is bias, scale, gain, gamma or beta,
-    or if a module on its path is a norm (`LayerNorm_0`, `norm1`, `ln_f`, `bn2`, ...). Leaves named
-    kernel or embedding are always decayed. flax's boxes and NNX's variables are seen through.
+    Names decide, since the number of dimensions says nothing: `nn.scan` stacks the biases of its
+    layers to matrices. A leaf does not decay if the last word of its name is bias, scale, gain,
+    gamma or beta, or if a module on its path is a norm (`LayerNorm_0`, `norm1`, `ln_f`, `bn2`,
+    ...). Leaves named kernel or embedding always decay. The boxes of flax and the variables of NNX
+    have no names of their own.
 
     Args:
-      params: of linen, of NNX, or any tree with names; `optax.MaskedNode` in it is kept.
+      params: The parameters of linen or NNX, or any tree with names; `optax.MaskedNode` stays.
+
+    Returns:
+      A tree of booleans like `params`.
 
     Example:
       >>> no_bias_and_norm({"ln_f": {"weight": 1.0}, "h": {"bias": 1.0, "kernel": 1.0}})
       {'h': {'bias': False, 'kernel': True}, 'ln_f': {'weight': False}}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not is_bias_or_norm(names_of(path)), params
+        lambda path, _: not is_bias_or_norm(names_on_path(path)), params
     )
 
 
@@ -49,12 +53,12 @@ def is_bias_or_norm(names: tuple[str, ...]) -> bool:
     return own.lower().split("_")[-1] in _BIAS_OR_SCALE or any(map(_NORM.search, modules))
 
 
-def names_of(path: Iterable[Any]) -> tuple[str, ...]:
-    """The names on a leaf's path; the box around a flax parameter is none.
+def names_on_path(path: Iterable[Any]) -> tuple[str, ...]:
+    """The names on a leaf's path, without the box around a flax parameter.
 
     Example:
       >>> (path, _), = jax.tree_util.tree_leaves_with_path({"h": [{"kernel": 1.0}]})
-      >>> names_of(path)
+      >>> names_on_path(path)
       ('h', '0', 'kernel')
     """
     keys = list(path)
@@ -67,5 +71,5 @@ def names_of(path: Iterable[Any]) -> tuple[str, ...]:
 
 
 def mask_named(name: str) -> Mask | None:
-    """The mask that `optimizer.params.weight_decay_mask` names; None decays all."""
+    """The mask for a value of `optimizer.params.weight_decay_mask`; None decays everything."""
     return {"all": None, "no_bias_and_norm": no_bias_and_norm}[name]

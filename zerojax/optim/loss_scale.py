@@ -1,8 +1,8 @@
-"""The loss scale of fp16 training: when it halves, when it doubles.
+"""The loss scale of fp16 training: when the scale halves, and when it doubles.
 
-fp16 holds nothing between 0 and 6e-8, and gradients are often smaller. The loss is therefore
-multiplied by a scale before the backward pass and the gradient divided by it after. Where the
-scale was too large the gradient overflows; that step is skipped, and the scale comes down.
+fp16 has no numbers between 0 and 6e-8, and gradients are often smaller. So the loss is multiplied
+by a scale before the backward pass, and the gradient is divided by the scale afterwards. With too
+large a scale the gradient overflows; that step is skipped, and the scale decreases.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import jax.numpy as jnp
 from zerojax.config import ZeroConfig
 
 _FACTOR = 2.0
-# The inverse of a larger one is subnormal in float32, which processors take for 0.
+# The inverse of a larger scale is subnormal in float32, which processors flush to 0.
 _LARGEST = 2.0**126
 
 
 class LossScaleState(NamedTuple):
-    """Where a loss scale stands.
+    """The state of a loss scale.
 
     Attributes:
       scale: float32 [], for the next backward pass.
       good: int32 [], steps since the last overflow.
       hysteresis: int32 [], overflows until the scale halves.
-      exhausted: bool [], the last step overflowed and the scale is at its minimum already.
+      exhausted: bool [], whether the last step overflowed with the scale at its minimum.
     """
 
     scale: jax.Array
@@ -40,21 +40,23 @@ class LossScaleState(NamedTuple):
 class LossScale:
     """A static or dynamic loss scale, with the names and defaults of DeepSpeed's ``fp16`` section.
 
-    An overflow halves the scale, but only the ``hysteresis``-th one does and those after it. The
-    scale doubles after every ``loss_scale_window`` steps without an overflow, the first of them
-    not counted. The hysteresis is full again after a doubling, or with
-    ``consecutive_hysteresis`` after every good step; a halving does not refill it. (DeepSpeed's
-    ``runtime/fp16/loss_scaler.py``, but for one thing: gradients are divided by the scale that
-    their backward pass used, on a step that changes it too.)
+    The ``hysteresis``-th overflow and every later one halve the scale. The scale doubles after
+    every ``loss_scale_window`` steps without an overflow, the first of them not counted. A
+    doubling refills the hysteresis, or with ``consecutive_hysteresis`` every good step does; a
+    halving does not. The rules are those of DeepSpeed's ``runtime/fp16/loss_scaler.py``, with one
+    exception: gradients are always divided by the scale that their backward pass used, even on a
+    step that changes the scale.
 
     Attributes:
-      loss_scale: a fixed scale; 0 is dynamic.
-      initial_scale_power: the dynamic scale starts at 2 to this power.
-      loss_scale_window, hysteresis, consecutive_hysteresis: as above.
-      min_loss_scale: the dynamic scale falls no lower.
+      loss_scale: The static scale; 0 for a dynamic one.
+      initial_scale_power: The exponent of the first dynamic scale, 2**this.
+      loss_scale_window: The number of good steps after which the scale doubles.
+      hysteresis: The number of overflows after which the scale halves.
+      consecutive_hysteresis: Whether a good step refills the hysteresis.
+      min_loss_scale: The smallest dynamic scale.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: A wrong value.
 
     Example:
       >>> scale = LossScale(initial_scale_power=4, hysteresis=1)
@@ -91,8 +93,8 @@ class LossScale:
         """The state after a step.
 
         Args:
-          state: before it.
-          finite: bool [], whether every gradient was.
+          state: The state before the step.
+          finite: bool [], whether every gradient of the step is finite.
         """
         if self.loss_scale:
             return state

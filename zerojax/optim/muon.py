@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal for matrices, Adam for the rest.
+"""Muon: orthogonal momentum for matrices, Adam for other parameters.
 
 Shapes: a flax kernel is [..., in, out], the transpose of torch's.
 """
@@ -12,28 +12,28 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from zerojax.optim.decay import is_bias_or_norm, names_of
+from zerojax.optim.decay import is_bias_or_norm, names_on_path
 
 Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
-"""From a leaf's path and the leaf to its rows and columns; None gives the leaf to Adam."""
+"""From a leaf's path and the leaf to its matrix axes; None gives the leaf to Adam."""
 
 _LAST_TWO = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-# Whole names of modules or leaves, beside all that have "embed" in them.
+# Whole names of modules or leaves; names that contain "embed" count too.
 _EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
 
 
 def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
-    """Which leaves Muon updates, and as what matrix.
+    """The matrix axes of a leaf for Muon; None for a leaf that Adam updates.
 
-    Adam gets leaves of one dimension, biases and norms by name (so when `nn.scan` has stacked
-    them too), and the embeddings and the output head: a name on the path holds "embed", or is wte,
-    wpe, lm_head, head, output_head, logits or classifier. Every other leaf is a matrix in its last
-    two dimensions, [in, out], and a stack of them over the others: [L, in, out] are L matrices.
+    Adam gets leaves of one dimension, biases and norms by name (also those that `nn.scan` has
+    stacked), and the embeddings and the output head: a name on the path contains "embed", or is
+    wte, wpe, lm_head, head, output_head, logits or classifier. Every other leaf is a stack of
+    matrices [in, out] over its leading dimensions: [L, in, out] are L matrices.
 
-    DeepSpeed knows "embed" and "lm_head" alone, and so gives GPT-2's `wte` and `wpe` to Muon. It
-    flattens a convolution to one matrix, which here is one for each tap. The kernels of flax's
-    `DenseGeneral` attention, [in, heads, d], look like stacks: pass a function of your own as
-    `matrices` for them.
+    DeepSpeed looks for "embed" and "lm_head" only, and so gives GPT-2's `wte` and `wpe` to Muon.
+    DeepSpeed flattens a convolution to one matrix; here each tap is a matrix. The kernels of flax's
+    `DenseGeneral` attention, [in, heads, d], look like stacks: write a function of your own for
+    them.
 
     Example:
       >>> kernel, = jax.tree_util.tree_leaves_with_path({"mlp": {"kernel": jnp.ones((2, 3, 4))}})
@@ -43,7 +43,7 @@ def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
       >>> last_two_axes(*table) is None
       True
     """
-    names = names_of(path)
+    names = names_on_path(path)
     embedding_or_head = any("embed" in n or n in _EMBEDDING_OR_HEAD for n in map(str.lower, names))
     if leaf.ndim < 2 or embedding_or_head or is_bias_or_norm(names):
         return None
@@ -55,11 +55,11 @@ def muon_or_adam(
     adam: optax.GradientTransformation,
     matrices: Matrices = last_two_axes,
 ) -> optax.GradientTransformationExtraArgs:
-    """One transformation for the matrices and another for the other leaves.
+    """One transformation for the matrices, and another for the other leaves.
 
     Args:
-      muon, adam: whole update rules, with their rates.
-      matrices: which leaves are matrices.
+      muon, adam: Complete update rules, with their learning rates.
+      matrices: The function that separates matrices from other leaves.
 
     Example:
       >>> tx = muon_or_adam(optax.sgd(1.0), optax.sgd(0.5))
@@ -81,7 +81,7 @@ class ScaleByOrthogonalState(NamedTuple):
     """State of `scale_by_orthogonal_momentum`.
 
     Attributes:
-      momentum: like the parameters.
+      momentum: The mean gradient; a tree like the parameters.
     """
 
     momentum: optax.Updates
@@ -94,17 +94,17 @@ def scale_by_orthogonal_momentum(
 
     NS is five Newton-Schulz steps from X / (|X| + 1e-7): A = X X^T, then
     X = 3.4445 X + (-4.775 A + 2.0315 A A) X, in the gradients' own dtype (DeepSpeed: bf16 or fp16,
-    with "gram" another order of the same products). torch's rows are flax's `out`.
+    and with "gram" the same products in another order). torch's rows are flax's `out`.
 
-    NS is optax's; the momentum is not: `optax.contrib.scale_by_muon` corrects the bias of m and of
-    g by different factors, which turns the direction of the first few updates.
+    NS is optax's, the momentum is not: `optax.contrib.scale_by_muon` corrects the bias of m and of
+    g by different factors, which changes the direction of the first few updates.
 
     DeepSpeed's ZeRO makes gradients orthogonal before it measures and clips their norm, and before
-    it takes the loss scale out. Here they are unscaled and clipped first, as for every optimizer.
+    it divides by the loss scale. Here that order is as for every optimizer: divide, clip, rule.
 
     Args:
-      momentum: b, used as Nesterov has it.
-      matrices: which axes are `in` and `out`; for every leaf that gets here.
+      momentum: The factor b, with Nesterov's look-ahead.
+      matrices: The axes `in` and `out` of each leaf.
 
     Example:
       >>> tx = scale_by_orthogonal_momentum()
@@ -118,7 +118,7 @@ def scale_by_orthogonal_momentum(
     def axes(tree: optax.Updates) -> Any:
         return jax.tree_util.tree_map_with_path(matrices, tree)
 
-    # Without momentum it is nothing but the orthogonalisation, which optax does not export.
+    # Without momentum only the orthogonalisation is left, which optax does not export.
     orthogonal = scale_by_muon(beta=0.0, eps=1e-7, nesterov=False, weight_dimension_numbers=axes)
 
     def scaled(u: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:

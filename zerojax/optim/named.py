@@ -1,4 +1,4 @@
-"""The optimizers a DeepSpeed JSON names, on optax, with DeepSpeed's parameters and defaults."""
+"""The optimizers that a DeepSpeed JSON names, on optax, with DeepSpeed's defaults."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ import optax
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.optim.decay import Mask, mask_named
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
-from zerojax.optim.one_cycle import SECOND_BETA
 from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
@@ -20,7 +19,7 @@ from zerojax.optim.scaling import (
     scale_by_root_sum,
     with_beta,
 )
-from zerojax.optim.schedules import momentum_schedule, schedule
+from zerojax.optim.schedules import SECOND_BETA, momentum_schedule, schedule
 
 Rate: TypeAlias = float | optax.Schedule
 
@@ -33,7 +32,7 @@ def named_optimizer(
 ) -> tuple[optax.GradientTransformation, Rate]:
     """The optimizer that a config names, with its schedule.
 
-    With rate r, weight decay d and direction u of the rule (p -= r u):
+    With rate r, weight decay d, and the rule's direction u, so that p -= r u:
 
     - Adam, FusedAdam, CPUAdam, AdamW: u = mhat / (sqrt(vhat) + eps) + d p. With `adam_w_mode`
       false the decay goes into the gradient, g + d p, instead (L2).
@@ -44,27 +43,27 @@ def named_optimizer(
       sqrt(1 - b2^n) / (1 - b1^n) with `bias_correction`. As in DeepSpeed, the correction comes
       last; `optax.lamb` corrects the moments, and clamps nothing.
     - Muon: for matrices u = NS(m) sqrt(max(1, out / in)) + d p at the rate `muon_lr`, see
-      `zerojax.optim.muon`; the rest is AdamW's at the rate `adam_lr`. Both are `lr` where they are
-      not given, and 0.02 and 3e-4 without that.
+      `zerojax.optim.muon`; AdamW at the rate `adam_lr` for other parameters. Both rates default to
+      `lr`, and without `lr` to 0.02 and 3e-4.
 
-    Adam's, Lion's and SGD's rules are optax's, which differ from torch's and DeepSpeed's in
+    The rules of Adam, Lion and SGD are optax's, which differ from torch's and DeepSpeed's in
     rounding alone: optax takes 1 - b2^n in float32, 1e-5 off (relative) at the first update.
-    Adagrad, Lamb and Muon differ in optax; they are zerojax's own.
+    Adagrad, Lamb and Muon are zerojax's own, since optax has other formulas.
 
-    A OneCycle schedule with `cycle_momentum` moves the first beta of Adam, Lion and Lamb too, by
-    the count of the rule's own state, and sets the second to 0.99. As in DeepSpeed, optimizers
-    without betas (SGD, Adagrad, Muon) keep their momentum, with a warning.
+    A OneCycle schedule with `cycle_momentum` moves the first beta of Adam, Lion and Lamb, by the
+    count of the rule's own state, and sets the second to 0.99. As in DeepSpeed, optimizers without
+    betas (SGD, Adagrad, Muon) keep their momentum, with a warning.
 
     Args:
-      config: type and parameters; those not given have DeepSpeed's defaults.
-      scheduler: a schedule by name, or any function from the count of updates made to a rate, for
+      config: The type and its parameters; omitted ones have DeepSpeed's defaults.
+      scheduler: A schedule by name, or any function from the number of updates made to a rate, for
         all parameters; without one the rate is the parameter `lr`.
-      weight_decay_mask: which parameters decay, as optax has it: a tree of booleans or a function
-        from the parameters to one. Comes before the parameter of the same name, which is "all", or
-        "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
+      weight_decay_mask: The parameters that decay, as optax's mask: a tree of booleans or a
+        function from the parameters to one. Replaces the parameter of the same name, which is
+        "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
 
     Returns:
-      The transformation, and the rate it uses; with Muon that of the matrices.
+      The transformation, and its rate; with Muon the rate of the matrices.
 
     Raises:
       ConfigError: Nesterov's method without momentum.
@@ -106,13 +105,14 @@ Parts: TypeAlias = list[optax.GradientTransformation]
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a rule is made from.
+    """The inputs of a rule.
 
     Attributes:
-      params, given: the parameters with and without defaults.
-      scheduler: as given to `named_optimizer`.
-      betas: of the rule; the first may be a schedule.
-      decay: adds the decayed weights, or is empty.
+      params: The parameters, with DeepSpeed's defaults.
+      given: The parameters of the config alone.
+      scheduler: The schedule of `named_optimizer`.
+      betas: The betas; the first may be a schedule.
+      decay: The transformation that adds decayed weights; empty without weight decay.
     """
 
     params: Mapping[str, Any]

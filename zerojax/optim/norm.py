@@ -1,4 +1,4 @@
-"""The global norm of a gradient, summed in an order that does not depend on where it lies."""
+"""The global norm of a gradient, summed in an order that its placement does not change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def square_sums(x: jax.Array) -> jax.Array:
-    """Square sums of the rows of ``x``, its entries along the first dimension.
+    """The sum of squares of each entry of ``x``, [n, ...], along the first dimension: [n].
 
     A stack of layers gives the same numbers as its layers one by one.
     """
@@ -19,10 +19,10 @@ def square_sums(x: jax.Array) -> jax.Array:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The L2 norm over all leaves."""
+    """The L2 norm over all leaves of a tree: float32 []."""
     return norm_of([square_sums(x) for x in jax.tree.leaves(tree)])
 
 
 def norm_of(sums: Sequence[jax.Array]) -> jax.Array:
-    """The same from the :func:`square_sums` of the leaves."""
+    """The L2 norm from the :func:`square_sums` of all leaves: float32 []."""
     return jnp.sqrt(sum((jnp.sum(x) for x in sums), start=jnp.zeros((), jnp.float32)))

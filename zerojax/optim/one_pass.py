@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels import dispatch, fused_adamw
 from zerojax.optim.decay import Mask
 
 _KERNEL = "mosaic_gpu"
 
 
 class OnePass(NamedTuple):
-    """Another way to an optimizer's update: parameters and moments at once.
+    """An optimizer's update that writes parameters and moments in one pass over memory.
 
     Attributes:
-      wins: ``wins(mesh)``, whether it is to be used on these devices, there or not.
-      update: ``update(grads, state, params, shardings)`` makes the parameters after the update,
-        and the state. ``shardings`` is a tree of them like the parameters; gradients and moments
-        lie in the same way.
+      wins: ``wins(mesh)`` is True where the devices of a mesh, present or not, should use it.
+      update: ``update(grads, state, params, shardings, scale=..., run=...)`` returns the updated
+        parameters and the optimizer's state. ``shardings`` is a tree like the parameters, which
+        gradients and moments share; ``scale`` multiplies the gradients, and a false ``run``
+        changes nothing.
     """
 
     wins: Callable[[Mesh], bool]
@@ -31,10 +31,10 @@ class OnePass(NamedTuple):
 
 
 class WithOnePass(optax.GradientTransformationExtraArgs):
-    """An optax transformation that knows another way to its update.
+    """An optax transformation that may have a one-pass update.
 
     Attributes:
-      one_pass: that way; None where there is none.
+      one_pass: The one-pass update, or None.
     """
 
     one_pass: OnePass | None = None
@@ -52,18 +52,20 @@ def adam_in_one_pass(
     implementation: str | None,
     always: bool,
 ) -> WithOnePass:
-    """``tx``, and its update by :func:`pallas_kernels.fused_adamw`.
+    """``tx`` with a one-pass update by :func:`pallas_kernels.fused_adamw`.
 
     Args:
-      tx: a chain of ``optax.scale_by_adam``, decayed weights and the learning rate, in the order
-        that ``decoupled`` says.
-      rate, betas, eps, weight_decay, mask, decoupled: what it was made of; see
-        :func:`zerojax.optim.named_optimizer`. The first beta may be a schedule.
-      implementation: of the kernel; None takes the one that was measured to be faster.
-      always: with None, take the kernel wherever it works in place, faster or not.
+      tx: A chain of ``optax.scale_by_adam``, decayed weights and the learning rate, in the order
+        of ``decoupled``.
+      rate, betas, eps, weight_decay, mask, decoupled: The settings of ``tx``; see
+        :func:`zerojax.optim.named.named_optimizer`. The first beta may be a schedule.
+      implementation: "mosaic_gpu" or "xla"; None for the one that measured faster.
+      always: Whether None takes the kernel wherever the kernel works in place, faster or not.
     """
 
     def wins(mesh: Mesh) -> bool:
+        from pallas_kernels import dispatch  # seconds, which only this update needs
+
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if implementation is None and always:
                 return dispatch.in_place(dispatch.target()) == _KERNEL
@@ -78,6 +80,8 @@ def adam_in_one_pass(
         scale: jax.typing.ArrayLike = 1.0,
         run: jax.typing.ArrayLike = True,
     ) -> tuple[Any, Any]:
+        from pallas_kernels import fused_adamw
+
         at = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
         adam, last = state[at], state[-1]
         after = optax.safe_increment(adam.count)
@@ -88,11 +92,11 @@ def adam_in_one_pass(
 
         def on_shards(scalars: Any, count: Any, *leaves: Any) -> list[Any]:
             scale, lr, b1, run = scalars
-            made: list[Any] = [None] * len(decays)
+            updated: list[Any] = [None] * len(decays)
             for decay in (True, False):
                 part = [i for i, yes in enumerate(decays) if yes == decay]
                 if part:
-                    found = fused_adamw(
+                    fused = fused_adamw(
                         *([column[i] for i in part] for column in leaves),
                         count=count,
                         learning_rate=lr,
@@ -105,18 +109,18 @@ def adam_in_one_pass(
                         run=run != 0,
                         implementation=_KERNEL,
                     )
-                    columns = (found.params, found.mu, found.nu)
+                    columns = (fused.params, fused.mu, fused.nu)
                     for i, *results in zip(part, *columns, strict=True):
-                        made[i] = results
-            return [list(column) for column in zip(*made, strict=True)]
+                        updated[i] = results
+            return [list(column) for column in zip(*updated, strict=True)]
 
-        lying = jax.tree.leaves(shardings)
-        specs = [s.spec for s in lying]
-        none = PartitionSpec()
+        placed = jax.tree.leaves(shardings)
+        specs = [s.spec for s in placed]
+        whole = PartitionSpec()
         results = jax.shard_map(
             on_shards,
-            mesh=lying[0].mesh,
-            in_specs=(none, none, specs, specs, specs, specs),
+            mesh=placed[0].mesh,
+            in_specs=(whole, whole, specs, specs, specs, specs),
             out_specs=[specs] * 3,
             check_vma=False,
         )(scalars, after, *map(jax.tree.leaves, (grads, params, adam.mu, adam.nu)))
@@ -130,9 +134,9 @@ def adam_in_one_pass(
             moved[-1] = last._replace(count=jnp.where(keep, count, last.count))
         return new, tuple(moved)
 
-    made = WithOnePass(tx.init, optax.with_extra_args_support(tx).update)
-    made.one_pass = OnePass(wins, update)
-    return made
+    with_one_pass = WithOnePass(tx.init, optax.with_extra_args_support(tx).update)
+    with_one_pass.one_pass = OnePass(wins, update)
+    return with_one_pass
 
 
 def _decays(params: Any, mask: Mask | None) -> list[bool]:

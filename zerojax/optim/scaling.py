@@ -1,7 +1,6 @@
-"""Update rules of DeepSpeed's optimizers where optax has another formula.
+"""Update rules of DeepSpeed's optimizers for which optax has other formulas.
 
-Each is an optax transformation without learning rate, to be chained with one. Muon's is in
-`muon.py`.
+Each is an optax transformation without a learning rate. Muon's rule is in `muon.py`.
 """
 
 import math
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 Beta: TypeAlias = float | optax.Schedule
-"""A moment's decay: a constant, or one for each update, as a function of those made before."""
+"""A moment's decay: a constant, or a function of the number of updates made."""
 
 
 def with_beta(
@@ -21,12 +20,12 @@ def with_beta(
 ) -> optax.GradientTransformation:
     """A rule whose first beta may change from one update to the next.
 
-    The count is the rule's own, so that an update that is skipped with its state does not count.
-    `optax.inject_hyperparams` would keep a second one, and the beta, in a state around it.
+    The count is the one in the rule's own state, so that an update that is skipped with its state
+    does not count. `optax.inject_hyperparams` would add a second count, and the beta, to the state.
 
     Args:
-      rule: from the beta to a transformation whose state has a `count`.
-      b1: the beta, or a schedule of it.
+      rule: A function from the beta to a transformation whose state has a `count`.
+      b1: The first beta, or a schedule of it.
 
     Example:
       >>> tx = with_beta(lambda b1: optax.scale_by_lion(b1=b1), lambda count: 1.0 * (count > 0))
@@ -52,7 +51,7 @@ class ScaleByRootSumState(NamedTuple):
     """State of `scale_by_root_sum`.
 
     Attributes:
-      sum_of_squares: like the parameters.
+      sum_of_squares: The sums; a tree like the parameters.
     """
 
     sum_of_squares: optax.Updates
@@ -103,7 +102,7 @@ def scale_by_raw_adam(
     """
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        # Separate arrays: a donated buffer may stand in a state only once.
+        # Separate arrays: a state that is donated may contain a buffer only once.
         mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
@@ -125,12 +124,12 @@ def scale_by_raw_adam(
 def scale_by_clamped_trust_ratio(
     min_coeff: float = 0.01, max_coeff: float = 10.0
 ) -> optax.GradientTransformation:
-    """Lamb: u times clamp(|p| / |u|, min_coeff, max_coeff), by leaf; 1 where a norm is 0.
+    """Lamb: u times clamp(|p| / |u|, min_coeff, max_coeff) for each leaf; u where a norm is 0.
 
     `optax.scale_by_trust_ratio` does not clamp.
 
     Raises:
-      ValueError: the update is called without parameters.
+      ValueError: An update without parameters.
 
     Example:
       >>> tx = scale_by_clamped_trust_ratio()
@@ -141,7 +140,7 @@ def scale_by_clamped_trust_ratio(
     """
 
     def scaled(u: jax.Array, p: jax.Array) -> jax.Array:
-        # Norms in fp32, whatever the leaves are.
+        # Norms in fp32 at least, for leaves of every dtype.
         norms = [jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
                  for x in (p, u)]  # fmt: skip
         ratio = norms[0] / jnp.where(norms[1] == 0, 1.0, norms[1])
@@ -171,7 +170,7 @@ def scale_by_late_bias_correction(b1: Beta, b2: float) -> optax.GradientTransfor
     """
 
     def weight(b: jax.typing.ArrayLike, n: jax.Array) -> jax.Array:
-        # 1 - b^n, which cancels for b near 1 if float32 has to hold b^n, or b itself.
+        # 1 - b^n. For b near 1 it would cancel if float32 held b^n, or b itself.
         if isinstance(b, float):
             return -jnp.expm1(n * (math.log(b) if b else -math.inf))
         return -jnp.expm1(n * jnp.log(b))

@@ -1,26 +1,32 @@
 """DeepSpeed's learning-rate schedules, as functions of the number of updates made.
 
-DeepSpeed ticks its schedule after each update, so the update that finds `count` updates behind it
-runs at t = count - 1, and the first one at the schedule's start value.
+DeepSpeed ticks its schedule after each update. So the update after `count` others runs at
+t = count - 1, and the first one at the schedule's start value (`runtime/lr_schedules.py`).
 """
 
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from zerojax.config import ConfigError, SchedulerConfig
-from zerojax.optim.one_cycle import OfStep, Params, cycled_momentum, cycled_rate
+
+Params: TypeAlias = Mapping[str, Any]
+OfStep: TypeAlias = Callable[[jax.Array], jax.Array]
+"""A number as a function of t = count - 1, an integer array."""
+
+SECOND_BETA = 0.99
+"""DeepSpeed's second beta, in the cycle of OneCycle and after it, where the first one cycles."""
 
 _MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
 
 def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> optax.Schedule:
-    """The rate of each update, exactly DeepSpeed's.
+    """The learning rate of each update, equal to DeepSpeed's.
 
     With t = count - 1, w = max(2, warmup_num_steps) and T = total_num_steps:
 
@@ -31,24 +37,24 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     - WarmupCosineLR: base_lr times r0 + (1 - r0) g while t < w, then
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.
     - OneCycle: from min to max over `cycle_first_step_size` updates, back over
-      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size). Its
-      momentum is that of :func:`zerojax.optim.schedules.momentum_schedule`. The stair counts have
-      no effect, as in DeepSpeed.
+      `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size).
+      :func:`zerojax.optim.schedules.momentum_schedule` has its momentum. The stair counts have no
+      effect, as in DeepSpeed.
     - LRRangeTest: min (1 + rate i), i = (t + 1) / step_size, rounded down with staircase.
 
     The start value, at count 0, is the minimum, and 0 for WarmupCosineLR.
 
     Args:
-      scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
-      base_lr: the optimizer's rate.
+      scheduler: A `SchedulerConfig`, or the JSON's object with `type` and `params`.
+      base_lr: The optimizer's learning rate.
 
     Returns:
-      A function from the count of updates made (an int or an integer array; updates that were
-      skipped do not count) to the rate, in the default float dtype. Optax takes it as a schedule;
-      it may be jitted and vmapped. In float32 it is within 1e-6 relative of the formula.
+      An optax schedule: a function from the number of updates made (an int or an integer array;
+      skipped updates do not count) to the rate, in the default float dtype, within 1e-6 relative of
+      the formula in float32. The function may be jitted and vmapped.
 
     Raises:
-      ConfigError: an unknown type or parameter, or a wrong value.
+      ConfigError: An unknown type or parameter, or a wrong value.
 
     Example:
       >>> rate = schedule({"type": "WarmupLR", "params": {
@@ -63,20 +69,20 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
 
 
 def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
-    """The first beta of each update, where the schedule sets it: OneCycle with `cycle_momentum`.
+    """The first beta of each update, if the schedule sets one: OneCycle with `cycle_momentum`.
 
     max - (max - min) h over the cycle, with h the height of the rate in its own cycle, then
     max (1 + decay_mom_rate (t - both + 1) / decay_step_size); the minimum at count 0. DeepSpeed
-    sets the second beta to 0.99 along with it.
+    sets the second beta to 0.99 with it.
 
     Args:
-      scheduler: a `SchedulerConfig`, or the JSON's object with `type` and `params`.
+      scheduler: A `SchedulerConfig`, or the JSON's object with `type` and `params`.
 
     Returns:
-      A function of the count of updates made, or None where the momentum is left alone.
+      A function of the number of updates made, or None where the schedule sets no momentum.
 
     Raises:
-      ConfigError: an unknown type or parameter, or a wrong value.
+      ConfigError: An unknown type or parameter, or a wrong value.
 
     Example:
       >>> momentum = momentum_schedule({"type": "OneCycle", "params": {
@@ -125,15 +131,15 @@ def _check(params: Params) -> None:
         )
 
 
-def _float(value: jax.Array) -> jax.Array:
+def _float(value: jax.typing.ArrayLike) -> jax.Array:
     return jnp.asarray(value, dtype=float)
 
 
 def _warmup(params: Params) -> tuple[int, OfStep]:
-    """The steps of the warm-up and its g, which holds while 0 <= t < w."""
+    """The steps w of the warm-up, and its g for 0 <= t < w."""
     w = max(2, params["warmup_num_steps"])
     if params["warmup_type"] == "log":
-        # t = -1 gets the start value, so that ln need not see 0.
+        # At t = -1 the rate is the start value, so that ln(0) is never needed.
         return w, lambda t: jnp.log(_float(jnp.maximum(t, 0) + 1)) * (1 / math.log(w))
     return w, lambda t: _float(t) / w
 
@@ -167,7 +173,7 @@ def _warmup_cosine_lr(params: Params, base_lr: float) -> OfStep:
     start, end = params["warmup_min_ratio"], params["cos_min_ratio"]
 
     def rate(t: jax.Array) -> jax.Array:
-        # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, and that does not cancel as x nears 1.
+        # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, which does not cancel as x nears 1.
         left = jnp.clip(span - (t - w + 1), 0, span)
         cosine = end + (1 - end) * jnp.sin(math.pi / 2 * (_float(left) / span)) ** 2
         ratio = jnp.where(t < w, start + (1 - start) * g(t), cosine)
@@ -185,6 +191,83 @@ def _lr_range_test(params: Params, base_lr: float) -> OfStep:
         return low * (1 + growth * interval)
 
     return rate
+
+
+def cycled_rate(params: Params) -> OfStep:
+    """OneCycle's rate: min + (max - min) h, then min / (1 + decay_lr_rate d); min at t = -1.
+
+    h is the height of the cycle, d the intervals after it.
+
+    Example:
+      >>> rate = cycled_rate({"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2,
+      ...     "cycle_second_step_size": None, "decay_lr_rate": 1.0, "decay_step_size": 1})
+      >>> [float(rate(t)) for t in range(-1, 5)]
+      [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
+    """
+    low, high = params["cycle_min_lr"], params["cycle_max_lr"]
+    cycle = _cycle(params)
+
+    def rate(t: jax.Array) -> jax.Array:
+        decayed = low / (1 + params["decay_lr_rate"] * cycle.intervals(t))
+        return jnp.where(cycle.runs(t), low + (high - low) * cycle.height(t), decayed)
+
+    return rate
+
+
+def cycled_momentum(params: Params) -> OfStep:
+    """OneCycle's momentum: max - (max - min) h, then max (1 + decay_mom_rate d); min at t = -1.
+
+    As in DeepSpeed, the first update has the minimum and the second nearly the maximum, and with a
+    `decay_mom_rate` above 0 the momentum grows without bound, to 1 and beyond.
+
+    Example:
+      >>> momentum = cycled_momentum({"cycle_min_mom": 0.5, "cycle_max_mom": 1.0,
+      ...     "cycle_first_step_size": 2, "cycle_second_step_size": None,
+      ...     "decay_mom_rate": -0.5, "decay_step_size": 1})
+      >>> [float(momentum(t)) for t in range(-1, 5)]
+      [0.5, 0.75, 0.5, 0.75, 1.0, 0.5]
+    """
+    low, high = params["cycle_min_mom"], params["cycle_max_mom"]
+    cycle = _cycle(params)
+
+    def momentum(t: jax.Array) -> jax.Array:
+        decayed = high * (1 + params["decay_mom_rate"] * cycle.intervals(t))
+        cycled = jnp.where(cycle.runs(t), high - (high - low) * cycle.height(t), decayed)
+        return jnp.where(t < 0, low, cycled)
+
+    return momentum
+
+
+class _Cycle(NamedTuple):
+    """The shape of OneCycle, which rate and momentum share; DeepSpeed's `runtime/lr_schedules.py`.
+
+    With n = t + 1, F and S the sizes of the two halves and D the decay interval, in updates.
+
+    Attributes:
+      runs: Whether t lies in the cycle.
+      height: N / F for n <= F, then (F + S - n) / S until n = F + S.
+      intervals: (n - F - S) / D after the cycle, 0 before.
+    """
+
+    runs: OfStep
+    height: OfStep
+    intervals: OfStep
+
+
+def _cycle(params: Params) -> _Cycle:
+    up = params["cycle_first_step_size"]
+    down = params["cycle_second_step_size"] or up
+    # DeepSpeed does not decay at all where the interval is 0.
+    every = params["decay_step_size"] or float("inf")
+
+    def height(t: jax.Array) -> jax.Array:
+        n = t + 1
+        return jnp.where(n <= up, _float(n) / up, _float(up + down - n) / down)
+
+    def intervals(t: jax.Array) -> jax.Array:
+        return _float(jnp.maximum(0, t + 1 - up - down)) / every
+
+    return _Cycle(lambda t: t < up + down, height, intervals)
 
 
 _RATES: dict[str, Callable[[Params, float], OfStep]] = {

@@ -1,4 +1,4 @@
-"""What the last step did, read from the state."""
+"""The figures of the last step, read from the state."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     """The counters and figures of the last step.
 
     Args:
-      state: a ``TrainState`` that zerojax placed, or an ``nnx.Optimizer``, or a tuple of NNX
-        objects with it, or the optimizer state itself.
+      state: A ``TrainState`` that zerojax placed, an ``nnx.Optimizer``, a tuple of NNX objects
+        that contains one, or the optimizer state.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
-      ``grad_norm`` (of the last step: global L2, unscaled, before clipping; inf where it was
-      skipped), ``learning_rate`` (of the last step; NaN where it cannot be known) and ``step``
-      (steps taken, skipped ones among them).
+      ``grad_norm`` (of the last step: global L2, unscaled, before clipping; inf if skipped),
+      ``learning_rate`` (of the last step; NaN if unknown) and ``step`` (steps taken, skipped ones
+      included).
 
     Raises:
-      TypeError: the state did not come from zerojax.
+      TypeError: The state has no zerojax optimizer state.
     """
     several = isinstance(state, tuple) and not isinstance(state, ZeroOptState)
-    held = [getattr(x, "opt_state", x) for x in (state if several else (state,))]
-    opt_state = next((x for x in held if isinstance(x, ZeroOptState)), None)
+    candidates = [getattr(x, "opt_state", x) for x in (state if several else (state,))]
+    opt_state = next((x for x in candidates if isinstance(x, ZeroOptState)), None)
     if opt_state is None:
         raise TypeError(
             f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "
@@ -39,7 +39,7 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
 
 def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
-    """The same of the optimizer's state alone."""
+    """The figures of :func:`telemetry`, from the optimizer's state."""
 
     def value(x: Any) -> jax.Array:
         return jnp.asarray(x[...] if hasattr(x, "get_metadata") else x)

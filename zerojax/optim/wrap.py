@@ -1,4 +1,4 @@
-"""What the config asks of an optimizer, around any optax transformation."""
+"""Loss scale, skipping, clipping and telemetry around any optax transformation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ZeroOptState(NamedTuple):
     """State of a wrapped transformation.
 
     Attributes:
-      inner: the user's optimizer state.
-      steps: int32 [], steps taken, skipped ones among them.
+      inner: The state of the wrapped transformation.
+      steps: int32 [], steps taken, skipped ones included.
       skipped: int32 [], steps that changed nothing, because a gradient was not finite.
       grad_norm: float32 [], global L2 norm of the last gradient, unscaled and before clipping;
-        inf where the step was skipped.
-      learning_rate: float32 [], of the last step; NaN where it cannot be known.
-      loss_scale: see :class:`LossScaleState`; None without a loss scale.
+        inf if the step was skipped.
+      learning_rate: float32 [], the rate of the last step; NaN if unknown.
+      loss_scale: The state of the loss scale; None without one.
     """
 
     inner: optax.OptState
@@ -56,27 +56,27 @@ def wrap(
 
     .. math:: g \leftarrow g / s \cdot \min(1, c / (n + 10^{-6}))
 
-    where :math:`c` is ``gradient_clipping`` (as DeepSpeed's ``runtime/utils.py`` has it). With a
-    loss scale, or with ``skip_nonfinite``, a step in which :math:`n` is not finite changes neither
-    parameters nor the state of ``tx``, its schedule included; it is counted as skipped. One NaN
-    or inf anywhere makes :math:`n` so on every device.
+    where :math:`c` is ``gradient_clipping`` (DeepSpeed's ``runtime/utils.py``). With a loss scale,
+    or with ``skip_nonfinite``, a step whose :math:`n` is not finite changes neither parameters nor
+    the state of ``tx``, its schedule included, and counts as skipped. One NaN or inf anywhere makes
+    :math:`n` NaN or inf on every device.
 
     Args:
-      tx: any optax transformation.
-      gradient_clipping: largest global norm let through; 0 turns clipping off.
-      loss_scale: how the scale moves. The gradients must then come from a loss that was
-        multiplied with ``state.loss_scale.scale``: :func:`zerojax.value_and_grad` does that in a
-        decorated step, and elsewhere where it is given as ``loss_scale=``.
-      skip_nonfinite: skip such steps without a loss scale too.
-      learning_rate: what ``tx`` uses, for telemetry. Without it the rate is read from
-        ``optax.inject_hyperparams`` state if there is one.
+      tx: Any optax transformation.
+      gradient_clipping: The maximum global norm of a gradient; 0 turns clipping off.
+      loss_scale: The rules of the loss scale; None for no scale. The gradients must come from a
+        loss multiplied by ``state.loss_scale.scale``: :func:`zerojax.value_and_grad` does that in a
+        decorated step, and in other programs with its argument ``loss_scale=``.
+      skip_nonfinite: Whether such steps are skipped without a loss scale too.
+      learning_rate: The rate of ``tx``, for telemetry; None reads the rate from the state of
+        ``optax.inject_hyperparams``, if any.
 
     Raises:
-      ConfigError, TypeError: a value that cannot be.
+      ConfigError, TypeError: A wrong value.
 
     Example:
-      In any optax training loop. The parameters keep their dtype here: masters in float32, which
-      the loss casts, are up to the loop, and so is what to do at the smallest scale.
+      In any optax training loop. The loop itself casts float32 masters to the compute dtype, and
+      decides what to do at the smallest scale.
 
       >>> import jax, jax.numpy as jnp, optax, zerojax
       >>> tx = zerojax.wrap(optax.sgd(0.1), loss_scale=zerojax.LossScale(initial_scale_power=8))
@@ -119,7 +119,7 @@ def wrap(
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
-        # Summed already where the gradients have left the device.
+        # Gradients that have left the device come with their square sums.
         norm = global_norm(grads) if square_sums is None else norm_of(square_sums)
         if gradient_clipping:
             factor = clip_factor(norm)
@@ -127,7 +127,7 @@ def wrap(
         updates, inner = inner_tx.update(grads, state.inner, params, **extra)
         if may_skip:
             finite = jnp.isfinite(norm)
-            # -0.0 is what any number keeps its bits under.
+            # Adding -0.0 keeps the bits of every number.
             updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
             inner = choose(finite, inner, state.inner)
         return updates, counted(state, inner, norm)
@@ -139,8 +139,8 @@ def wrap(
         if learning_rate is None:
             rate = _injected_rate(inner)
         else:
-            made = state.steps - state.skipped
-            rate = learning_rate(made) if callable(learning_rate) else learning_rate
+            updates = state.steps - state.skipped
+            rate = learning_rate(updates) if callable(learning_rate) else learning_rate
         skipped, scale = state.skipped, state.loss_scale
         if may_skip:
             finite = jnp.isfinite(norm)
@@ -158,7 +158,7 @@ def wrap(
         )
 
     def in_one_pass(
-        way: OnePass,
+        one_pass: OnePass,
         grads: optax.Updates,
         state: ZeroOptState,
         params: optax.Params,
@@ -168,13 +168,13 @@ def wrap(
         scale = clip_factor(norm) if gradient_clipping else jnp.ones(())
         scale = scale if state.loss_scale is None else scale / state.loss_scale.scale
         run = jnp.isfinite(norm) if may_skip else True
-        new, inner = way.update(grads, state.inner, params, shardings, scale=scale, run=run)
+        new, inner = one_pass.update(grads, state.inner, params, shardings, scale=scale, run=run)
         return new, counted(state, inner, norm)
 
-    made = ZeroTransformation(init, update)
+    wrapped = ZeroTransformation(init, update)
     if isinstance(tx, WithOnePass) and tx.one_pass is not None:
-        made.one_pass = OnePass(tx.one_pass.wins, functools.partial(in_one_pass, tx.one_pass))
-    return made
+        wrapped.one_pass = OnePass(tx.one_pass.wins, functools.partial(in_one_pass, tx.one_pass))
+    return wrapped
 
 
 def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
@@ -184,7 +184,7 @@ def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
 
 
 def features(config: ZeroConfig) -> dict[str, Any]:
-    """What a config asks of :func:`wrap`, as its keywords."""
+    """The keywords of :func:`wrap` for a config."""
     return {
         "gradient_clipping": config.gradient_clipping,
         "loss_scale": LossScale.of(config) if config.fp16 else None,
@@ -195,8 +195,8 @@ def features(config: ZeroConfig) -> dict[str, Any]:
 def adopt(
     inner: optax.OptState, steps: Any = 0, loss_scale: LossScale | None = None
 ) -> ZeroOptState:
-    """The wrapped state around an optimizer state that exists already."""
-    # Separate arrays: a donated buffer may stand in a state only once.
+    """The wrapped state around an existing optimizer state."""
+    # Separate arrays: a state that is donated may contain a buffer only once.
     return ZeroOptState(
         inner=inner,
         steps=jnp.asarray(steps, jnp.int32),
@@ -208,17 +208,17 @@ def adopt(
 
 
 def choose(condition: jax.Array, one: Any, other: Any) -> Any:
-    """One of two trees of the same form, leaf by leaf; ``condition`` is bool []."""
+    """One of two trees of the same structure; ``condition`` is bool []."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def full_precision(x: jax.Array) -> jax.Array:
-    """A 16-bit float array in float32; another one as it is."""
+    """A 16-bit float array in float32; any other array unchanged."""
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def _injected_rate(state: optax.OptState) -> Any:
-    found = optax.tree.get_all_with_path(
+    rates = optax.tree.get_all_with_path(
         state, "learning_rate", filtering=lambda path, value: hasattr(value, "dtype")
     )
-    return found[0][1] if found else jnp.nan
+    return rates[0][1] if rates else jnp.nan

@@ -1,4 +1,4 @@
-"""States: wrapped as the config asks, planned, born sharded or placed."""
+"""A user's state: its optimizer wrapped, its leaves planned, its arrays born sharded or placed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from zerojax.optim.wrap import (
     wrap,
 )
 from zerojax.placement.placer import Placer
-from zerojax.plan import layout, planning
+from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.planning import make_plan
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -35,13 +36,17 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 
 
 class States:
-    """Everything that turns a user's state into a sharded one.
+    """Turns a user's states into sharded ones.
 
     Args:
-      config: what is asked for.
-      mesh, axis: the devices, and the axis over which ZeRO shards.
-      specs: the user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``;
+      config: The config.
+      mesh: The devices.
+      axis: The axis over which ZeRO shards.
+      specs: The user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``;
         None leaves them to the model's metadata.
+
+    Attributes:
+      placer: Puts arrays where the plan has them.
     """
 
     def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
@@ -53,11 +58,11 @@ class States:
         """``tx`` with the config's features; the same result for the same ``tx``."""
         if tx not in self._wrapped:
             if not self._wrapped:
-                self._say_unused()
+                self._warn_unused()
             self._wrapped[tx] = wrap(tx, **features(self.config))
         return self._wrapped[tx]
 
-    def _say_unused(self) -> None:
+    def _warn_unused(self) -> None:
         optimizer, scheduler = self.config.optimizer, self.config.scheduler
         unused = " and ".join(
             f"{name} ({given.type})"
@@ -81,8 +86,8 @@ class States:
         """Takes a ``(TrainState,)`` or NNX objects apart, and wraps the optimizer.
 
         Raises:
-          TypeError: they are something else.
-          ValueError: there is nothing to train, or the optimizer is wrapped otherwise.
+          TypeError: The objects are something else.
+          ValueError: The state has no parameters, or its optimizer is wrapped otherwise.
         """
         opened = take_apart(objects)
         if not jax.tree.leaves(opened.parts.params):
@@ -114,7 +119,7 @@ class States:
         return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
 
     def observed(self, opened: OpenedState) -> OpenedState:
-        """What only looks at a state is given of it: the user's own optimizer and its state."""
+        """The state for an evaluation, which needs no wrapped optimizer."""
         parts = jax.tree.map(_array, opened.parts)
         return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
 
@@ -129,9 +134,7 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        return planning.make(
-            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
-        )
+        return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
         params = opened.parts.params
@@ -148,21 +151,22 @@ class States:
             )
         leaves = jax.tree.leaves(params)
         return tuple(
-            layout.full(spec or self._lying(x), len(x.shape))
+            layout.full(spec or self._spec_of(x), len(x.shape))
             for spec, x in zip(given, leaves, strict=True)
         )
 
-    def _lying(self, x: Any) -> PartitionSpec | None:
-        """The spec that an array was placed with, without ZeRO's part of it."""
+    def _spec_of(self, x: Any) -> PartitionSpec | None:
+        """The spec of an array on this mesh, without ZeRO's axis; None for another array."""
         if isinstance(x, jax.core.Tracer):  # has none, and takes seconds to say so
             return None
         sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+        if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
             return None
         return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
 
     def init(self, create: Callable[..., Any], *args: Any) -> Any:
-        """Runs ``create`` so that no device ever holds more than its shards."""
+        """The state that ``create(*args)`` makes, with no device ever holding more than its
+        shards."""
         with automatic_context(self.mesh) as explicit:
             return self._born(create, relabelled(args, self.mesh), explicit)
 
@@ -190,7 +194,7 @@ class States:
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
     ) -> tuple[Callable[..., Parts], list[OpenedState]]:
-        opened: list[OpenedState] = []  # what create returns besides arrays, once for each trace
+        opened: list[OpenedState] = []  # all but the arrays is needed, of each trace
 
         def make(*args: Any) -> Parts:
             made = create(*args)
@@ -207,16 +211,16 @@ class States:
         return make_there, opened
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
-        """The state where the plan wants it; a copy, unless it comes from zerojax and lies there
-        already, so that the caller's own arrays live on.
+        """The state's arrays where the plan has them. Copies, unless the state comes from zerojax
+        and lies there already, so that the caller's own arrays live on.
 
         Raises:
-          ValueError: it lies on another mesh.
+          ValueError: The state lies on another mesh.
         """
         parts, wanted = opened.parts, plan.shardings()
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
         where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
-        if not opened.plain and all(lies(*each) for each in where):
+        if not opened.plain and all(is_placed(*each) for each in where):
             return parts
         self.check_mesh(parts)
         made = [self.placer.put(_copy(x), *at) for x, *at in where]
@@ -228,7 +232,7 @@ class States:
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:
                 continue
-            if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.mesh):
+            if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
                 raise ValueError(
                     f"the state lies on another mesh: {jax.tree_util.keystr(path)} is placed with "
                     f"{sharding}, zero's mesh is {dict(self.mesh.shape)} over "
@@ -237,8 +241,8 @@ class States:
                 )
 
 
-def lies(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
-    """Whether an array lies where the plan wants it."""
+def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
+    """Whether an array lies where the plan has it."""
     return (
         isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
         and x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -248,10 +252,10 @@ def lies(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
 
 
 def take_apart(objects: tuple[Any, ...]) -> OpenedState:
-    """A ``(TrainState,)``, or NNX objects with an optimizer among them, as they are.
+    """Takes a ``(TrainState,)``, or NNX objects with an optimizer among them, apart.
 
     Raises:
-      TypeError: they are something else.
+      TypeError: The objects are something else.
     """
     if any(map(is_nnx, objects)):
         return open_objects(objects)
@@ -264,7 +268,7 @@ def take_apart(objects: tuple[Any, ...]) -> OpenedState:
 
 
 def abstract(parts: Parts, plan: Plan) -> Parts:
-    """Shapes and dtypes with the plan's shardings."""
+    """Shapes and dtypes of a state, with the plan's shardings."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s),
         parts,
@@ -282,7 +286,7 @@ def _copy(x: Any) -> Any:
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _same(a: Any, b: Mesh) -> bool:
+def _same_mesh(a: Any, b: Mesh) -> bool:
     return isinstance(a, Mesh) and same_devices(a, b)
 
 

@@ -23,22 +23,23 @@ from zerojax.train_state.nnx import is_nnx
 
 
 class Arguments:
-    """What a function takes.
+    """The arguments of a function by their role.
 
     Args:
       function: ``(state, batch, ...)`` with a ``TrainState``, or NNX objects, a batch and more in
         any order; under ``jax.jit`` or ``nnx.jit`` or not.
-      static_argnums, static_argnames: as ``jax.jit`` has them.
-      batch_argnums: the arguments that are the batch, where it is not the first one after the
+      static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
+      batch_argnums: The arguments that are the batch, where that is not the first one after the
         state: a position, or several whose tuple is the batch.
 
     Attributes:
-      function: the same without its jit.
-      name: what to call it in messages.
+      function: The function without its jit.
+      name: The function's name for messages.
 
     Raises:
-      ValueError: it has no such arguments, or a jit with options that cannot be followed.
-      TypeError: the positions or names are of another type.
+      ValueError: The function has no such arguments, or a jit with options that zerojax cannot
+        follow.
+      TypeError: The positions or names are of another type.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Arguments:
         """Sorts the arguments of a call.
 
         Raises:
-          TypeError: there is no state or no batch among them.
-          ValueError: the function's own jit donates something else than the state.
+          TypeError: The call has no state or no batch.
+          ValueError: The function's own jit donates something else than the state.
         """
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
@@ -115,7 +116,7 @@ class Arguments:
         )
 
     def bound(self, instance: Any) -> Arguments:
-        """What the method of an instance takes, where this is of its function."""
+        """The arguments of the method of an instance, where the function is that method's."""
         made = copy.copy(self)
         made.function = types.MethodType(self.function, instance)
         first, made._parameters = self._parameters[:1], self._parameters[1:]
@@ -154,7 +155,7 @@ class Arguments:
         return Constant(value)
 
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keywords in the order of the parameters, those that it does not name last."""
+        """Keywords in the order of the function's parameters, unknown ones last."""
         known = [p.name for p in self._parameters if p.name in kwargs]
         return {name: kwargs[name] for name in (*known, *(k for k in kwargs if k not in known))}
 
@@ -214,5 +215,5 @@ class Arguments:
 
 
 def is_train_state(x: Any) -> bool:
-    """Whether it is a flax ``TrainState``, or something like it."""
+    """Whether an object is a flax ``TrainState``, or acts like one."""
     return hasattr(x, "opt_state") and hasattr(x, "apply_gradients")

@@ -1,4 +1,4 @@
-"""The batch: checked, cut into micro-batches, and laid over the devices."""
+"""The batch of a step: checked, divided into micro-batches, and laid over the devices."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
-from zerojax.step.static_arguments import is_array
+from zerojax.step.call import is_array
 
 
 class BatchLayout:
     """Where a batch goes.
 
-    The leading dimension of every leaf is the global batch. With accumulation it is cut into
-    micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is
-    sharded over the data-parallel devices. Without accumulation leaves may have leading dimensions
-    of their own (nodes and edges of graphs): those that divide among the devices are cut, the
-    others lie whole on each.
+    The leading dimension of every leaf is the global batch. With accumulation that dimension is
+    divided into micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of
+    those is sharded over the data-parallel devices. Without accumulation leaves may have leading
+    dimensions of their own (nodes and edges of graphs): those that divide among the devices are
+    sharded, the others lie whole on each device.
+
+    Attributes:
+      sizes: Batch sizes of the config.
+      accumulation: Micro-batches in a step.
+      world: Devices that share the rows.
     """
 
     def __init__(self, mesh: Mesh, axis: str, sizes: BatchSizes) -> None:
-        self.sizes, self.world = sizes, mesh.shape[axis]
+        self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, mesh.shape[axis]
         rows = (None, axis) if sizes.accumulation > 1 else (axis,)
         self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -35,14 +40,14 @@ class BatchLayout:
         return jax.tree.unflatten(tree, [self._place(x) for x in leaves])
 
     def abstract(self, batch: Any) -> Any:
-        """The same for ``jax.ShapeDtypeStruct`` leaves."""
+        """Shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(
             tree,
             [
                 jax.ShapeDtypeStruct(
-                    self._cut(x.shape),
+                    self._divided(x.shape),
                     x.dtype,
                     sharding=self._sharding(x),
                 )
@@ -53,7 +58,7 @@ class BatchLayout:
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
         rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-        k = self.sizes.accumulation
+        k = self.accumulation
         if not rows or (len(rows) > 1 and k > 1):
             self._explain(batch)
         if 0 in rows and len(rows) == 1:
@@ -73,25 +78,25 @@ class BatchLayout:
             )
 
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        """Looks at a step's further arguments, which every micro-batch gets whole.
+        """Checks a step's further arguments, which every micro-batch gets whole.
 
         Raises:
-          ValueError: one of them has a row for each of the batch's.
+          ValueError: An argument has as many rows as the batch.
         """
-        if self.sizes.accumulation == 1:
+        if self.accumulation == 1:
             return
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if is_array(x) and np.ndim(x) and np.shape(x)[0] == rows:
                 raise ValueError(
                     f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
                     f"{np.shape(x)}, with the {rows} rows of the batch, which is cut into "
-                    f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
+                    f"{self.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
                     "needs all of it, pass it with a first dimension of 1 (x[None])."
                 )
 
     def rows(self, batch: Any) -> int:
-        """The leading dimension of a batch that was checked; of several the first leaf's."""
+        """The leading dimension of a checked batch; the first leaf's where there are several."""
         return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
@@ -107,7 +112,7 @@ class BatchLayout:
             )
         raise ValueError(
             f"the batch's leaves disagree on the leading dimension: {shapes}. To be cut into "
-            f"{self.sizes.accumulation} micro-batches every array of a batch has one row an "
+            f"{self.accumulation} micro-batches every array of a batch has one row an "
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
             "their own)."
@@ -118,16 +123,16 @@ class BatchLayout:
         divides = shape and shape[0] and shape[0] % self.world == 0
         return self.sharded if divides else self.replicated
 
-    def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        k = self.sizes.accumulation
+    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        k = self.accumulation
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
     def _place(self, x: Any) -> jax.Array:
         sharding = self._sharding(x)
         if not np.ndim(x):
             return jax.device_put(x, sharding)
-        if self.sizes.accumulation > 1:
-            x = x.reshape(self._cut(x.shape))
+        if self.accumulation > 1:
+            x = x.reshape(self._divided(x.shape))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.device_put(x, sharding)

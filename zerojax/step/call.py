@@ -1,4 +1,7 @@
-"""A call of a decorated function, its arguments sorted, and the way back to the author's order."""
+"""A call of a decorated function, its arguments sorted, and the way back to the author's order.
+
+Of the further arguments arrays are traced; everything else is part of the program.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from zerojax.step.jitted import Slot
-from zerojax.step.static_arguments import Static, divide
-from zerojax.train_state.nnx import Settings, is_nnx, settings
+from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
 
 
 class Constant:
-    """A static argument, kept in one piece; two are equal where their values are."""
+    """A static argument in one piece; two are equal where their values are."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -35,10 +38,10 @@ class Form(NamedTuple):
     """Where each argument of a call stands; hashable.
 
     Attributes:
-      objects: of the state, in order.
-      batch: of the batch.
-      several: the batch is a tuple of the arguments at ``batch``, else it is the one argument.
-      positions: how many arguments are passed by position.
+      objects: Slots of the state's objects, in order.
+      batch: Slots of the batch.
+      several: The batch is the tuple of the arguments at ``batch``; else the one argument there.
+      positions: Number of arguments that are passed by position.
     """
 
     objects: tuple[Slot, ...]
@@ -51,10 +54,10 @@ class Call(NamedTuple):
     """The arguments of one call, sorted.
 
     Attributes:
-      objects: the state: one ``TrainState``, or all NNX objects in the order of the call.
-      batch: one argument, or a tuple of those that ``batch_argnums`` names.
-      args, kwargs: all others, in order; static ones each in a :class:`Constant`.
-      form: where they stood.
+      objects: The state: one ``TrainState``, or all NNX objects in the order of the call.
+      batch: One argument, or a tuple of those that ``batch_argnums`` names.
+      args, kwargs: All others, in order; static ones each in a :class:`Constant`.
+      form: Where the arguments stood.
     """
 
     objects: tuple[Any, ...]
@@ -70,11 +73,11 @@ class Rearranged:
     NNX objects of the call that it returns come out as :class:`Passed`.
 
     Attributes:
-      changed: by the constants among the further arguments: attributes of NNX objects that the
-        function has set when it was traced with them, as ``model.train()`` does.
+      changed: Attributes of NNX objects that the function sets, as ``model.train()`` does, by the
+        static arguments with which the function was traced.
 
     Raises:
-      NameError: it takes a mean over an axis that ``pmap`` would name.
+      NameError: The function takes a mean over an axis that ``pmap`` would name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
@@ -107,6 +110,12 @@ class Rearranged:
         }
         return out
 
+    def bring_up_to_date(self, call: Call) -> None:
+        """Gives the NNX objects of a call the attributes that the function has set."""
+        if any(self.changed.values()):
+            static = divide(call.args, call.kwargs)[1]
+            apply_settings(call.objects, self.changed[static])
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Passed:
     """Stands in the results of a function for an NNX object that was passed to it.
 
     Attributes:
-      position: among the objects of the call.
+      position: The object's position among the objects of the call.
     """
 
     position: int
@@ -135,3 +144,63 @@ def _passed(x: Any, objects: tuple[Any, ...]) -> Any:
 
 def _value(x: Any) -> Any:
     return x.value if isinstance(x, Constant) else x
+
+
+class Static(NamedTuple):
+    """Further arguments without their arrays; hashable, so that a jit can key on them."""
+
+    tree: Any
+    values: tuple[Any, ...]
+
+
+class _Array:
+    """Stands in the place of an array."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+_ARRAY = _Array()
+
+
+def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+    """Further arguments as their arrays and numbers, and the rest: bools, strings, configs.
+
+    Raises:
+      TypeError: Something of the rest is not hashable.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    arrays, values = [], []
+    for path, x in leaves:
+        if is_array(x):
+            arrays.append(x)
+            values.append(_ARRAY)
+            continue
+        try:
+            hash(x)
+        except TypeError:
+            where = jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"the further argument {where} is a {type(x).__name__}: no array, and not "
+                "hashable, so that it cannot be part of the compiled step. Make it hashable (a "
+                "frozen dataclass), or give it to the step by functools.partial."
+            ) from None
+        values.append(x)
+    return arrays, Static(tree, tuple(values))
+
+
+def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The further arguments of a call, from what :func:`divide` made of them."""
+    left = iter(arrays)
+    leaves = [next(left) if x is _ARRAY else x for x in static.values]
+    return jax.tree.unflatten(static.tree, leaves)
+
+
+def is_array(x: Any) -> bool:
+    """Whether the step traces an argument: an array, abstract or not, or a number."""
+    if isinstance(x, bool | str | type):
+        return False
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        return True
+    # A config may have a dtype, and a dtype has a shape.
+    return isinstance(x, int | float | complex) or (hasattr(x, "__array__") and hasattr(x, "dtype"))

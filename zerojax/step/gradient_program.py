@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, rows_together
-from zerojax.collectives import Inserter, Shard
+from zerojax.collectives import Shard
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.activations import smallest_away
-from zerojax.offload.disk.params import Reader, Source
-from zerojax.offload.separate import Separated
+from zerojax.offload.disk.params import ParamReader
 from zerojax.optim.norm import square_sums
-from zerojax.optim.wrap import ZeroOptState, choose, unscaled
+from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
-from zerojax.plan.plan import DTYPES, Plan, layout
-from zerojax.step.body import Body, View, cast, collecting, constrainer
-from zerojax.step.entering import entering
-from zerojax.step.static_arguments import Static, join
-from zerojax.trace.dependence import check_late
-from zerojax.trace.loss_scaling import replacements
+from zerojax.plan.plan import layout
+from zerojax.step.call import Static, divide
+from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.optimizer_update import OptimizerUpdate
+from zerojax.step.program import StepSetting
+from zerojax.step.view import View, collecting, constrainer
 from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import streaming
+from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, named
 
 
-class Collected(NamedTuple):
+class GradientResult(NamedTuple):
     """What the program makes.
 
     Attributes:
-      grads: the gradients, a list in the order of the parameters; where those lie in host memory
-        for the step, there too.
-      scalars, shared: the prelude of the update, see :class:`Separated`.
-      rest, step, out: of the user's step.
-      done: bool [], the gradients are finite, so that the update is to be made.
-      signals: for :class:`zerojax.monitor.after_step.Watch`.
+      grads: The gradients in the order of the parameters; those of parameters that wait in host
+        memory for the step are there, too.
+      scalars, shared: See :meth:`OptimizerUpdate.prelude`.
+      rest, step, out: Of the user's step.
+      done: bool [], the gradients are finite, so that the update is to be made; None where every
+        update is made.
+      signals: See :class:`StepSetting`.
     """
 
     grads: list[Any]
@@ -50,183 +47,168 @@ class Collected(NamedTuple):
     rest: Any
     step: Any
     out: Any
-    done: Any
+    done: jax.Array | None
     signals: Signals
 
 
-class Collect:
-    """Compiles the user's step with an optimizer that only collects.
+class GradientProgram:
+    """The user's step, compiled with an optimizer that only collects the gradients.
+
+    The program takes :class:`Parts` whose parameters are the compute parameters, a list with None
+    for those on disk, which the program reads itself; and whose optimizer state is a list of its
+    numbers, with None for its arrays.
 
     Args:
-      body: the user's step.
-      plan: of the state.
-      accumulation: micro-batches in a step.
-      dtypes: of the gradients.
-      trees: of the parameters and of the optimizer state.
-      separated: the update.
-      signals: what the host looks at afterwards, of the optimizer state without its arrays and
-        of the results.
+      setting: The step.
+      update: The update that follows.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        plan: Plan,
-        accumulation: int,
-        dtypes: Sequence[Any],
-        trees: tuple[Any, Any],
-        separated: Separated,
-        signals: Callable[[ZeroOptState, Any], Signals],
-    ) -> None:
-        self.body, self.plan, self.config = body, plan, plan.config
-        self.accumulation, self.dtypes, self.trees = accumulation, dtypes, trees
-        self.separated, self.signals = separated, signals
-        mesh = plan.lowering_mesh
-        self.cut = constrainer(plan.on_device(plan.grads if accumulation > 1 else plan.params))
-        self.inserter = Inserter(
-            mesh, plan.axis, keep=self.config.stage < 3, away=smallest_away(self.config)
-        )
+    def __init__(self, setting: StepSetting, update: OptimizerUpdate) -> None:
+        self._setting, self._update, plan = setting, update, setting.plan
+        grads = plan.grads if setting.layout.accumulation > 1 else plan.params
+        self._tx = collecting(constrainer(plan.on_device(grads)))
+        param = setting.config.offload_param
+        self._reader = ParamReader(2 if param is None else param.buffer_count)
         shardings = plan.shardings()
-        grads = [plan.sharding(leaf) for leaf in plan.gradients()]
-        param = self.config.offload_param
-        self.reader = Reader(2 if param is None else param.buffer_count)
-        self.jitted = jax.jit(
-            self._run,
-            static_argnums=6,
-            out_shardings=(grads, None, None, shardings.rest, shardings.step, None, None, None),
+        planned = {
+            "grads": [plan.sharding(leaf) for leaf in plan.gradients()],
+            "rest": shardings.rest,
+            "step": shardings.step,
+        }
+        fields: dict[str, Any] = dict.fromkeys(GradientResult._fields) | planned
+        result: Any = GradientResult(**fields)
+        self._jitted = jax.jit(
+            named(self._run, STATE, BATCH, "arrays", "static"),
+            static_argnums=3,
+            out_shardings=result,
             compiler_options=streaming(plan.mesh),
         )
 
-    def given(self, compute: Sequence[Any]) -> list[Any]:
-        """The compute parameters that the program takes; it reads the others from the disk."""
-        pairs = list(zip(compute, self.plan.compute, strict=True))
-        self.reader.use({i: x for i, (x, leaf) in enumerate(pairs) if leaf.place == DISK})
-        return [x for x, leaf in pairs if leaf.place != DISK]
+    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> GradientResult:
+        """Runs the program.
 
-    def __call__(self, *arguments: Any) -> Collected:
-        """Runs it on the arguments of :meth:`_run`."""
-        return Collected(*self.jitted(*arguments))
+        Args:
+          parts: The state; its parameters as the step computes with them.
 
-    def _run(
-        self,
-        compute: list[Any],
-        light: list[Any],
-        rest: Any,
-        step: Any,
-        batch: Any,
-        arrays: list[Any],
-        static: Static,
-    ) -> tuple[Any, ...]:
-        """What :class:`Collected` says. ``light`` is the optimizer state of one number a leaf."""
-        config = self.config
-        if config.compute_dtype is not None and config.auto_cast:
-            batch = cast(batch, DTYPES[config.compute_dtype])
-        opt = self._state(light)
-        args, kwargs = join(arrays, static)
-        noted: list[jax.Array] = []
+        Raises:
+          DiskStateError: A parameter on the disk is not what was written.
+        """
+        pairs = zip(parts.params, self._setting.plan.compute, strict=True)
+        self._reader.use({i: x for i, (x, leaf) in enumerate(pairs) if leaf.place == DISK})
+        result: GradientResult = self._jitted(self._taken(parts), batch, *divide(args, kwargs))
+        if self._reader.arrays:
+            # Reads and the update's writes share a queue; finish the reads first.
+            jax.block_until_ready((result.grads, result.out))
+            self._reader.check()
+        return result
 
-        def body(parts: Parts, batch: Any) -> Any:
-            return self.body(parts, collecting(self.cut), batch, args, kwargs)
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
+        """The program, lowered for abstract or concrete arguments."""
+        batch, plan = self._setting.layout.abstract(batch), self._setting.plan
+        traced = self._jitted.trace(self._taken(parts), batch, *divide(args, kwargs))
+        return LoweredProgram(GRADIENTS, compat.lower_for(traced, plan.mesh))
 
-        there = iter(compute)
-        all_ = [
-            Source(self.reader, i, leaf.shape, leaf.dtype, self.plan.sharding(leaf))
-            if leaf.place == DISK
-            else next(there)
-            for i, leaf in enumerate(self.plan.compute)
-        ]
-        shards = entering(self.inserter, all_, self.plan.compute)  # not in each micro-batch
-        params = jax.tree.unflatten(self.trees[0], all_)
-        start = Parts(params, View(opt=opt), step, rest)
-        empty = self._zeros(self.dtypes)
-        still = self._zeros([leaf.dtype for leaf in self.plan.compute])
-        view = View(opt=opt, grads=empty, updates=still)
-        made, out = self._evaluate(body, start._replace(opt_state=view), shards, batch, noted)
-        grads, sums = jax.tree.leaves(made.opt_state.grads), noted
-        after, counted = made.rest, made.step
-        if self.accumulation > 1:
+    def _taken(self, parts: Parts) -> Parts:
+        """What the program takes of a state."""
+        pairs = zip(parts.params, self._setting.plan.compute, strict=True)
+        return parts._replace(
+            params=[None if leaf.place == DISK else x for x, leaf in pairs],
+            opt_state=self._update.numbers(parts.opt_state),
+        )
+
+    def _run(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> GradientResult:
+        setting, plan = self._setting, self._setting.plan
+        opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
+        # Before the micro-batches, not in each of them.
+        entered = enter(setting.inserter, plan, plan.compute, parts.params, self._reader)
+        start = Parts(
+            # The body knows nothing of memories.
+            params=self._params(jax.ShapeDtypeStruct, [leaf.dtype for leaf in plan.compute]),
+            opt_state=View(
+                opt=opt,
+                grads=self._params(jnp.zeros, self._update.grad_dtypes),
+                updates=self._params(jnp.zeros, [leaf.dtype for leaf in plan.compute]),
+            ),
+            step=parts.step,
+            rest=parts.rest,
+        )
+        leaving = _Leaving(setting, opt)
+        whole = setting.layout.accumulation == 1
+        made, out = evaluate_body(
+            setting,
+            self._tx,
+            start,
+            entered,
+            batch,
+            arrays,
+            static,
+            replace={GRADIENT: leaving} if whole else None,
+            host=leaving.host() if whole else None,
+        )
+        grads, sums = jax.tree.leaves(made.opt_state.grads), leaving.square_sums
+        if not whole:
             grads = [
-                self.inserter.constrain(g, layout.full(leaf.spec, g.ndim))
-                for g, leaf in zip(grads, self.plan.compute, strict=True)
+                setting.inserter.constrain(g, layout.full(leaf.spec, g.ndim))
+                for g, leaf in zip(grads, plan.compute, strict=True)
             ]
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
-        state = iter(light)
-        known = [None if heavy else next(state) for heavy in self.plan.streamed]
-        scalars, shared = self.separated.prelude([*grads, *[None] * len(grads), *known, *sums])
-        for at, x in zip(self.separated.shared, shared, strict=True):
-            known[at - len(grads)] = x
-        new = jax.tree.unflatten(self.trees[1], known)
-        done = jnp.asarray(True)
-        if config.skips_overflow:
-            done = new.skipped == opt.skipped
-            after = choose(done, after, rest)
-        return grads, scalars, shared, after, counted, out, done, self.signals(new, out)
+        scalars, shared = self._update.prelude(grads, parts.opt_state, sums)
+        numbers = self._update.with_shared(parts.opt_state, shared)
+        after: Any = jax.tree.unflatten(setting.structure.opt_state, numbers)
+        done = was_done(setting, opt, after)
+        return GradientResult(
+            grads=grads,
+            scalars=scalars,
+            shared=shared,
+            rest=unless_skipped(done, made.rest, parts.rest),
+            step=made.step,
+            out=out,
+            done=done,
+            signals=setting.signals(after, out),
+        )
 
-    def _state(self, light: Sequence[Any]) -> Any:
-        """The optimizer state without its arrays."""
-        left = iter(light)
-        known = [None if heavy else next(left) for heavy in self.plan.streamed]
-        return jax.tree.unflatten(self.trees[1], known)
+    def _params(self, make: Any, dtypes: Sequence[Any]) -> Any:
+        """A tree like the parameters, of ``make(shape, dtype)``."""
+        leaves = zip(self._setting.plan.compute, dtypes, strict=True)
+        made = [make(leaf.shape, dtype) for leaf, dtype in leaves]
+        return jax.tree.unflatten(self._setting.structure.params, made)
 
-    def _zeros(self, dtypes: Sequence[Any]) -> Any:
-        leaves = zip(self.plan.compute, dtypes, strict=True)
-        return jax.tree.unflatten(self.trees[0], [jnp.zeros(x.shape, d) for x, d in leaves])
 
-    def _evaluate(
-        self,
-        body: Callable[..., Any],
-        parts: Parts,
-        shards: Sequence[Any],
-        batch: Any,
-        noted: list[jax.Array],
-    ) -> tuple[Parts, Any]:
-        """Runs the body, each parameter brought in and made whole where the stage has it."""
-        # The body itself knows nothing of memories: it is traced as if all were on the device.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.params)
-        abstract = parts._replace(params=shapes)
-        k = self.accumulation
-        trace = functools.partial(self.body.trace, body, abstract)
-        closed, shape = trace(batch if k == 1 else rows_together(batch))
-        jaxpr = compat.open_jaxpr(closed)[0]
-        self.body.check(jaxpr, len(self.plan.compute))
-        check_late(jaxpr, abstract, shape, self.body.name)
-        opt = parts.opt_state.opt
-        replace: dict[str, Any] = dict(replacements(closed, opt.loss_scale))
-        others = [*shards, *jax.tree.leaves((parts._replace(params=None), batch))]
-        self.inserter.host = None
-        if k == 1:
-            noted.clear()
-            replace[GRADIENT] = lambda g: self._leaving(g, opt, noted)
-            if self.config.offload_param is not None:
-                self.inserter.host = Host(
-                    self.config.stage3_param_persistence_threshold,
-                    lambda g: square_sums(unscaled(g, opt.loss_scale)),
-                )
-            outs = self.inserter(closed, others, replace)
-        else:
-            outs = MicroBatches(
-                trace,
-                closed,
-                batch,
-                roles_of(self.body.name, abstract, batch, shape),
-                k,
-                self.inserter,
-                sharded=self.config.stage >= 2,
-                dtype=DTYPES[self.config.grad_accum_dtype],
-            )(others, replace)
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+class _Leaving:
+    """Sends each gradient where it is to lie, as soon as the body has made it.
 
-    def _leaving(self, g: Any, opt: Any, noted: list[jax.Array]) -> Any:
-        """Takes note of a gradient's square sums, and sends it where it is to lie."""
-        leaf = self.plan.compute[len(noted)]
-        if on_host(g) and leaf.place == DEVICE:
-            g = fetched(g.value)
-        if on_host(g):
-            noted.append(g.sums)
-            return g
-        spec = layout.full(leaf.spec, g.ndim)
-        g = self.inserter.constrain(g, spec)
-        noted.append(square_sums(unscaled(g, opt.loss_scale)))
+    Args:
+      setting: The step.
+      opt: The optimizer state, for its loss scale.
+
+    Attributes:
+      square_sums: Those of the gradients that have been sent, in the order of the parameters.
+    """
+
+    def __init__(self, setting: StepSetting, opt: Any) -> None:
+        self._setting, self._opt = setting, opt
+        self.square_sums: list[jax.Array] = []
+
+    def _sums(self, gradient: jax.Array) -> jax.Array:
+        return square_sums(unscaled(gradient, self._opt.loss_scale))
+
+    def host(self) -> Host | None:
+        """How gradients leave from within a loop; None where no parameter is offloaded."""
+        config = self._setting.config
+        if config.offload_param is None:
+            return None
+        return Host(config.stage3_param_persistence_threshold, self._sums)
+
+    def __call__(self, gradient: Any) -> Any:
+        leaf = self._setting.plan.compute[len(self.square_sums)]
+        if on_host(gradient) and leaf.place == DEVICE:
+            gradient = fetched(gradient.value)
+        if on_host(gradient):
+            self.square_sums.append(gradient.sums)
+            return gradient
+        spec = layout.full(leaf.spec, gradient.ndim)
+        gradient = self._setting.inserter.constrain(gradient, spec)
+        self.square_sums.append(self._sums(gradient))
         if leaf.place == DEVICE:
-            return g
-        return Shard(sent(g), spec, host=True, sums=noted[-1])
+            return gradient
+        return Shard(sent(gradient), spec, host=True, sums=self.square_sums[-1])

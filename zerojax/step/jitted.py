@@ -1,6 +1,6 @@
-"""A function that is under ``jax.jit`` or ``nnx.jit`` already: what it was before, and the options.
+"""A function under ``jax.jit`` or ``nnx.jit``: the function without its jit, and the jit's options.
 
-Any other wrapper is part of what its author wrote, and runs as it is.
+Any other wrapper is part of what the author wrote, and runs as it is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Jitted(NamedTuple):
     """A function without its ``jit``.
 
     Attributes:
-      function: as its author wrote it.
-      static, donated: the arguments that its ``jit`` was told of; none without a ``jit``.
+      function: The function as its author wrote it.
+      static, donated: The arguments that its ``jit`` was told of; none without a ``jit``.
     """
 
     function: Callable[..., Any]
@@ -44,7 +44,7 @@ def open_jit(function: Callable[..., Any]) -> Jitted:
     """Takes ``jax.jit`` and ``nnx.jit`` off a function, its other wrappers stay on.
 
     Raises:
-      ValueError: the jit has an option that a decorated step cannot have.
+      ValueError: The jit has an option that a decorated step cannot have.
     """
     if isinstance(function, types.MethodType):
         opened = open_jit(function.__func__)
@@ -82,17 +82,17 @@ def _check_no_pmap(function: Any) -> None:
 
 
 def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """The same arguments of a method that is bound: positions count from the one after self."""
+    """The arguments of a bound method: positions count from the one after ``self``."""
     moved = (s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
     return tuple(moved)
 
 
 def name_of(function: Any) -> str:
-    """What to call a function in a message."""
+    """A function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", "the step")
 
 
 def _nothing() -> None:
-    """Stands for any function, to see what a jit makes of it."""
+    """Stands for any function: its jit shows the class of all such."""

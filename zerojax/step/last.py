@@ -1,5 +1,5 @@
-"""What the last step left, to tell that the next one goes on from there: then nothing has to be
-checked or moved, and the host's work is that of reading the state's fields."""
+"""The state as the last step left it. A step that goes on from there has nothing to check or move:
+the host only reads the state's fields."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flax import nnx
 from zerojax.train_state.state_parts import Parts
 
 
-class Found(NamedTuple):
+class Recognized(NamedTuple):
     """A state where the last step left it.
 
     Attributes:
-      parts: its arrays.
-      write_back: gives NNX objects the arrays after the step; None for a state that is returned.
+      parts: The state's arrays.
+      write_back: Gives NNX objects the arrays after the step; None for a state that is returned.
     """
 
     parts: Parts
@@ -26,31 +26,31 @@ class Found(NamedTuple):
 
 
 class LastState:
-    """A ``TrainState`` that a step returned; it is not kept alive.
+    """A ``TrainState`` that a step returned, held by a weak reference.
 
     Args:
-      state: the one.
-      split: takes it apart.
+      state: The state.
+      split: Takes such a state apart.
     """
 
     def __init__(self, state: Any, split: Callable[..., Parts]) -> None:
         self._state, self._split = weakref.ref(state), split
 
-    def found(self, objects: tuple[Any, ...]) -> Found | None:
-        """None where the objects are others."""
-        return Found(self._split(*objects), None) if self._state() is objects[0] else None
+    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
+        """The state, if ``objects`` is that state; else None."""
+        return Recognized(self._split(*objects), None) if self._state() is objects[0] else None
 
 
 class LastObjects:
-    """NNX objects as a step left them; neither they nor their arrays are kept alive.
+    """NNX objects as a step left them; neither objects nor arrays are kept alive.
 
-    One walk over the objects tells whether they are as they were: the same graph (types,
-    attributes, variables and their metadata), and in each variable the array of the last step.
+    One walk over the objects tells whether they have changed: the graph (types, attributes,
+    variables and their metadata), and in each variable the array of the last step.
 
     Args:
-      graph: of the objects, as ``nnx.graph.flatten`` has it.
-      places: which variable of that walk has each leaf of the parts.
-      parts: what the variables hold.
+      graph: The objects' graph, as ``nnx.graph.flatten`` makes it.
+      places: For each leaf of the parts, the position of its variable in that walk.
+      parts: The arrays in the variables.
     """
 
     def __init__(self, graph: Any, places: list[int], parts: Parts) -> None:
@@ -61,7 +61,7 @@ class LastObjects:
 
     @classmethod
     def of(cls, objects: tuple[Any, ...], parts: Parts) -> LastObjects | None:
-        """None unless each array of the parts is held by one variable, and no other is there."""
+        """None unless the objects have one variable for each array of the parts, and no other."""
         graph, flat = nnx.graph.flatten(objects)
         if not all(isinstance(x, nnx.Variable) for x in flat.leaves):
             return None
@@ -70,8 +70,8 @@ class LastObjects:
         whole = len(places) == len(flat.leaves) and -1 not in places
         return cls(graph, places, parts) if whole else None
 
-    def found(self, objects: tuple[Any, ...]) -> Found | None:
-        """None where the objects are others, or something of them has changed."""
+    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
+        """The objects' arrays; None where the objects are others, or have changed."""
         graph, flat = nnx.graph.flatten(objects)
         if (hash(graph), graph) != self._graph:
             return None
@@ -86,4 +86,4 @@ class LastObjects:
                 variable.set_raw_value(x)
             self._arrays = [weakref.ref(x) for x in leaves]
 
-        return Found(jax.tree.unflatten(self._tree, arrays), write_back)
+        return Recognized(jax.tree.unflatten(self._tree, arrays), write_back)

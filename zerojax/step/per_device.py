@@ -1,4 +1,4 @@
-"""A function of rows, run by each device on its own: the way for kernels into a decorated step."""
+"""A function of rows, run by each device on its own rows: how a decorated step calls kernels."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A step that is written for explicit mesh axes, traced as such and made automatic again.
 
-Under ``jax.set_mesh`` of a mesh with explicit axes every array's type says how it is cut, and a
-step may ask for a cut (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives
-through constraints, which take automatic axes alone. So the step is traced with explicit axes, by
-jax's own rules, and its jaxpr is written again without them: what it asked for over the shard axis
-becomes a constraint, the rest is left to XLA. None of that changes a number.
+Under ``jax.set_mesh`` of a mesh with explicit axes every array's type has its sharding, and a step
+may ask for one (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives through
+constraints, which take automatic axes alone. So the step is traced with explicit axes, by jax's own
+rules, and its jaxpr is written again without them: what it asked for over the shard axis becomes a
+constraint, the rest is left to XLA. None of that changes a number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerojax.devices.mesh import explicit_axes
 from zerojax.plan.plan import Plan, layout
 from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 # The parameters in which an equation says how its result lies.
 _ASKING = ("dst_sharding", "out_sharding", "sharding")
@@ -154,40 +154,39 @@ def automatic_update(tx: Any) -> Any:
     """An optimizer for a step with explicit axes; ``tx`` itself sees automatic ones."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        made = jax.sharding.auto_axes(
+        automatic = jax.sharding.auto_axes(
             lambda *args: tx.update(*args[:3], **args[3]), out_sharding=PartitionSpec()
         )
-        return made(grads, state, params, extra)
+        return automatic(grads, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _automatic(closed: Any, mesh: Mesh, axis: str) -> Any:
-    """The same jaxpr without explicit axes."""
-    jaxpr, consts = compat.open_jaxpr(closed)
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args, mesh, axis))(*shapes)
+    """The same jaxpr without explicit axes; what calls open is written out."""
+    shapes = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in jaxprs.open_jaxpr(closed)[0].invars
+    ]
+
+    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        with jaxprs.context(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return _equation(eqn, [*map(_constant, values)], mesh, axis)
+
+    def function(*args: Any) -> list[Any]:
+        return [*map(_constant, jaxprs.evaluate(closed, args, run, _opens))]
+
+    return jax.make_jaxpr(function)(*shapes)
 
 
-def _run(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh, axis: str
-) -> list[Any]:
-    given = (*map(_constant, consts), *args)
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(v) for v in eqn.invars]
-        with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            outs = _equation(eqn, values, mesh, axis)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+def _opens(eqn: Any) -> bool:
+    """Not a checkpoint, nor a call that carries a note by its name."""
+    return eqn.primitive is not prims.remat_p and not marks.holds(eqn, marks.CHANGE)
 
 
 def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[Any]:
-    asked = next((eqn.params[name] for name in _ASKING if name in eqn.params), None)
+    requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
+    asked = next((sharding for sharding in requests if sharding is not None), None)
     if not isinstance(asked, NamedSharding) or not explicit_axes(asked.mesh):
         asked = None
     if eqn.primitive.name in ("reshard", "mesh_cast"):
@@ -199,14 +198,10 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[An
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
         )
-    if eqn.primitive in marks.CALLS and eqn.primitive is not prims.remat_p and not _noted(eqn):
-        (inside,) = marks.bodies(eqn)
-        consts = compat.open_jaxpr(eqn.params[marks.CALLS[eqn.primitive]])[1]
-        return _run(inside, consts, values, mesh, axis)
     params = {name: _parameter(x, mesh, axis) for name, x in eqn.params.items()}
     if eqn.primitive is not prims.sharding_constraint_p:
         params |= {name: None for name in _ASKING if name in params and asked is not None}
-    outs = marks.bind(eqn, values, params)
+    outs = jaxprs.bind(eqn, values, params)
     if eqn.primitive is prims.dot_general_p and asked is not None:
         return [_placed(outs[0], asked, mesh, axis)]
     return outs
@@ -220,20 +215,16 @@ def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh, axis: str) -> Any:
 
 
 def _parameter(value: Any, mesh: Mesh, axis: str) -> Any:
+    """A parameter of an equation without explicit axes."""
     if type(value) is tuple:
         return tuple(_parameter(x, mesh, axis) for x in value)
-    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        made = _automatic(value, mesh, axis)
-        return made if hasattr(value, "jaxpr") else compat.open_jaxpr(made)[0]
+    if jaxprs.is_jaxpr(value):
+        return jaxprs.shaped_like(value, _automatic(value, mesh, axis))
     return value
 
 
-def _noted(eqn: Any) -> bool:
-    """Whether it is a call that carries a note by its name."""
-    return marks.holds(eqn, marks.CHANGE)
-
-
 def _constant(x: Any) -> Any:
+    """An array that the step brings along, without explicit axes in its type."""
     sharding = getattr(x, "sharding", None)
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     explicit = isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh)

@@ -9,7 +9,7 @@ import jax
 
 from zerojax.optim.loss_scale import LossScaleState
 from zerojax.trace.marks import GRADIENT, LOSS, SEED, MadeFrom, made_from
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 
 def replacements(
@@ -26,15 +26,15 @@ def replacements(
     """
     if loss_scale is None:
         return {}
-    _check_scaled(compat.open_jaxpr(closed)[0])
+    _check_scaled(jaxprs.open_jaxpr(closed)[0])
     scale = loss_scale.scale
     return {SEED: lambda one: one * scale}
 
 
 def _check_scaled(jaxpr: Any) -> None:
-    found = made_from(jaxpr, SEED)
-    gradients = found[GRADIENT]
-    if any(MadeFrom.MARK in way for way in found[LOSS]):
+    origins = made_from(jaxpr, SEED)
+    gradients = origins[GRADIENT]
+    if any(MadeFrom.MARK in way for way in origins[LOSS]):
         raise ValueError(
             "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
             "gradient in it, with the loss scale: take the inner one with jax.grad."

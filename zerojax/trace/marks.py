@@ -9,14 +9,14 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.xla import compat
+from zerojax.xla import jaxprs
 
 GRADIENT = "zerojax gradient"
 """What reaches the optimizer."""
@@ -25,47 +25,18 @@ SEED = "zerojax loss scale"
 LOSS = "zerojax loss"
 """What is multiplied with it."""
 CHANGE = "zerojax change"
-"""What the optimizer returns where the parameter after it is there already."""
-
-CALLS = {
-    prims.jit_p: "jaxpr",
-    prims.closed_call_p: "call_jaxpr",
-    prims.custom_jvp_call_p: "call_jaxpr",
-    prims.custom_vjp_call_p: "call_jaxpr",
-    prims.remat_p: "jaxpr",
-}
-"""Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
+"""The optimizer's output where the updated parameter already exists."""
 
 
 def is_mark(eqn: Any, name: str) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"] == name
-
-
-def inner(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(x, "jaxpr") or hasattr(x, "eqns"):
-                yield compat.open_jaxpr(x)[0]
+    return eqn.primitive.name == "name" and jaxprs.param(eqn, "name") == name
 
 
 def holds(eqn: Any, name: str) -> bool:
     """Whether the equation is such a mark, or has one in it at any depth."""
-    return is_mark(eqn, name) or any(holds(e, name) for jaxpr in inner(eqn) for e in jaxpr.eqns)
-
-
-def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> Sequence[Any]:
-    """Runs an equation on other operands, and with other parameters if given; its results."""
-    given = eqn.params if params is None else params
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(given))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-def bodies(eqn: Any) -> list[Any]:
-    """The jaxprs of a call, or the branches of a choice; none for other equations."""
-    found = [eqn.params[CALLS[eqn.primitive]]] if eqn.primitive in CALLS else []
-    found = list(eqn.params["branches"]) if eqn.primitive is prims.cond_p else found
-    return [compat.open_jaxpr(jaxpr)[0] for jaxpr in found]
+    return is_mark(eqn, name) or any(
+        holds(e, name) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns
+    )
 
 
 def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
@@ -77,10 +48,10 @@ def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
     for eqn in jaxpr.eqns:
         if is_mark(eqn, name):
             straight += 1
-        elif inside := bodies(eqn):
-            if not eqn.params.get("differentiated"):
-                found = [count(body, name) for body in inside]
-                once, chosen, often = (max(n) for n in zip(*found, strict=True))
+        elif inside := jaxprs.bodies(eqn):
+            if not jaxprs.runs_backward(eqn):
+                counts = [count(body, name) for body in inside]
+                once, chosen, often = (max(n) for n in zip(*counts, strict=True))
                 choice = eqn.primitive is prims.cond_p
                 straight, branched = straight + once * (not choice), branched + once * choice
                 branched, looped = branched + chosen, looped + often
@@ -109,7 +80,7 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
 
     Zeros, for a parameter without use, are left out. Loops are not entered.
     """
-    found: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
+    origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
     none = MadeFrom(0)
 
     def run(jaxpr: Any, given: list[MadeFrom]) -> list[MadeFrom]:
@@ -120,20 +91,21 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if inside := bodies(eqn):
+            if inside := jaxprs.bodies(eqn):
                 skip = len(ins) - len(inside[0].invars)  # the index of a choice
                 branches = [run(body, ins[skip:]) for body in inside]
                 outs = [_together(each) for each in zip(*branches, strict=True)]
             else:
-                if eqn.primitive.name == "name" and eqn.params["name"] in found and ins[0]:
-                    found[eqn.params["name"]].append(ins[0])
+                mark = jaxprs.param(eqn, "name") if eqn.primitive.name == "name" else None
+                if mark in origins and ins[0]:
+                    origins[mark].append(ins[0])
                 out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else none)
                 outs = [out | (MadeFrom.MIXED if _mixes(eqn, ins) else none)] * len(eqn.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     run(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
-    return found
+    return origins
 
 
 def _together(parts: Iterable[MadeFrom]) -> MadeFrom:

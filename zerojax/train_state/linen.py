@@ -19,7 +19,7 @@ def open_state(state: Any) -> OpenedState:
     """Takes a ``TrainState``, or a subclass with more fields, apart.
 
     Raises:
-      TypeError: it lacks ``params``, ``tx``, ``opt_state`` or ``step``.
+      TypeError: The state lacks ``params``, ``tx``, ``opt_state`` or ``step``.
     """
     missing = [f for f in (*_NAMED, "tx") if getattr(state, f, None) is None]
     if missing or not hasattr(state, "replace"):
@@ -58,7 +58,7 @@ def open_state(state: Any) -> OpenedState:
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:
-    """The user's PartitionSpec of each parameter from flax's boxes, None where there is none."""
+    """The user's PartitionSpec of each parameter from flax's boxes; None without a box."""
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
     return tuple(_own_spec(x) for x in boxes)
 

@@ -15,15 +15,15 @@ MODEL = "model"  # names what the model has beside its parameters, in Parts.rest
 
 
 def is_nnx(x: Any) -> bool:
-    """An object that NNX updates in place: a module, an optimizer, metrics, Rngs, a Variable."""
+    """Whether NNX updates an object in place: a module, optimizer, metrics, Rngs or Variable."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def ordered(objects: Sequence[Any]) -> list[int]:
-    """The positions of the model, its optimizer, and the other objects as they come.
+    """The positions of the model, its optimizer, and the other objects in their order.
 
     Raises:
-      TypeError: they are not one optimizer and the model that it is for.
+      TypeError: The objects are not one optimizer and its model.
     """
     optimizers = [i for i, x in enumerate(objects) if isinstance(x, nnx.Optimizer)]
     if len(optimizers) != 1 or isinstance(objects[optimizers[0]], nnx.ModelAndOptimizer):
@@ -49,13 +49,13 @@ def ordered(objects: Sequence[Any]) -> list[int]:
 
 
 def open_objects(objects: tuple[Any, ...]) -> OpenedState:
-    """Takes a model, its optimizer and other objects apart, in whatever order they come.
+    """Takes a model, its optimizer and other objects apart, in any order.
 
-    ``Parts.rest`` has what the model has beside its parameters as ``"model"``, and the others as
-    ``"2"``, ``"3"`` and so on. What two objects share belongs to the first of them.
+    ``Parts.rest`` has the model's variables beside its parameters as ``"model"``, and those of the
+    other objects as ``"2"``, ``"3"`` and so on. What two objects share belongs to the first.
 
     Raises:
-      TypeError: they are not one optimizer and the model that it is for.
+      TypeError: The objects are not one optimizer and its model.
     """
     order = ordered(objects)
     at = order[1]
@@ -126,7 +126,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
 
 
 def from_cached_partial() -> bool:
-    """Whether this call is one of ``nnx.cached_partial``, which wants its cache to be taken."""
+    """Whether this call comes from ``nnx.cached_partial``, whose cache has to be taken."""
     with nnx.update_context("zerojax") as context:
         return context.static_cache is not None
 
@@ -161,13 +161,13 @@ def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
 
 
 def _of(state: Any, i: int) -> Any:
-    """What one object of several has; a Variable itself is an array."""
+    """The variables of one object of several; a Variable alone is an array."""
     found = state.raw_mapping.get(i, {})
     return nnx.State(found) if isinstance(found, dict) else found
 
 
 def _parameters(x: Any, optimizer: Any) -> list[Any]:
-    """What the optimizer would train of an object; a Variable alone is no model."""
+    """The variables of an object that the optimizer would train; a Variable alone is no model."""
     return [] if isinstance(x, nnx.Variable) else jax.tree.leaves(nnx.state(x, optimizer.wrt))
 
 
@@ -179,7 +179,7 @@ def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
 
 
 def _fits(model: Any, optimizer: Any) -> bool:
-    """Whether the optimizer's state is one of this model."""
+    """Whether the optimizer's state belongs to this model."""
     made = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
     held = nnx.as_pure(optimizer.opt_state)
     return [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(held)]

@@ -1,4 +1,4 @@
-"""A training state taken apart: the one form that the rest of zerojax works on."""
+"""A training state taken apart: the form that the rest of zerojax works on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Parts(NamedTuple):
     """The arrays of a training state.
 
     Attributes:
-      params: the parameters that the optimizer updates.
-      opt_state: its state, one of ``tx``.
+      params: The parameters that the optimizer updates.
+      opt_state: The optimizer's state.
       step: int [], the user's own step counter.
-      rest: everything else that is carried from step to step (batch statistics, PRNG keys,
-        an average of the parameters), by name.
+      rest: Everything else that a step hands to the next (batch statistics, PRNG keys, an average
+        of the parameters), by name.
     """
 
     params: Any
@@ -31,16 +31,17 @@ class OpenedState:
     """A state taken apart, and the way back.
 
     Attributes:
-      parts: its arrays.
-      tx: its optimizer.
-      split: the arrays of another state of the same kind, for the price of reading its fields.
-      close: ``close(parts, tx)`` is the state again, made of these arrays and that optimizer.
-      key: what tells two kinds of state apart, hashable.
-      specs: the PartitionSpec that the user's model gives each leaf of ``parts.params``, in
-        order; None or empty where it gives none.
+      parts: The state's arrays.
+      tx: The state's optimizer.
+      split: ``split(*objects)`` has the arrays of another state of the same kind, for the price of
+        reading its fields.
+      close: ``close(parts, tx)`` is a state of this kind with these arrays and that optimizer.
+      key: Differs between kinds of state; hashable.
+      specs: The PartitionSpec that the user's model gives each leaf of ``parts.params``, in
+        order; None or empty where the model gives none.
       write_back: ``write_back(objects, parts, tx)`` brings the user's own objects up to date, as
         NNX does; None for a state that is returned.
-      plain: the state has not been through zerojax yet, so its arrays are the caller's.
+      plain: The state has not been through zerojax yet, so that its arrays are the caller's.
     """
 
     parts: Parts

@@ -1,4 +1,4 @@
-"""What was measured of compiled programs, kept on disk."""
+"""Measurements of compiled programs, kept on disk."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import jax
 
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds
-from zerojax.foresight.attribution import Known
-from zerojax.foresight.costs import Measured, measure
+from zerojax.foresight.attribution import ParameterShapes
+from zerojax.foresight.costs import Measurement, measure
 from zerojax.foresight.forecast import Traffic
 
 VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 MEASURING = ("hlo", "foresight", "devices", "xla")
-"""Rooms whose code decides what is measured: a change of theirs measures anew."""
+"""The rooms whose code decides what is measured; a change there makes old measurements void."""
 KEPT = 2000
-"""Programs that are kept; those not asked for the longest go first."""
+"""How many measurements are kept; those not used for the longest go first."""
 
 
 class Cache:
-    """Measures each program once, on this machine: a :data:`zerojax.foresight.costs.Measure`.
+    """A :data:`zerojax.foresight.costs.Measure` that measures each program once on this machine.
 
-    What is remembered took 0 seconds to compile.
-
-    A program is known by its lowered text, which has the number of its devices, by their figures,
-    and by the versions of the compiler and of zerojax.
+    A program is known by its lowered text, which holds the number of devices, by their figures, and
+    by the versions of the compiler and of zerojax. A remembered measurement has 0 compile seconds.
 
     Args:
-      folder: by default ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+      folder: Where they are kept; None for ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or
+        ``~/.cache``.
 
     Attributes:
-      hits, misses: programs found and programs compiled.
+      hits: How many programs were remembered.
+      misses: How many programs were compiled.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -46,23 +46,25 @@ class Cache:
         self._folder = base / "zerojax" / "plans" if folder is None else folder
         self.hits = self.misses = 0
 
-    def __call__(self, lowered: jax.stages.Lowered, known: Known, rates: Rates) -> Measured:
+    def __call__(
+        self, lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates
+    ) -> Measurement:
         path = self._folder / f"{_key(lowered, known, rates)}.json"
         try:
-            found = json.loads(path.read_text())
-            found["traffic"] = tuple(map(_traffic, found["traffic"]))
-            made = Measured(**found | {"compile_seconds": 0.0})
+            fields = json.loads(path.read_text())
+            fields["traffic"] = tuple(map(_traffic, fields["traffic"]))
+            measurement = Measurement(**fields | {"compile_seconds": 0.0})
             os.utime(path)
-        except (OSError, ValueError, TypeError, KeyError):  # not there, or cut off
+        except (OSError, ValueError, TypeError, KeyError):  # absent, or cut off
             self.misses += 1
-            made = measure(lowered, known, rates)
-            self._keep(path, json.dumps(dataclasses.asdict(made)))
+            measurement = measure(lowered, known, rates)
+            self._keep(path, json.dumps(dataclasses.asdict(measurement)))
         else:
             self.hits += 1
-        return made
+        return measurement
 
     def _keep(self, path: Path, text: str) -> None:
-        """Writes a file at once or not at all; a folder that cannot be written is no error."""
+        """Write a file whole or not at all; a folder that cannot be written is no error."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
@@ -75,14 +77,14 @@ class Cache:
             return
 
 
-def _key(lowered: jax.stages.Lowered, known: Known, rates: Rates) -> str:
+def _key(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     package = Path(__file__).parents[1]
     for room in MEASURING:
         for source in sorted((package / room).glob("*.py")):
             digest.update(source.read_bytes())
     flags = [os.environ.get(name) for name in FLAGS]
-    speeds = dataclasses.replace(rates, memory=0)  # what is free differs from run to run
+    speeds = dataclasses.replace(rates, memory=0)  # free memory differs from run to run
     figures = dataclasses.asdict(speeds), sorted(known.params), known.vocabulary, device_kinds()
     digest.update(repr((figures, flags, [_version(name) for name in VERSIONS])).encode())
     return digest.hexdigest()[:32]
@@ -95,5 +97,5 @@ def _version(package: str) -> str:
         return ""
 
 
-def _traffic(found: dict[str, object]) -> Traffic:
-    return Traffic(**found | {"dtypes": tuple(found["dtypes"])})  # type: ignore[arg-type]
+def _traffic(fields: dict[str, object]) -> Traffic:
+    return Traffic(**fields | {"dtypes": tuple(fields["dtypes"])})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The settings that train fastest, by prediction, put where a config has "auto"."""
+"""``zerojax.fit``: the settings predicted to train fastest, in place of a config's "auto"."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
-from zerojax.config.read import plain, read_file, repeated
-from zerojax.config.stand_in import stand_in
+from zerojax.config.auto import stand_in
+from zerojax.config.json_file import plain, read_file, repeated
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import SECTIONS, Choice
 from zerojax.foresight.devices import rates_here
-from zerojax.foresight.forecasts import Found
 from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.search import COMPILES, SECONDS, search
@@ -30,18 +30,19 @@ from zerojax.tuning.study import Study
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A config without "auto" where there was a choice, and what it was chosen from.
+    """The config of the fastest choice, and the choices it was taken from.
 
     Attributes:
-      config: a DeepSpeed JSON, for :func:`zerojax.zero`.
-      choice: its settings; ``remat`` is an option of the model, which no config has.
-      ranking: all that was compiled and fits, most tokens a second first.
-      compiled, remembered: programs.
+      config: A DeepSpeed JSON for :func:`zerojax.zero`.
+      choice: Its settings; ``remat`` is an option of the model, which no config has.
+      ranking: Every choice that was compiled and fits, most tokens a second first.
+      compiled: How many programs were compiled.
+      remembered: How many programs the cache knew.
     """
 
     config: dict[str, Any]
     choice: Choice
-    ranking: tuple[Found, ...]
+    ranking: tuple[Trial, ...]
     compiled: int
     remembered: int
 
@@ -60,42 +61,42 @@ def fit(
     note: Callable[[str], None] | None = None,
     done: Callable[[int, int], None] = lambda modes, of: None,
 ) -> Fitted:
-    """Choose what a config leaves open, for the most predicted tokens a second that fit.
+    """The settings that a config leaves open, chosen for the most predicted tokens a second.
 
     Open are the stage, the batch sizes and the offload sections, where the config has "auto" or
-    nothing, and ``remat`` where ``model`` takes it. Every choice is compiled for the devices, and
-    nothing is run. What was compiled before is remembered in ``~/.cache/zerojax``.
+    nothing, and ``remat`` where ``model`` takes that option. Every choice is compiled for the
+    devices; none is run. ``~/.cache/zerojax`` remembers what was compiled before.
 
     Args:
-      config: a DeepSpeed JSON as a path or a dict.
-      model: returns a flax model that predicts the next token, or a :class:`zerojax.Workload`.
-        It may take ``zero``, ``rows``, ``seq`` and ``remat``. Or a name, as ``"llama-7b"``.
-      train_batch_size: rows of an update, over all devices; None leaves it open too.
-      seq: tokens in a row.
-      mesh: the devices, as for :func:`zerojax.zero`; :func:`zerojax.topology` for others.
-      rates: how fast they are; by default the figures of their kind, and the memory that is free.
-      auto: what stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
-      compiles, seconds: where the search ends, with the best that it has found.
-      note: told what is compiled next; by default stderr is.
-      done: told how many modes (stage, remat, offload) have been looked at, of how many.
+      config: A DeepSpeed JSON as a path or a dict.
+      model: Returns a language model of flax, or a :class:`zerojax.Workload` for any other step;
+        may take ``zero``, ``rows``, ``seq`` and ``remat``. Or a name, as ``"llama-7b"``.
+      train_batch_size: Rows of an update, over all devices; None leaves the number open.
+      seq: Tokens in a row.
+      mesh: The devices, as for :func:`zerojax.zero`; :func:`zerojax.topology` for absent ones.
+      rates: The speeds and the memory of the devices; None for the figures of their kind, with the
+        memory that is free.
+      auto: What stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
+      compiles: How many choices are compiled at the most.
+      seconds: How long the search takes at the most, in seconds.
+      note: Called with what is compiled next; None prints it on stderr.
+      done: Called with how many modes (stage, remat, offload) are done, and how many there are.
 
     Raises:
-      ConfigError: the config is wrong, or the rows do not divide among the devices.
-      OutOfMemoryError: nothing that was compiled fits.
-      ValueError: nothing is known of such devices.
+      ConfigError: The config is wrong, or the rows do not divide among the devices.
+      OutOfMemoryError: No choice that was compiled fits.
+      ValueError: Nothing is known of such devices, or the model is unknown or no language model.
 
     Example::
 
       fitted = zerojax.fit("zero_auto.json", lambda: GPT(config), train_batch_size=64)
       zero = zerojax.zero(fitted.config)
     """
-    if jax.process_count() > 1:  # each would search by its own clock
-        raise ValueError(
-            "fit: give all processes one config: run `python -m zerojax fit --out` before, once"
-        )
+    if jax.process_count() > 1:  # each would end its search by its own clock
+        raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
     raw = read_file(config) if isinstance(config, str | os.PathLike) else config
     if not isinstance(raw, Mapping):
-        load(config)  # says what is wrong with it
+        load(config)  # raises with what is wrong
     twice, raw = repeated(raw), plain(raw)
     if problems := twice + stand_in(raw, auto or {})[1]:
         raise ConfigError(problems)
@@ -113,7 +114,7 @@ def fit(
         rates,
         rows=train_batch_size,
         seq=seq,
-        note=_told if note is None else note,
+        note=_tell if note is None else note,
         measured=cache,
     )
     ranking = tuple(search(study, space, compiles, seconds, done))
@@ -129,8 +130,9 @@ def fit(
 
 
 def undecided(config: Mapping[str, Any]) -> bool:
-    """Whether a config has an "auto" that only :func:`fit` resolves: the stage's, or that of a
-    whole offload section.
+    """Whether a config has an "auto" for the stage or for an offload section.
+
+    :func:`fit` alone resolves these.
 
     Example:
       >>> undecided({"zero_optimization": {"stage": "auto"}})
@@ -144,5 +146,5 @@ def undecided(config: Mapping[str, Any]) -> bool:
     return "auto" in [zero.get(name) for name in ("stage", *SECTIONS)]
 
 
-def _told(text: str) -> None:
+def _tell(text: str) -> None:
     print(f"zerojax: compiling {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The search for the settings that train fastest, by prediction, of those that fit."""
+"""The search for the settings that fit and are predicted to train fastest."""
 
 from __future__ import annotations
 
@@ -8,78 +8,76 @@ from collections.abc import Callable, Sequence
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.forecasts import Forecasts, Found
+from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
 
 
 def search(
-    study: Forecasts,
+    trials: Trials,
     space: Space,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
     done: Callable[[int, int], None] = lambda modes, of: None,
-) -> list[Found]:
-    """Search for the choice with the most tokens a second that fits.
+) -> list[Trial]:
+    """The choices that fit, most rows a second first.
 
-    Of each mode (stage, remat, offload) the largest micro-batch is looked for: the first compile
-    tells what grows with it, and the size at which that fills the memory is compiled. Offload is
-    tried only where nothing fits without it, or with less: what it moves over the host's link it
-    would only move for nothing.
+    The search looks for the largest micro-batch of each mode (stage, remat, offload): the first
+    compile tells which bytes grow with the micro-batch, and the size at which they fill the memory
+    is compiled next. A mode with more offload is tried only where nothing fits with less: its
+    traffic over the host's link would buy nothing.
 
     Args:
-      study: of the step and the devices.
-      space: what may be chosen.
-      compiles, seconds: where the search ends, with what it has found. What a cache remembers is
-        no compile.
-      done: told how many modes have been looked at, of how many; not of all where it ends before.
-
-    Returns:
-      All that fit and were compiled, most rows a second first.
+      trials: The trials of the step on the devices.
+      space: The settings that may be chosen.
+      compiles: How many choices are compiled at the most; what a cache remembers is no compile.
+      seconds: How long the search takes at the most, in seconds.
+      done: Called with how many modes are done, and how many there are.
     """
-    found: list[Found] = []
+    fitting: list[Trial] = []
     modes, sizes = list(space.modes()), space.sizes()
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
         done(at, len(modes))
-        if any(_less(each.choice, mode) for each in found):
+        if any(_less(each.choice, mode) for each in fitting):
             continue
-        low, high, at_size = 0, len(sizes), 0  # below low all fit, from high on none does
+        low, high, at_size = 0, len(sizes), 0  # sizes below low fit, those from high on do not
         while low < high:
             if not left or time.monotonic() >= until:
-                return _ranked(found)
+                return _ranked(fitting)
             choice = space.choice(mode, sizes[at_size])
-            if study.hopeless(choice):
+            if trials.hopeless(choice):
                 high = at_size
             else:
-                forecast = study.tried(choice)
+                forecast = trials.tried(choice)
                 left -= forecast is None or forecast.compile_seconds > 0
                 if forecast and forecast.fits:
-                    found.append(Found(choice, forecast))
+                    fitting.append(Trial(choice, forecast))
                     low = at_size + 1
-                    at_size = _fills(forecast, sizes[at_size], sizes, study.rates.room)
+                    at_size = _fills(forecast, sizes[at_size], sizes, trials.rates.room)
                     if at_size < low:
-                        break  # the next would not fit, by far more than the estimate errs
+                        break  # the next size exceeds the memory by far more than the estimate errs
                 else:
                     high = at_size
             at_size = min(at_size, high - 1)
     done(len(modes), len(modes))
-    return _ranked(found)
+    return _ranked(fitting)
 
 
-def _ranked(found: Sequence[Found]) -> list[Found]:
+def _ranked(trials: Sequence[Trial]) -> list[Trial]:
     return sorted(
-        found, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
+        trials, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
     )
 
 
-def _less(found: Choice, mode: Choice) -> bool:
-    return OFFLOADS.index(found.offload) < OFFLOADS.index(mode.offload)
+def _less(fitting: Choice, mode: Choice) -> bool:
+    """Whether a choice that fits offloads less than a mode."""
+    return OFFLOADS.index(fitting.offload) < OFFLOADS.index(mode.offload)
 
 
 def _fills(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:
-    """The position of the largest micro-batch that should fit, by what grows with it."""
+    """The position of the largest micro-batch that should fit, by the bytes that grow with it."""
     grows = sum(forecast.peak.memory.get(kind, 0) for kind in (ACTIVATIONS, LOGITS, BATCH))
     fixed = forecast.peak.bytes - grows
     return max(

@@ -1,4 +1,4 @@
-"""What a config leaves open: the settings among which the fastest are searched."""
+"""The settings that a config leaves open, among which the fastest are searched."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError
-from zerojax.config.old_names import rename
-from zerojax.config.read_offload import OLD_SWITCHES
+from zerojax.config.keys.old_names import OLD_SWITCHES, rename
 from zerojax.foresight.choice import BATCH, OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
 
 LARGEST = 1024  # rows of a device in a micro-batch
@@ -20,13 +19,13 @@ _ZERO = ("stage", *SECTIONS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """Settings that may be chosen.
+    """The settings that may be chosen.
 
     Attributes:
-      stages, remats, offloads: to be tried in every combination that there is.
-      micro: rows of a device in a micro-batch, where that is given.
-      accumulation: micro-batches an update, where that is given.
-      rows: of a device in an update, where that is given; micro-batches divide it.
+      stages, remats, offloads: Tried in every combination that a stage allows.
+      micro: Rows of a device in a micro-batch; None for open.
+      accumulation: Micro-batches an update; None for open.
+      rows: Rows of a device in an update, which micro-batches divide; None for open.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -37,7 +36,7 @@ class Space:
     rows: int | None = None
 
     def sizes(self) -> list[int]:
-        """Micro-batches that may be chosen, rising; powers of two where nothing says more."""
+        """The micro-batches that may be chosen, rising; powers of two where all is open."""
         if self.micro is not None:
             return [self.micro]
         if self.rows is None:
@@ -47,22 +46,22 @@ class Space:
         return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
 
     def choice(self, mode: Choice, micro: int) -> Choice:
-        """A mode with a micro-batch, and the accumulation that follows."""
+        """A mode with a micro-batch, and the accumulation that follows from it."""
         accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
         return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
 
     def modes(self) -> Iterator[Choice]:
-        """Every combination of the other settings, those that cost least first."""
+        """Every combination of stage, remat and offload, the cheapest first."""
         for offload, remat, stage in itertools.product(self.offloads, self.remats, self.stages):
             mode = Choice(stage=stage, micro=1, remat=remat, offload=offload)
             if mode.possible:
                 yield mode
 
     def furthest(self, config: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """A config with the last of the modes: it keeps what a section says beside its device."""
+        """A config with the last of the modes, so that both offload sections are read."""
         modes = list(self.modes())
         if not modes:
-            return dict(config)  # whoever reads it says what contradicts what
+            return dict(config)  # the loader names the contradiction
         zero = modes[-1].json(config, world)["zero_optimization"]
         return {**config, "zero_optimization": zero}
 
@@ -70,19 +69,19 @@ class Space:
 def left_open(
     config: Mapping[str, Any], rows: int | None, world: int, remats: Sequence[bool | None]
 ) -> tuple[Space, dict[str, Any]]:
-    """What a DeepSpeed config leaves open, and the config without it.
+    """The settings that a DeepSpeed config leaves open, and the config without them.
 
     Batch sizes, the stage and the two offload sections are open where the config has "auto" or
-    nothing; what it gives is kept.
+    nothing.
 
     Args:
-      config: as read from JSON.
-      rows: of an update over all devices, if the caller knows.
-      world: devices.
-      remats: the model's choices.
+      config: As read from JSON.
+      rows: Rows of an update over all devices; None where the caller does not say.
+      world: How many devices.
+      remats: The model's choices of ``remat``.
 
     Raises:
-      ConfigError: the rows do not divide among the devices, or the config has others.
+      ConfigError: The rows do not divide among the devices, or differ from the config's.
 
     Example:
       >>> space, _ = left_open({"zero_optimization": {"stage": 2}}, 64, 8, [None])
@@ -117,7 +116,7 @@ def left_open(
 
 
 def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
-    """Those that agree with the sections, or their old switches, that are there."""
+    """The offloads that agree with the config's sections, or with their old switches."""
     wanted = []
     for section in SECTIONS:
         old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]

@@ -1,4 +1,4 @@
-"""One model on some devices, forecast under different settings.
+"""One model on some devices, tried under different settings.
 
 study = Study(function, config, mesh, rates("h100"), rows=64, seq=1024)
 study.forecast(study.given).fits
@@ -19,31 +19,32 @@ from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
-from zerojax.foresight.forecasts import Built, Forecasts
+from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
 from zerojax.tuning.workload import workload
 
 
-class Study(Forecasts):
-    """A model's step on a mesh, compiled once for each choice.
+class Study(Trials):
+    """The trials of a model's step on a mesh.
 
     Parameters on disk are forecast as if they were in host memory.
 
     Args:
-      function: gives a flax model or a workload, see :mod:`zerojax.models.registry`.
-      config: what the choices leave as it is.
-      mesh: of devices that need not be there.
-      rates: of those devices.
-      rows: of a batch of all devices; None for what the config says, else one a device.
-      seq: tokens in a row.
-      remat: for functions that take it.
-      note, measured: see :class:`Forecasts`.
+      function: Returns a flax model or a workload, see :mod:`zerojax.models.registry`.
+      config: The config, of which a choice changes a few settings.
+      mesh: The devices, which need not exist.
+      rates: The speeds and the memory of the devices.
+      rows: Rows of a batch of all devices; None for those of the config, else one a device.
+      seq: Tokens in a row.
+      remat: The option of functions that take ``remat``.
+      note: Called with what is compiled next.
+      measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
 
     Attributes:
-      given: the config's own choice.
+      given: The config's own choice.
 
     Raises:
-      ConfigError: the rows do not divide among the devices as the config wants.
+      ConfigError: The rows do not divide among the devices as the config wants.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Study(Forecasts):
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
         super().__init__(self._from_model, given, rates, note, measured)
 
-    def _from_model(self, choice: Choice) -> Built:
+    def _from_model(self, choice: Choice) -> BuiltStep:
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
-            # A program that reads a disk cannot be compiled for devices that are not there; on
-            # its way to the device a parameter is in host memory in either case.
+            # A program that reads a disk cannot be compiled for absent devices. On its way to the
+            # device a parameter lies in host memory in either case.
             config = dataclasses.replace(config, offload_param=OffloadParam())
         decorated = zero(config, mesh=self._mesh)
         rows = choice.micro * choice.accumulation * self.world
@@ -81,4 +82,4 @@ class Study(Forecasts):
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)
         given = (*objects, made.batch, *made.args)
-        return Built(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)
+        return BuiltStep(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)

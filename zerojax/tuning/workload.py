@@ -1,4 +1,4 @@
-"""What is to be planned: a step with the state and the batch it takes, all abstract.
+"""A training step to be planned, with the state and the batch it takes, all of them abstract.
 
 made = workload(lambda: linen_model, zero, rows=64, seq=1024)
 made.train_step, made.batch
@@ -6,8 +6,9 @@ made.train_step, made.batch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,22 +18,127 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
+from zerojax.models.registry import ModelError
 from zerojax.trace.gradients import value_and_grad
 
-LEARNING_RATE = 1e-4  # of AdamW, where the config names no optimizer; it costs nothing else
+LEARNING_RATE = 1e-4  # of AdamW, where the config names no optimizer; the rate changes no cost
+
+# What a model that predicts no tokens needs.
+_TAKEN_AS = """\
+A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. Any other needs
+its own step and batch: give a function that returns a zerojax.Workload, for images perhaps
+
+    def images(zero, rows):
+        def create_state(key):
+            model = {name}(...)
+            params = model.init(key, jnp.zeros((1, 224, 224, 3)))["params"]
+            return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+        def train_step(state, batch):  # as zero would decorate it
+            ...
+            return state.apply_gradients(grads=grads), {{"loss": loss}}
+
+        batch = {{
+            "image": jax.ShapeDtypeStruct((rows, 224, 224, 3), jnp.float32),
+            "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }}
+        return zerojax.Workload(create_state, train_step, batch)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One training step, to be compiled and not run.
+    """One training step with its state and its batch, to be compiled and not run.
+
+    ``zerojax plan --model`` and :func:`zerojax.fit` take a function that returns one. The function
+    may take ``zero``, ``rows``, ``seq`` and ``remat``, by those names.
 
     Attributes:
       create_state: ``create_state(key)`` returns a ``TrainState``, or an ``nnx.Module`` and its
         ``nnx.Optimizer``.
-      train_step: as ``zero`` decorates it.
-      batch: of all devices, arrays or ``jax.ShapeDtypeStruct``.
-      tokens: in a batch; 0 where it has none.
-      args: what the step takes behind the batch, abstract too: a dropout key, perhaps.
+      train_step: The step, undecorated.
+      batch: A tree of arrays or ``jax.ShapeDtypeStruct``, with the rows of all devices.
+      tokens: How many tokens the batch has, for tokens a second; 0 for a batch without tokens.
+      args: What the step takes after the batch, abstract too: a dropout key, perhaps.
+
+    Example: images, in ``my_models.py`` for ``zerojax plan --model my_models:images``
+
+      >>> import zerojax
+      >>> class CNN(linen.Module):
+      ...     @linen.compact
+      ...     def __call__(self, images):  # float32 [B, 32, 32, 3] -> logits [B, 10]
+      ...         x = linen.relu(linen.Conv(32, (3, 3), strides=2)(images))
+      ...         return linen.Dense(10)(x.mean((1, 2)))
+      >>> def images(zero, rows):
+      ...     def create_state(key):
+      ...         model = CNN()
+      ...         params = model.init(key, jnp.zeros((1, 32, 32, 3)))["params"]
+      ...         tx = optax.sgd(0.1, momentum=0.9)
+      ...         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+      ...
+      ...     def train_step(state, batch):
+      ...         def loss_fn(params):
+      ...             logits = state.apply_fn({"params": params}, batch["image"])
+      ...             return optax.losses.softmax_cross_entropy_with_integer_labels(
+      ...                 logits, batch["label"]
+      ...             ).mean()
+      ...
+      ...         loss, grads = jax.value_and_grad(loss_fn)(state.params)
+      ...         return state.apply_gradients(grads=grads), {"loss": loss}
+      ...
+      ...     batch = {
+      ...         "image": jax.ShapeDtypeStruct((rows, 32, 32, 3), jnp.float32),
+      ...         "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
+      ...     }
+      ...     return zerojax.Workload(create_state, train_step, batch)
+
+    Example: an encoder-decoder, whose batch has two sequences
+
+      >>> class Translator(linen.Module):
+      ...     @linen.compact
+      ...     def __call__(self, source, target):  # int32 [B, S] and [B, T] -> logits [B, T, V]
+      ...         attention, table = linen.MultiHeadDotProductAttention, linen.Embed(1000, 64)
+      ...         memory = table(source)
+      ...         memory = memory + attention(4)(memory)
+      ...         x = table(target)
+      ...         x = x + attention(4)(x, mask=linen.make_causal_mask(target))
+      ...         x = x + attention(4)(x, memory)
+      ...         return table.attend(x)
+      >>> def translation(zero, rows, seq):
+      ...     def create_state(key):
+      ...         model, tokens = Translator(), jnp.zeros((1, seq), jnp.int32)
+      ...         params = model.init(key, tokens, tokens)["params"]
+      ...         tx = optax.adamw(1e-3)
+      ...         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+      ...
+      ...     def train_step(state, batch):
+      ...         source, target = batch["source"], batch["target"]
+      ...
+      ...         def loss_fn(params):
+      ...             logits = state.apply_fn({"params": params}, source, target[:, :-1])
+      ...             return optax.losses.softmax_cross_entropy_with_integer_labels(
+      ...                 logits, target[:, 1:]
+      ...             ).mean()
+      ...
+      ...         loss, grads = jax.value_and_grad(loss_fn)(state.params)
+      ...         return state.apply_gradients(grads=grads), {"loss": loss}
+      ...
+      ...     batch = {
+      ...         "source": jax.ShapeDtypeStruct((rows, seq), jnp.int32),
+      ...         "target": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32),
+      ...     }
+      ...     return zerojax.Workload(create_state, train_step, batch, tokens=rows * seq)
+
+    Both are steps that train:
+
+      >>> zero = zerojax.zero(stage=3)
+      >>> for made in images(zero, rows=8), translation(zero, rows=8, seq=16):
+      ...     state = zero.init(made.create_state, jax.random.key(0))
+      ...     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made.batch)
+      ...     state, metrics = zero(made.train_step)(state, batch)
+      ...     print(f"{metrics['loss']:.2f}")
+      2.30
+      5.84
     """
 
     create_state: Callable[..., Any]
@@ -43,34 +149,41 @@ class Workload:
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:
-    """What ``make()`` gives, or the workload of the flax model it gives, to predict the next token.
+    """The workload that ``make()`` returns, or that of the language model it returns.
 
-    A model maps tokens int [B, T] to logits [B, T, V]. Its step takes ``{"tokens": int32
-    [rows, seq + 1]}``; the loss is the mean cross-entropy in float32, the optimizer the config's,
-    else AdamW. Nothing is computed.
+    A bare model maps tokens int32 [B, T] to logits [B, T, V]. Its step takes ``{"tokens": int32
+    [rows, seq + 1]}``; the loss is the mean cross-entropy of the next token in float32, the
+    optimizer the config's, else AdamW. Nothing is computed.
 
     Args:
-      make: returns a :class:`Workload`, a linen module or an ``nnx.Module``.
-      zero: for its config's optimizer.
-      rows, seq: of the batch of all devices.
+      make: Returns a :class:`Workload`, a linen module or an ``nnx.Module``.
+      zero: The decorator, whose config may name the optimizer.
+      rows: Rows of the batch, of all devices.
+      seq: Tokens in a row.
 
     Raises:
-      TypeError: it returns none of these.
+      TypeError: ``make()`` returns none of these.
+
+    ``create_state`` and ``train_step`` raise :class:`zerojax.models.registry.ModelError` where the
+    model does not take tokens, or gives no logits.
     """
-    found: list[Any] = []
-    jax.eval_shape(lambda: found.append(make()))
-    made = found[0]
-    if isinstance(made, Workload):
-        return made
-    if not isinstance(made, linen.Module | nnx.Module):
+    returned: list[Any] = []
+    jax.eval_shape(lambda: returned.append(make()))
+    model = returned[0]
+    if isinstance(model, Workload):
+        return model
+    if not isinstance(model, linen.Module | nnx.Module):
         raise TypeError(
-            f"a {type(made).__name__} is no flax model: return a linen module, an nnx.Module, or "
+            f"a {type(model).__name__} is no flax model: return a linen module, an nnx.Module, or "
             "a zerojax.Workload(create_state, train_step, batch)"
         )
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
-    parts = _linen(made, tx, seq) if isinstance(made, linen.Module) else _nnx(make, tx)
-    return Workload(*parts, batch, rows * seq)
+    if isinstance(model, linen.Module):
+        create_state, train_step = _linen(model, tx, seq)
+    else:
+        create_state, train_step = _nnx(make, tx)
+    return Workload(create_state, train_step, batch, rows * seq)
 
 
 def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -80,15 +193,44 @@ def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return losses.mean()
 
 
+@contextlib.contextmanager
+def _called_with_tokens(model: Any, tokens: jax.Array) -> Iterator[None]:
+    """Say of an error in ``model(tokens)`` that the model was called as a language model."""
+    try:
+        yield
+    except Exception as error:
+        name = type(model).__name__
+        raise ModelError(
+            f"{name} fails on tokens {tokens.dtype}{list(tokens.shape)}:\n"
+            f"{type(error).__name__}: {error}\n{_TAKEN_AS.format(name=name)}"
+        ) from error
+
+
+def _check_logits(model: Any, tokens: jax.Array, logits: Any) -> None:
+    """Refuse what is no array of logits [B, T, V] for tokens [B, T]."""
+    shape = getattr(logits, "shape", ())
+    if shape[:-1] != tokens.shape:
+        name = type(model).__name__
+        given = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
+        raise ModelError(
+            f"{name} gives {given} for tokens {tokens.dtype}{list(tokens.shape)}, which are no "
+            f"logits.\n{_TAKEN_AS.format(name=name)}"
+        )
+
+
 def _linen(
     model: linen.Module, tx: optax.GradientTransformation, seq: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def create_state(key: jax.Array) -> TrainState:
-        variables = model.init(key, jnp.zeros((1, seq), jnp.int32))
+        tokens = jnp.zeros((1, seq), jnp.int32)
+        with _called_with_tokens(model, tokens):
+            logits, variables = model.init_with_output(key, tokens)
+        _check_logits(model, tokens, logits)
         if more := set(variables) - {"params"}:
-            raise TypeError(
-                f"{type(model).__name__} has {', '.join(sorted(more))} beside its parameters: "
-                "give a zerojax.Workload with the step that carries them"
+            name = type(model).__name__
+            raise ModelError(
+                f"{name} has {', '.join(sorted(more))} beside its parameters, which the step of a "
+                f"bare model does not carry.\n{_TAKEN_AS.format(name=name)}"
             )
         return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 
@@ -96,7 +238,9 @@ def _linen(
         tokens = batch["tokens"]
 
         def loss(params: Any) -> jax.Array:
-            return _loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens)
+            with _called_with_tokens(model, tokens[:, :-1]):
+                logits = state.apply_fn({"params": params}, tokens[:, :-1])
+            return _loss(logits, tokens)
 
         value, grads = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -115,7 +259,10 @@ def _nnx(
         tokens = batch["tokens"]
 
         def loss(model: Any) -> jax.Array:
-            return _loss(model(tokens[:, :-1]), tokens)
+            with _called_with_tokens(model, tokens[:, :-1]):
+                logits = model(tokens[:, :-1])
+            _check_logits(model, tokens[:, :-1], logits)
+            return _loss(logits, tokens)
 
         value, grads = value_and_grad(loss)(model)
         optimizer.update(model, grads)

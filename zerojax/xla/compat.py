@@ -10,19 +10,6 @@ from jax.experimental import compute_on
 from jax.sharding import Mesh
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 has one class."""
-    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
-
-
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many constants and carried values a scan equation has."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
-
-
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays in host memory, computed there; its results stay there."""
     # jax 0.11 gave the older name, a context manager until then, to this function.

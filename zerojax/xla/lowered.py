@@ -1,22 +1,63 @@
-"""The programs of a step, lowered."""
+"""The programs of a step, lowered, and the names by which other rooms know what is in them.
+
+XLA keeps the names of a program's arguments, so that a forecast can tell the parameters from the
+batch. Those names stand here, once: a program's arguments are called so by :func:`named`, whatever
+the parameters of its Python function are called.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+
+STEP, GRADIENTS, EVALUATION = "step", "gradients", "evaluation"
+"""Names of programs: a step's only one, the first of several, and that of ``zero.evaluate``."""
+
+STATE, BATCH = "parts", "batch"
+"""Arguments of a program that runs the user's function: the state, a
+:class:`zerojax.train_state.state_parts.Parts`, and the batch."""
+
+WRITTEN, READ, LOADED = "written", "read", "loaded"
+"""Arguments of a program that updates sub-groups: arrays that the update replaces, arrays that the
+update reads, and rows of the state that came to the device before."""
 
 
 class LoweredProgram(NamedTuple):
     """One compiled unit of a step.
 
     Attributes:
-      name: "step" where a step is one program; under offload "gradients", then "update 1", ...;
-        of zero.evaluate "evaluation"
+      name: :data:`STEP` where a step is one program; under offload :data:`GRADIENTS`, then
+        "update 1", "update 2", ...; :data:`EVALUATION` for an evaluated function.
       lowered: to be compiled for the devices of the step.
-      times: how often it runs in a step.
+      times: runs in one step.
     """
 
     name: str
     lowered: jax.stages.Lowered
     times: int = 1
+
+
+def named(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """A function whose positional arguments have these names in the compiled program.
+
+    Args:
+      function: The function for ``jax.jit``, which takes as many arguments as there are names.
+
+    Example:
+      >>> jitted = jax.jit(named(lambda x: x + 1, "written"))
+      >>> "written" in jitted.lower(1.0).as_text(debug_info=True)
+      True
+    """
+
+    @functools.wraps(function)
+    def renamed(*args: Any) -> Any:
+        return function(*args)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in names]
+    renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return renamed

@@ -1,4 +1,4 @@
-"""Files that arrays fill."""
+"""Files that arrays fill, and what their checksum notices."""
 
 import errno
 import os
@@ -52,3 +52,29 @@ def test_whatever_the_file_system_offers(
     data = np.random.default_rng(0).integers(0, 256, n, np.uint8)
     disk_file.write(tmp_path / "0", data)
     np.testing.assert_array_equal(disk_file.read(tmp_path / "0", n), data)
+
+
+@pytest.mark.parametrize("n", [1, 511, 512, 513, 2**18 + 700])
+def test_every_bit_counts(n: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, n, np.uint8)
+    right = disk_file.checksum(data)
+    for at in {0, n // 2, n - 1}:
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert disk_file.checksum(data) != right
+            data[at] ^= 1 << bit
+    assert disk_file.checksum(data) == right
+    assert disk_file.checksum(data[:-1]) != right
+    assert disk_file.checksum(np.append(data, np.uint8(0))) != right
+
+
+@pytest.mark.parametrize("size", [8, 512, 4096, 2**18])
+def test_order_counts(size: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 2**19, np.uint8)
+    swapped = np.concatenate([data[size : 2 * size], data[:size], data[2 * size :]])
+    assert disk_file.checksum(swapped) != disk_file.checksum(data)
+
+
+def test_it_does_not_matter_where_it_lies() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5001, np.uint8)
+    assert disk_file.checksum(data[1:]) == disk_file.checksum(data[1:].copy())

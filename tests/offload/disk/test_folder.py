@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerojax.offload.disk.errors import DiskError
-from zerojax.offload.disk.folder import Folder
-from zerojax.offload.disk.space import DiskStore
+from zerojax.offload.disk.folder import DiskError, Folder
+from zerojax.offload.disk.store import DiskStore
 
 
 def test_not_there(tmp_path: Path) -> None:

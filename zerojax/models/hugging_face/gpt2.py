@@ -24,9 +24,9 @@ host holds one piece at a time, and no device more than its shards.
 True
 >>> folder.cleanup()
 
-The parameters that `load` replaces live until the new ones are there: 4 bytes a parameter over all
-devices, as the step's gradients take later. `model.config` may say `scan=True`; the layers' tensors
-then make up `[L, ...]` leaves. `zerojax.models.gpt_nnx` takes the same tree:
+The parameters that `load` replaces live until the new ones are loaded: 4 bytes a parameter over all
+devices, as much as the step's gradients need later. `model.config` may say `scan=True`; the layers'
+tensors then make up `[L, ...]` leaves. `zerojax.models.gpt_nnx` takes the same tree:
 `nnx.update(model, load(path, config, like=nnx.to_pure_dict(nnx.state(model, nnx.Param))))`.
 """
 
@@ -44,11 +44,11 @@ from jax.sharding import Sharding
 from zerojax.checkpoint.naming import Renamed
 from zerojax.checkpoint.safetensors_files import Path, TensorSpec, writing
 from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.models.hugging_face.config import CONFIG_FILE, SIZES, check_config
-from zerojax.models.hugging_face.config import config_from_hf as config_from_hf
-from zerojax.models.hugging_face.config import config_to_hf as config_to_hf
-from zerojax.models.hugging_face.config import read_config as read_config
-from zerojax.models.hugging_face.names import check_fit, is_stacked, names_of
+from zerojax.models.hugging_face.gpt2_config import CONFIG_FILE, SIZES, check_config
+from zerojax.models.hugging_face.gpt2_config import config_from_hf as config_from_hf
+from zerojax.models.hugging_face.gpt2_config import config_to_hf as config_to_hf
+from zerojax.models.hugging_face.gpt2_config import read_config as read_config
+from zerojax.models.hugging_face.gpt2_names import check_fit, is_stacked, names_of
 from zerojax.models.hugging_face.pieces import Bounds, from_pieces, to_host
 from zerojax.models.hugging_face.read import Tensor, open_tensors
 
@@ -59,20 +59,21 @@ def load(path: Path, config: GPTConfig, *, like: Any = None, dtype: Any = None) 
     """The `params` of `GPT(config)` from a safetensors file or a folder of Hugging Face's.
 
     Args:
-      path: a file, or a folder with `model.safetensors` or `model.safetensors.index.json`. A
-        folder's `config.json`, where there is one, must agree with `config`.
-      like: where the parameters shall lie: a tree of arrays or `jax.ShapeDtypeStruct`, such as
-        `.params` of `zero.init` or `zero.abstract_state`, or of shardings. None: on JAX's default
+      path: A file, or a folder with `model.safetensors` or `model.safetensors.index.json`. A
+        folder's `config.json`, if present, must agree with `config`.
+      like: The places of the parameters: a tree of arrays or `jax.ShapeDtypeStruct`, such as
+        `.params` of `zero.init` or `zero.abstract_state`, or of shardings. None for JAX's default
         device.
-      dtype: of the parameters. None: that of `like`, or float32; fp16 and bf16 files are widened.
+      dtype: The dtype of the parameters. None for that of `like`, or float32; fp16 and bf16 files
+        are widened.
 
     Returns:
       A tree of arrays like `like`.
 
     Raises:
-      ValueError: a file is damaged, or a tensor missing, one too many, of a wrong shape or of
+      ValueError: A file is damaged, or a tensor missing, superfluous, of a wrong shape or of
         integers. All headers are checked before anything is loaded.
-      FileNotFoundError: a file is not there.
+      FileNotFoundError: A file does not exist.
     """
     wanted, tree = _wanted(config, like, dtype)
     if (pathlib.Path(path) / CONFIG_FILE).exists():
@@ -94,13 +95,13 @@ def save(
 
     `config.json` with `model.safetensors`, or with `model-00001-of-0000N.safetensors` and an index
     where all is more than `max_shard_size` bytes. The host holds one tensor at a time. The files
-    take their names at the end: an error on the way leaves what was there.
+    take their names at the end: an error before leaves the folder as it was.
 
     Args:
-      params: `model.init(...)["params"]` or `state.params`, wherever they lie.
+      params: `model.init(...)["params"]` or `state.params`, on any devices of this process.
 
     Raises:
-      ValueError: they are not the parameters of `GPT(config)`, or lie on other processes' devices.
+      ValueError: They are not the parameters of `GPT(config)`, or lie on other processes' devices.
     """
     _wanted(config, params, None)
     tensors, leaves = [], _by_path(params)
@@ -126,10 +127,10 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
     `extra={"model": {...}}`: the fields of the `GPTConfig`, of which no shape shows `n_head`.
 
     Args:
-      leaves: shapes by name, as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
+      leaves: Shapes by name, as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
 
     Raises:
-      ValueError: `extra` has no such fields, or they are not those of the parameters.
+      ValueError: `extra` has no such fields, or the parameters are of another config.
     """
     about = extra.get("model") if isinstance(extra, Mapping) else None
     sizes = [ours for ours, _, _ in SIZES]

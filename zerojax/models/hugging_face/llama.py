@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.llama import Llama
-from zerojax.models.llama_config import LlamaConfig
+from zerojax.models.llama import Llama, LlamaConfig
 
 PREFIX = "model."  # of a LlamaForCausalLM's names; a LlamaModel's have none
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
@@ -42,13 +41,14 @@ def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str,
     `jax.device_put(params, shardings)` does so shard by shard.
 
     Args:
-      tensors: by Hugging Face's names, with or without `model.` before them. `rotary_emb.inv_freq`
-        is left, and `lm_head.weight` where the output is tied and it equals the embedding.
-      config: `n_head`, `rope_theta` and `rms_norm_eps` show in no tensor's shape: take them from
-        the model's `config.json`.
+      tensors: Arrays by Hugging Face's names, with or without `model.` before them.
+        `rotary_emb.inv_freq` is ignored, and the `lm_head.weight` of a tied output.
+      config: The config of the weights. `n_head`, `rope_theta` and `rms_norm_eps` show in no
+        tensor's shape: take them from the model's `config.json`.
 
     Raises:
-      ValueError: tensors are missing, too many, of a wrong shape or no floats; with the first few.
+      ValueError: Tensors are missing, superfluous, of a wrong shape or no floats; with the first
+        few.
     """
     found: dict[str, np.ndarray] = {}
     problems = []

@@ -1,4 +1,4 @@
-"""Sharded arrays made on their devices, and brought to the host, piece by piece.
+"""Sharded arrays, loaded onto their devices and copied to the host piece by piece.
 
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
@@ -26,8 +26,9 @@ def from_pieces(
     `jax.make_array_from_callback` would keep the pieces of all devices on the host at once.
 
     Args:
-      sharding: where it shall lie; None: on JAX's default device.
-      read: a piece's bounds -> the piece.
+      shape: The shape of the whole array.
+      sharding: The sharding of the array; None for JAX's default device.
+      read: Returns the piece within such bounds.
     """
     if sharding is None:
         return jnp.asarray(read(tuple((0, n) for n in shape)))
@@ -42,7 +43,7 @@ def from_pieces(
 
 def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
     places = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
-    # Not before the copies are made may the next piece be read: they keep this one until then.
+    # The copies keep this piece: wait for them, so that the host holds one piece at a time.
     return jax.block_until_ready([jax.device_put(piece, place) for place in places])
 
 

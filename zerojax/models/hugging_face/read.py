@@ -1,4 +1,4 @@
-"""Safetensors files as one set of tensors, read slice by slice.
+"""The tensors of safetensors files, read slice by slice.
 
 Example::
 
@@ -22,13 +22,13 @@ from zerojax.checkpoint.safetensors_files import INDEX, SINGLE, Path, import_saf
 
 
 class Tensor(NamedTuple):
-    """A tensor that lies in a file.
+    """A tensor in a file.
 
     Attributes:
-      file: where.
-      shape: its shape.
-      dtype: in safetensors' words, "F32".
-      read: a tuple of slices -> that part, read from the file alone.
+      file: The file.
+      shape: The tensor's shape.
+      dtype: Its dtype in safetensors' words, "F32".
+      read: Reads the part that a tuple of slices picks.
     """
 
     file: pathlib.Path
@@ -44,8 +44,8 @@ def open_tensors(path: Path) -> Iterator[dict[str, Tensor]]:
     A folder has `model.safetensors`, or `model.safetensors.index.json` and the files it names.
 
     Raises:
-      FileNotFoundError: the path, or a file that the index names, is not there.
-      ValueError: a file is cut short or no safetensors, or the index and its files disagree.
+      FileNotFoundError: The path, or a file that the index names, does not exist.
+      ValueError: A file is cut short or no safetensors, or the index and its files disagree.
     """
     path = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
@@ -120,7 +120,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-      ValueError: the file holds something else.
+      ValueError: The file holds something else.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

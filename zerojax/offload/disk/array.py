@@ -1,11 +1,12 @@
-"""A leaf of a training state that lies on a disk."""
+"""Arrays of a training state on a disk: the place of one, and a handle to its present value."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,28 +14,38 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from zerojax.offload.disk.boxes import Index, boxes, meet, moved, shape_of, whole
-from zerojax.offload.disk.errors import RESTORE, DiskStateError
-from zerojax.offload.disk.pieces import Piece, piece_of, shards_of
-from zerojax.offload.disk.space import Data, DiskStore
+from zerojax.offload.disk.pieces import (
+    Index,
+    StoredPiece,
+    boxes,
+    flat_piece,
+    meet,
+    moved,
+    results,
+    shape_of,
+    stored_shards,
+    whole,
+)
+from zerojax.offload.disk.store import RESTORE, Data, DiskStateError, DiskStore
 
 
 class DiskLeaf:
-    """A leaf on a disk: each distinct shard of this process, flat in C order, in pieces.
+    """An array's place on a disk: each distinct shard of this process, flat in C order, in pieces.
 
     Args:
-      store: where it lies.
-      name: of the leaf, for messages; no other leaf of the store has it.
-      shape: of the whole array.
-      dtype: of the elements.
-      sharding: of the whole array.
-      cuts: ``(start, stop)`` of each piece of a flat shard, in elements, one after the other; the
-        same for every shard.
+      store: The disk.
+      name: For messages; unique in the store.
+      shape, dtype, sharding: Of the whole array.
+      pieces: The elements of each piece of a flat shard, one after the other; the same for every
+        shard.
 
     Attributes:
-      shards: the distinct ones of this process.
-      generation: counts the updates.
-      half: something was written since the last update was complete.
+      shards: The distinct shards of this process.
+      generation: The number of complete updates.
+      half: Whether pieces were written since the last complete update.
+
+    Raises:
+      ValueError: ``pieces`` are not the elements of a shard.
     """
 
     def __init__(
@@ -44,24 +55,28 @@ class DiskLeaf:
         shape: Sequence[int],
         dtype: Any,
         sharding: NamedSharding,
-        cuts: Sequence[tuple[int, int]],
+        pieces: Sequence[range],
     ) -> None:
         self.store, self.name = store, name
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.sharding, self.cuts = sharding, tuple(cuts)
-        self.shards = shards_of(sharding, self.shape)
+        self.sharding, self.pieces = sharding, tuple(pieces)
+        self.shards = stored_shards(sharding, self.shape)
         self.generation, self.half = 0, False
         self._torn = False
-        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.cuts))]
-        # At exit the store goes as a whole.
+        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.pieces))]
+        # At exit the store is removed as a whole.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(stop for _, stop in self.cuts)]
-        if [start for start, _ in self.cuts] != ends[:-1] or ends[-1] != size:
-            raise ValueError(f"{name}: {self.cuts} do not cut a shard of {size} elements")
+        ends = [0, *(piece.stop for piece in self.pieces)]
+        if [piece.start for piece in self.pieces] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
-        """Writes a whole array of that shape, dtype and sharding, piece by piece."""
+        """Writes a whole array of the same shape, dtype and sharding, piece by piece.
+
+        Raises:
+          ValueError: the array has another shape, dtype or sharding.
+        """
         fits = array.sharding.is_equivalent_to(self.sharding, array.ndim)
         if (array.shape, array.dtype) != (self.shape, self.dtype) or not fits:
             raise ValueError(
@@ -70,43 +85,44 @@ class DiskLeaf:
             )
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
-        for k, cut in enumerate(self.cuts):
-            self.write(k, {device: piece_of(data[device], *cut) for device in firsts})
+        for k, piece in enumerate(self.pieces):
+            self.write(k, {device: flat_piece(data[device], piece) for device in firsts})
         self._torn = False
 
-    def read(self, k: int) -> Piece:
-        """Starts to read piece ``k``.
+    def read(self, k: int) -> StoredPiece:
+        """Starts to read piece ``k`` of every shard.
 
         Raises:
           DiskStateError: the leaf is torn, or an earlier write failed.
         """
         reads = [self.read_shard(i, k) for i in range(len(self.shards))]
-        return Piece(self.shards, reads, self.dtype)
+        return StoredPiece(self.shards, reads, self.dtype)
 
     def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
-        """Starts to read piece ``k`` of shard ``i``; its bytes."""
+        """Starts to read piece ``k`` of shard ``i``; uint8 [bytes]."""
         if self._torn:
             raise DiskStateError(self.interrupted)
         return self.store.read(self._key(i, k))
 
     def write(self, k: int, piece: jax.Array | Mapping[jax.Device, Data]) -> None:
-        """Starts to write piece ``k``; handles cannot be read until the next generation.
+        """Starts to write piece ``k``; no handle can be read until :meth:`advance`.
 
         Args:
-          k: which.
-          piece: what each device has of it, by device or as the shards of a JAX array of any
-            shape; one device of those with the same shard is enough.
+          k: The number of the piece.
+          piece: Each device's part, by device or as the shards of a JAX array of any shape; one
+            device of those with the same shard is enough.
 
         Raises:
           DiskStateError: an earlier write failed.
+          ValueError: the piece has another size.
         """
         if isinstance(piece, jax.Array):
             piece = {shard.device: shard.data for shard in piece.addressable_shards}
-        start, stop = self.cuts[k]
+        size = len(self.pieces[k])
         given = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
-        if wrong := [x.nbytes for x in given if x.nbytes != (stop - start) * self.dtype.itemsize]:
+        if wrong := [x.nbytes for x in given if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
-                f"{self.name}: piece {k} has {stop - start} elements of {self.dtype}, and "
+                f"{self.name}: piece {k} has {size} elements of {self.dtype}, and "
                 f"{wrong[0]} bytes were given"
             )
         self.half = True
@@ -114,20 +130,20 @@ class DiskLeaf:
             self.store.write(self._key(i, k), data)
 
     def advance(self) -> DiskArray:
-        """All pieces are written, or on their way: the handle to them. Older ones are deleted."""
+        """The handle to the pieces written since the last one; older handles are deleted."""
         self.generation, self.half = self.generation + 1, False
         return DiskArray(self)
 
     @property
     def interrupted(self) -> str:
-        """For messages."""
+        """The message for an array that is half updated."""
         return (
             f"{self.name} in {self.store.path} is half updated, as a step was interrupted. To go "
             f"on, {RESTORE}"
         )
 
     def torn(self) -> None:
-        """A step was interrupted half way: nothing can be read until :meth:`fill`."""
+        """Notes that a step was interrupted: nothing can be read until :meth:`fill`."""
         self._torn = True
 
     def _key(self, shard: int, k: int) -> str:
@@ -135,9 +151,9 @@ class DiskLeaf:
 
 
 class DiskArray:
-    """A :class:`DiskLeaf` as it is after an update: a leaf of a state, as a ``jax.Array`` is.
+    """The value of a :class:`DiskLeaf` after an update; a leaf of a state, as a ``jax.Array`` is.
 
-    Its value is read when it is asked for. The next update deletes it.
+    Each use reads the disk. The next update deletes the handle.
     """
 
     def __init__(self, leaf: DiskLeaf) -> None:
@@ -183,42 +199,44 @@ class DiskArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self!r} is read from the disk: it cannot be had without a copy")
+            raise ValueError(f"{self!r} is read from the disk, which always makes a copy")
         values = self.read_slice(whole(self.shape))
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read_slice(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The elements at an index of the whole array, reading no more than their pieces.
+        """The elements at an index of the whole array; only their pieces are read, two at a time.
 
         Raises:
-          DiskStateError: they are not what was written.
-          ValueError: the state was passed to a later step, or another process has some of them.
+          DiskStateError: the bytes are not those that were written.
+          ValueError: the state was passed to a later step, or another process holds some of the
+            elements.
         """
         wanted = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, self.shape, strict=True))
-        out = np.empty(shape_of(wanted), self.dtype)
-        filled = 0
-        for here, values in self._blocks(wanted):
-            if (both := meet(here, wanted)) is not None:
-                part = values[moved(both, here, -1)]
-                out[moved(both, wanted, -1)] = part
-                filled += part.size
+        needed = [
+            (i, k)
+            for i, k in itertools.product(
+                range(len(self.leaf.shards)), range(len(self.leaf.pieces))
+            )
+            if any(meet(box, wanted) is not None for box in self._boxes(i, k))
+        ]
+        reads = results((functools.partial(self._read_shard, i, k) for i, k in needed), 2)
+        out, filled = np.empty(shape_of(wanted), self.dtype), 0
+        for at, read in zip(needed, reads, strict=True):
+            self._check()
+            values, begin = read.view(self.dtype), 0
+            for box in self._boxes(*at):
+                end = begin + math.prod(shape_of(box))
+                if (both := meet(box, wanted)) is not None:
+                    part = values[begin:end].reshape(shape_of(box))[moved(both, box, -1)]
+                    out[moved(both, wanted, -1)] = part
+                    filled += part.size
+                begin = end
         if filled < out.size:
             raise ValueError(f"{self!r}: other processes hold some of {wanted}")
         return out
 
-    def blocks(self) -> Iterator[tuple[Index, np.ndarray]]:
-        """What this process holds, each element once: where in the whole array, and the values.
-
-        Two pieces are in memory.
-
-        Raises:
-          DiskStateError: they are not what was written.
-          ValueError: the state was passed to a later step.
-        """
-        return self._blocks(whole(self.shape))
-
     def load(self, sharding: Sharding | None = None) -> jax.Array:
-        """The whole of it on devices, sharded as it is or otherwise."""
+        """The array on devices, sharded as on the disk unless ``sharding`` is given."""
         return jax.make_array_from_callback(
             self.shape,
             sharding or self.sharding,
@@ -226,32 +244,15 @@ class DiskArray:
             dtype=self.dtype,
         )
 
-    def _blocks(self, wanted: Index) -> Iterator[tuple[Index, np.ndarray]]:
-        """The blocks of those pieces that have some of what is wanted."""
-        shape = self.sharding.shard_shape(self.shape)
-        ahead: deque[tuple[Future[np.ndarray], list[Index], Index]] = deque()
-        for i, shard in enumerate(self.leaf.shards):
-            for k, (start, stop) in enumerate(self.leaf.cuts):
-                found = [*boxes(shape, start, stop)]
-                if any(meet(moved(box, shard.index), wanted) is not None for box in found):
-                    self._check()
-                    ahead.append((self.leaf.read_shard(i, k), found, shard.index))
-                if len(ahead) == 2:
-                    yield from self._cut_up(*ahead.popleft())
-        while ahead:
-            yield from self._cut_up(*ahead.popleft())
+    def _boxes(self, i: int, k: int) -> list[Index]:
+        """The boxes of the whole array that piece ``k`` of shard ``i`` consists of, in order."""
+        shape, piece = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
+        parts = boxes(shape, piece.start, piece.stop)
+        return [moved(box, self.leaf.shards[i].box) for box in parts]
 
-    def _cut_up(
-        self, read: Future[np.ndarray], found: list[Index], shard: Index
-    ) -> Iterator[tuple[Index, np.ndarray]]:
-        values = read.result().view(self.dtype)
+    def _read_shard(self, i: int, k: int) -> Future[np.ndarray]:
         self._check()
-        begin = 0
-        for box in found:
-            shape = shape_of(box)
-            end = begin + math.prod(shape)
-            yield moved(box, shard), values[begin:end].reshape(shape)
-            begin = end
+        return self.leaf.read_shard(i, k)
 
     def _check(self) -> None:
         if self.is_deleted():

@@ -9,22 +9,26 @@ import pathlib
 import shutil
 import tempfile
 import weakref
-
-from zerojax.offload.disk.errors import DiskError
+from typing import NamedTuple
 
 _PREFIX = "zerojax-"
 _LOCK = ".zerojax-swap"
 
 
+class DiskError(RuntimeError):
+    """The disk cannot be used; the message says which path, why and what to do."""
+
+
 class Folder:
-    """``PARENT/zerojax-*``, locked while this object or its process lives; folders of dead runs
-    beside it go.
+    """``PARENT/zerojax-*``, locked while this object or its process lives.
+
+    Folders that dead runs left beside it are removed.
 
     Attributes:
       path: of the folder.
 
     Raises:
-      DiskError: the parent is not there, is no folder, or cannot be written.
+      DiskError: the parent does not exist, is no folder, or cannot be written.
     """
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
@@ -37,16 +41,17 @@ class Folder:
                 claimed = _claim(self._parent)
         except OSError as error:
             raise DiskError(_unusable(self._parent, error)) from None
-        self.path, lock = claimed
-        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self.path = claimed.path
+        self._remove = weakref.finalize(self, _remove, *claimed, os.getpid())
         self._sweep()
 
     @property
     def free(self) -> int:
-        """Bytes that the disk still takes."""
+        """Bytes that are free on the disk."""
         return shutil.disk_usage(self.path).free
 
     def remove(self) -> None:
+        """Removes the folder, and releases its lock."""
         self._remove()
 
     def _sweep(self) -> None:
@@ -61,8 +66,15 @@ class Folder:
                 _remove(other, lock, os.getpid())
 
 
-def _claim(parent: pathlib.Path) -> tuple[pathlib.Path, int] | None:
-    """A fresh folder and its lock; None where another run's sweep was faster than the lock."""
+class _Claimed(NamedTuple):
+    """A folder, and the descriptor of its locked file."""
+
+    path: pathlib.Path
+    lock: int
+
+
+def _claim(parent: pathlib.Path) -> _Claimed | None:
+    """A fresh folder; None where another run's sweep was faster than the lock."""
     path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
         lock = _locked(path / _LOCK, os.O_RDWR | os.O_CREAT)
@@ -72,11 +84,11 @@ def _claim(parent: pathlib.Path) -> tuple[pathlib.Path, int] | None:
     if lock is not None and os.fstat(lock).st_nlink == 0:
         os.close(lock)
         return None
-    return None if lock is None else (path, lock)
+    return None if lock is None else _Claimed(path, lock)
 
 
 def _locked(lock: pathlib.Path, flags: int) -> int | None:
-    """The file, open and locked; None where someone else has locked it."""
+    """The descriptor of the locked file; None where someone else has locked it."""
     file = os.open(lock, flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +99,7 @@ def _locked(lock: pathlib.Path, flags: int) -> int | None:
 
 
 def _remove(folder: pathlib.Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # not a fork of it
+    if os.getpid() == owner:  # and not a fork of the process
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

@@ -1,44 +1,125 @@
-"""The shards of an array that a process stores, and their pieces on the way."""
+"""Parts of arrays: boxes of indices, the shards that a process stores, pieces under way."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zerojax.offload.disk.boxes import Index
-from zerojax.offload.disk.space import Data
+from zerojax.offload.disk.store import Data
+
+Index = tuple[slice, ...]
+"""A box: a slice without a step for each dimension."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which part of the array, and the devices of this process that have it."""
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
+    """The boxes that elements ``start:stop`` of a flattened array (C order) consist of, in order.
 
-    index: Index
+    Each is contiguous in the flattened array.
+
+    Example:
+      >>> [*boxes((2, 3), 1, 6)]
+      [(slice(0, 1, None), slice(1, 3, None)), (slice(1, 2, None), slice(0, 3, None))]
+    """
+    if start == stop:
+        return
+    if not shape:
+        yield ()
+        return
+    rest = shape[1:]
+    row = math.prod(rest)
+    first, begin = divmod(start, row)
+    last, end = divmod(stop, row)
+    if first == last:
+        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, end))
+        return
+    if begin:
+        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, row))
+        first += 1
+    if first < last:
+        yield (slice(first, last), *whole(rest))
+    yield from ((slice(last, last + 1), *box) for box in boxes(rest, 0, end))
+
+
+def whole(shape: Sequence[int]) -> Index:
+    """The box of all indices."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def shape_of(box: Index) -> tuple[int, ...]:
+    """The number of indices of each dimension."""
+    return tuple(s.stop - s.start for s in box)
+
+
+def meet(one: Index, other: Index) -> Index | None:
+    """The intersection of two boxes; None where it is empty."""
+    both = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
+    )
+    return None if any(s.start >= s.stop for s in both) else both
+
+
+def moved(box: Index, by: Index, sign: int = 1) -> Index:
+    """The box as seen from the whole of which ``by`` is a part; with -1 the other way round."""
+    return tuple(
+        slice(s.start + sign * b.start, s.stop + sign * b.start)
+        for s, b in zip(box, by, strict=True)
+    )
+
+
+class StoredShard(NamedTuple):
+    """A part of an array.
+
+    Attributes:
+      box: Its indices.
+      devices: Those of this process that have it.
+      owner: The lowest process that has it.
+    """
+
+    box: Index
     devices: tuple[jax.Device, ...]
+    owner: int
 
 
-@dataclass(frozen=True)
-class Piece:
+def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[StoredShard, ...]:
+    """The distinct shards of this process, in the order of their indices."""
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        assert index is not None
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    local = sharding.addressable_devices
+    return tuple(
+        StoredShard(tuple(slice(*bound) for bound in bounds), here, owner)
+        for bounds in sorted(holders)
+        if (here := tuple(d for d in holders[bounds] if d in local))
+        for owner in [min(int(d.process_index) for d in holders[bounds])]
+    )
+
+
+class StoredPiece(NamedTuple):
     """A piece of every shard, on its way from the disk."""
 
-    shards: Sequence[Shard]
+    shards: Sequence[StoredShard]
     reads: Sequence[Future[np.ndarray]]
     dtype: np.dtype
 
     def done(self) -> bool:
+        """Whether every read has ended."""
         return all(read.done() for read in self.reads)
 
     def result(self) -> dict[jax.Device, np.ndarray]:
-        """It, flat, for every device of this process; devices with the same shard share one.
+        """The piece, flat, for every device of this process; devices with one shard share it.
 
         Raises:
-          DiskStateError: it is not what was written.
+          DiskStateError: the bytes are not those that were written.
         """
         values = [read.result().view(self.dtype) for read in self.reads]
         return {
@@ -48,27 +129,28 @@ class Piece:
         }
 
 
-def shards_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    """The distinct ones of this process, in the order of their indices."""
-    found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        found.setdefault(bounds, []).append(device)
-    return tuple(
-        Shard(tuple(slice(*bound) for bound in bounds), tuple(devices))
-        for bounds, devices in sorted(found.items(), key=lambda entry: entry[0])
-    )
+def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
+    """The results of futures that ``begin`` starts, in order; ``n`` are under way or in memory."""
+    under_way: deque[Future[Any]] = deque()
+    for start in begin:
+        if len(under_way) == n:
+            yield under_way.popleft().result()
+        under_way.append(start())
+    while under_way:
+        yield under_way.popleft().result()
 
 
-def piece_of(x: jax.Array, start: int, stop: int) -> Data:
-    """A piece of a shard; cut out on the device where the host would have to fetch the whole."""
+def flat_piece(x: jax.Array, piece: range) -> Data:
+    """A piece of a flattened shard.
+
+    The piece is sliced on the device, where the host would have to fetch the whole shard.
+    """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:
-        return np.asarray(x).reshape(-1)[start:stop]
-    return _cut(x, start, stop - start)
+        return np.asarray(x).reshape(-1)[piece.start : piece.stop]
+    return _slice(x, piece.start, len(piece))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _cut(x: jax.Array, start: int, size: int) -> jax.Array:
+def _slice(x: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))

@@ -1,0 +1,13 @@
+"""Fails for files of which the tests run hardly a line; reads what `coverage json -o -` says."""
+
+import json
+import sys
+
+LEAST = 60  # percent of a file's lines; imports and definitions alone make about 40
+
+percent = {
+    name: file["summary"]["percent_covered"] for name, file in json.load(sys.stdin)["files"].items()
+}
+untested = [f"{name}: {part:.0f}%" for name, part in percent.items() if part < LEAST]
+print(f"{len(percent)} files measured; below {LEAST}%: {', '.join(untested) or 'none'}")
+sys.exit(bool(untested))

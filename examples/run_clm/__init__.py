@@ -1,0 +1,1 @@
+"""A GPT trained as a byte-level language model: `python -m examples.run_clm --help`."""

@@ -1,0 +1,103 @@
+"""The main job: from text to a trained model and its curve.
+
+Example::
+
+    outcome = train(Job(model="mini", steps=300, ...), rich.console.Console())
+    outcome.history.held_out[-1]                            # (300, 2.23): steps, nats a byte
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from flax.training.train_state import TrainState
+from rich.console import Console
+
+from examples.run_clm import curve, data, report
+from examples.run_clm.auto import resolved
+from examples.run_clm.devices import data_mesh
+from examples.run_clm.job import Job
+from examples.run_clm.progress import Progress
+from examples.run_clm.run_folder import History, RunFolder
+from examples.run_clm.workload import eval_step_of, workload
+from zerojax.checkpoint import Preemption
+
+EVAL_BATCHES = 4
+
+
+class Outcome(NamedTuple):
+    """What a run leaves to its caller.
+
+    Attributes:
+      history: losses, of the steps before this run too.
+      tokens_per_second: of this run's own steps; 0 where it made none.
+      preempted: it was told to stop before the last step.
+    """
+
+    history: History
+    tokens_per_second: float
+    preempted: bool = False
+
+
+def train(job: Job, console: Console) -> Outcome:
+    """Train from the newest checkpoint, or from the beginning, to the job's last step."""
+    text = job.read_text()
+    mesh = data_mesh(job.devices)
+    zero = resolved(job, mesh, console)
+    rows = job.rows(zero.config, mesh.size)
+    work = workload(job, zero, rows)
+    train_step = zero(work.train_step)
+    eval_step = zero.evaluate(eval_step_of(job, zero))
+    batches = data.Batches(text.train, rows, job.block_size, job.seed)
+    unseen = list(data.Batches(text.held_out, rows, job.block_size).spread(EVAL_BATCHES))
+    init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
+
+    def held_out_loss(state: TrainState) -> float:
+        return sum(float(eval_step(state, batch)) for batch in unseen) / len(unseen)
+
+    identity = job.identity(zero.config, rows, text)
+    about = dataclasses.asdict(job.model_config) | {"dtype": None}
+    options: Any = {"restart": job.restart, "from_step": job.from_step}
+    with RunFolder(job.out, zero, identity, about, **options) as folder, Preemption() as preemption:
+        history, start = folder.history(), folder.step or 0
+        if start >= job.steps:
+            console.print(report.already_done(folder, start, job.steps))
+            return Outcome(history, 0.0)
+        if start:
+            dropout_key = folder.key()
+            state = folder.restore(zero.abstract_state(work.create_state, init_key))
+            console.print(f"Continuing from step {start} in {folder.checkpoints}")
+        else:
+            state = zero.init(work.create_state, init_key)
+        console.print(str(zero.plan(state)), markup=False)
+        console.print(report.bytes_by_stage(zero, work.create_state, init_key))
+
+        tokens = rows * job.block_size
+        with Progress(console, job.steps, done=start, step_tokens=tokens, mesh=mesh) as progress:
+            if start == 0:
+                history.held_out.append((0, held_out_loss(state)))
+                progress.held_out(*history.held_out[-1])
+            for step in range(start, job.steps):
+                key = jax.random.fold_in(dropout_key, step)
+                state, metrics = train_step(state, batches.batch_at(step), key)
+                history.train.append(metrics["loss"])
+                done = step + 1
+                progress.advance(done, metrics["loss"], state)
+                if done % job.eval_every == 0 or done == job.steps:
+                    history.held_out.append((done, held_out_loss(state)))
+                    progress.held_out(*history.held_out[-1])
+                stop = preemption.notice or done == job.steps
+                if stop or done % job.save_every == 0:
+                    trouble = folder.save(done, state, history, dropout_key)
+                    if trouble:
+                        console.print(report.not_saved(trouble))
+                if stop:
+                    break
+        folder.wait()
+        outcome = Outcome(history, progress.tokens_per_second, preempted=done < job.steps)
+        curve.draw(folder.curve, history, report.title(job, zero))
+        if outcome.preempted:
+            console.print(report.preempted(folder, job.steps))
+        else:
+            console.print(report.summary(history, progress, folder))
+        return outcome

@@ -1,0 +1,39 @@
+"""How wide the commands print, to a terminal and elsewhere."""
+
+import re
+import sys
+
+import pytest
+
+from zerojax.cli.terminal import console, table
+
+LONG = "device memory, " * 20
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    made = table("what", ">bytes")
+    made.add_row(LONG + "x" * 80, "1")
+    console().print(made)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    return [line for line in plain.splitlines() if line.strip()]
+
+
+def test_a_terminal_has_its_own_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    lines = printed(capsys)
+    assert 60 < max(map(len, lines)) <= 70
+    assert "".join(lines).count("x") == 80  # folded, not cut
+
+
+def test_one_thing_is_one_line_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    heads, _, row = printed(capsys)
+    assert heads.split() == ["what", "bytes"]
+    assert row.split() == [*LONG.split(), "x" * 80, "1"]
+    assert heads.rindex("s") == row.rindex("1")

@@ -1,0 +1,66 @@
+"""``import zerojax`` loads no more than it needs, and shows the API and nothing else."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+import zerojax
+
+SCRIPT = """
+import json, sys
+import flax.linen, flax.nnx, jax, optax
+from flax.training import train_state
+before = set(sys.modules)
+import zerojax
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    """The modules that ``import zerojax`` adds to those of jax, flax and optax."""
+    command = [sys.executable, "-c", SCRIPT]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    names: list[str] = json.loads(told)
+    return names
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        "pallas_kernels",
+        "jax._src.pallas",
+        "jax.experimental.pallas",
+        "jax.experimental.mosaic",
+        "jaxlib.mlir.dialects",
+        "orbax",
+        "tensorstore",
+        "rich",
+        "typer",
+        "transformers",
+        "zerojax.checkpoint",
+        "zerojax.cli",
+        "zerojax.doctor",
+        "zerojax.models.gpt",
+        "zerojax.models.kernels",
+    ],
+)
+def test_import_loads_no(heavy: str, loaded: list[str]) -> None:
+    assert "zerojax.api" in loaded
+    assert not [name for name in loaded if name == heavy or name.startswith(f"{heavy}.")]
+
+
+def test_dir_is_the_api() -> None:
+    rooms = {"api", "config", "optim", "step", "xla"}
+    assert not rooms.intersection(dir(zerojax))
+    assert {*dir(zerojax)} == {*zerojax.__all__, "__version__"}
+    shown: list[Any] = [getattr(zerojax, name) for name in zerojax.__all__]
+    assert all(map(callable, shown))
+
+
+def test_version_is_that_of_the_wheel() -> None:
+    assert zerojax.__version__ == metadata.version("zerojax")

@@ -1,0 +1,72 @@
+"""What jax keeps to itself stands where this version of it has it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.xla import compat
+
+X = np.arange(4, dtype=np.float32)
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, compat.JitOptions((), (), ())),
+        ({"static_argnums": 1}, compat.JitOptions((1, "other"), (), ())),
+        ({"static_argnames": "other"}, compat.JitOptions((1, "other"), (), ())),
+        ({"donate_argnums": 0}, compat.JitOptions((), (0, "x"), ())),
+        ({"compiler_options": {"a": 1}}, compat.JitOptions((), (), ("compiler_options",))),
+        (
+            {"out_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+            compat.JitOptions((), (), ("out_shardings",)),
+        ),
+        (
+            {"in_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+            compat.JitOptions((), (), ("in_shardings",)),
+        ),
+    ],
+)
+def test_options_of_jit(options: dict[str, Any], expected: compat.JitOptions) -> None:
+    def function(x: Any, other: Any = None) -> Any:
+        return x
+
+    assert compat.jit_options(jax.jit(function, **options)) == expected
+
+
+def test_only_functions_of_jit_have_options() -> None:
+    with pytest.raises(AttributeError):
+        compat.jit_options(double)
+
+
+def test_a_function_runs_on_the_host() -> None:
+    host = jax.memory.Space.Host
+    with_host = jax.jit(lambda x: compat.computed_on_host(double)(jax.device_put(x, host)))
+    out = with_host(X)
+    assert out.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(out, 2 * X)
+
+
+def test_a_program_for_devices_that_exist_is_lowered_as_ever() -> None:
+    traced = jax.jit(double).trace(X)
+    lowered = compat.lower_for(traced, jax.make_mesh((1,), ("data",)))
+    assert not isinstance(lowered, compat.LoweredFor)
+
+
+def test_a_program_is_compiled_for_devices_that_do_not_exist() -> None:
+    """The compiler is named in jax's own record of what a lowered program is compiled with."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    mesh = zerojax.topology("h100", 1)
+    abstract = jax.sharding.NamedSharding(mesh.abstract_mesh, jax.P())
+    traced = jax.jit(double, in_shardings=abstract).trace(X)
+    lowered = compat.lower_for(traced, mesh)
+    assert isinstance(lowered, compat.LoweredFor)
+    assert lowered._lowering.compile_args["backend"] is mesh.devices.flat[0].client
+    assert "fusion" in lowered.compile().as_text()

@@ -1,0 +1,328 @@
+"""What zerojax reads of jaxprs stands where this version of jax has it."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.xla import jaxprs
+
+X = np.ones((4, 6), np.float32)
+AT = np.array([[0], [1]])
+
+
+def double(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+@jax.custom_vjp
+def with_vjp(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+with_vjp.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@jax.custom_jvp
+def with_jvp(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+with_jvp.defjvps(lambda g, *_: 2 * g)
+
+
+def looped(x: jax.Array) -> Any:
+    return lax.scan(lambda c, y: (c + y * x[0, 0], c), x[0], x, reverse=True)
+
+
+def until(x: jax.Array) -> jax.Array:
+    most = x.max() + 9
+    return lax.while_loop(lambda c: c.sum() < most, lambda c: c + x, x)
+
+
+def chosen(x: jax.Array) -> jax.Array:
+    return lax.cond(x[0, 0] < 9, double, lambda x: x, x)
+
+
+def constrained(x: jax.Array) -> jax.Array:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def windowed(x: jax.Array) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID")
+
+
+def convolved(x: jax.Array) -> jax.Array:
+    return lax.conv(x[None, None], x[None, None], (1, 1), "SAME")
+
+
+def mapped(x: jax.Array) -> jax.Array:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(double, mesh=mesh, in_specs=PartitionSpec("data"),
+                         out_specs=PartitionSpec("data"))(x)  # fmt: skip
+
+
+def resharded(x: jax.Array) -> jax.Array:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.sharding.reshard(x, PartitionSpec("data"))
+
+
+# By primitive: a function that uses it, and the parameters that zerojax reads.
+PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
+    "jit": (jax.jit(double), "jaxpr name"),
+    "remat2": (jax.checkpoint(double), "jaxpr differentiated prevent_cse"),
+    "custom_vjp_call": (with_vjp, "call_jaxpr"),
+    "custom_jvp_call": (with_jvp, "call_jaxpr"),
+    "scan": (looped, "jaxpr length reverse unroll"),
+    "while": (until, "cond_jaxpr body_jaxpr cond_nconsts body_nconsts"),
+    "cond": (chosen, "branches"),
+    "name": (lambda x: checkpoint_name(x, "mark"), "name"),
+    "sharding_constraint": (constrained, "sharding"),
+    "reshard": (resharded, "dst_sharding"),
+    "dot_general": (lambda x: x @ x.T, "dimension_numbers out_sharding"),
+    "conv_general_dilated": (
+        convolved,
+        "dimension_numbers batch_group_count feature_group_count",
+    ),
+    "iota": (lambda x: lax.broadcasted_iota("int32", x.shape, 0) * x, "dimension shape sharding"),
+    "broadcast_in_dim": (lambda x: x[:, None], "shape broadcast_dimensions sharding"),
+    "reshape": (jnp.ravel, "new_sizes sharding"),
+    "transpose": (jnp.transpose, "permutation"),
+    "squeeze": (lambda x: lax.squeeze(x[:1], (0,)), "dimensions"),
+    "rev": (lambda x: lax.rev(x, (0,)), "dimensions"),
+    "concatenate": (lambda x: lax.concatenate([x, x], 0), "dimension"),
+    "stack": (lambda x: jnp.stack([x, x]), "axis"),
+    "unstack": (jnp.unstack, "axis"),
+    "split": (lambda x: jnp.split(x, 2), "axis sizes"),
+    "tile": (lambda x: jnp.tile(x, (2, 1)), "reps"),
+    "slice": (lambda x: lax.slice(x, (0, 1), (4, 5)), "start_indices limit_indices strides"),
+    "dynamic_slice": (lambda x: lax.dynamic_slice(x, (0, 0), (2, 2)), "slice_sizes"),
+    "pad": (lambda x: jnp.pad(x, 1), "padding_config"),
+    "sort": (lax.sort, "dimension"),
+    "top_k": (lambda x: lax.top_k(x, 2), "axis"),
+    "approx_top_k": (lambda x: lax.approx_max_k(x, 2), "reduction_dimension"),
+    "fft": (jnp.fft.fft, "fft_lengths"),
+    "gather": (lambda x: x[AT[:, 0]], "dimension_numbers slice_sizes"),
+    "scatter-add": (lambda x: x.at[AT[:, 0]].add(1), "dimension_numbers update_jaxpr"),
+    "scatter": (lambda x: x.at[AT[:, 0]].set(1), "dimension_numbers update_jaxpr"),
+    "reduce_window_max": (
+        windowed,
+        "window_dimensions window_strides base_dilation window_dilation padding",
+    ),
+    **{
+        name: (function, "axes")
+        for name, function in {
+            "reduce_sum": lambda x: x.sum(0),
+            "reduce_max": lambda x: x.max(0),
+            "reduce_min": lambda x: x.min(0),
+            "reduce_prod": lambda x: x.prod(0),
+            "reduce_and": lambda x: jnp.all(x > 0, 0),
+            "reduce_or": lambda x: jnp.any(x > 0, 0),
+            "argmax": lambda x: x.argmax(0),
+            "argmin": lambda x: x.argmin(0),
+        }.items()
+    },
+    **{
+        name: (lambda x, name=name: getattr(lax, name)(x, axis=0), "axis")
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    },
+}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inside in jaxprs.inner(eqn):
+            yield from equations(inside)
+
+
+def traced(function: Callable[..., Any], name: str) -> Any:
+    """The first equation of that primitive in a function of X."""
+    closed = jax.make_jaxpr(function)(X)
+    return next(e for e in equations(jaxprs.open_jaxpr(closed)[0]) if e.primitive.name == name)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_primitive_has_the_parameters_that_are_read(name: str) -> None:
+    function, params = PARAMETERS[name]
+    eqn = traced(function, name)
+    assert {*params.split()} <= {*eqn.params}
+
+
+def test_no_other_parameter_is_read() -> None:
+    """Each name in the package that asks for a parameter is one of the table above."""
+    known = {name for _, names in PARAMETERS.values() for name in names.split()}
+    known |= {"num_consts", "num_carry", "ft_in"}  # either, see test_counts_of_a_scan
+    asked = {
+        node.args[1].value
+        for path in Path(jaxprs.__file__).parent.parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == "param"
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+    }
+    assert asked
+    assert asked <= known
+
+
+def test_a_parameter_that_is_gone_is_named() -> None:
+    eqn = traced(lambda x: x.sum(0), "reduce_sum")
+    assert jaxprs.param(eqn, "axes") == (0,)
+    assert jaxprs.param(eqn, "other", None) is None
+    with pytest.raises(NotImplementedError, match=r"no parameter 'other' of reduce_sum, only axes"):
+        jaxprs.param(eqn, "other")
+
+
+@pytest.mark.parametrize("name", ["jit", "remat2", "custom_vjp_call", "custom_jvp_call"])
+def test_the_body_of_a_call(name: str) -> None:
+    eqn = traced(PARAMETERS[name][0], name)
+    assert eqn.primitive in jaxprs.CALLS
+    (body,) = jaxprs.bodies(eqn)
+    assert len(body.invars) == len(eqn.invars)
+    assert [e.primitive.name for e in body.eqns] == ["mul"]
+    assert jaxprs.programs(eqn) == (jaxprs.CALLS[eqn.primitive],)
+
+
+def test_the_branches_of_a_choice() -> None:
+    eqn = traced(chosen, "cond")
+    assert [len(body.eqns) for body in jaxprs.bodies(eqn)] == [0, 1]
+    assert jaxprs.programs(eqn) == ("branches",)
+
+
+def test_counts_of_a_scan() -> None:
+    eqn = traced(looped, "scan")
+    assert jaxprs.scan_counts(eqn) == (1, 1)
+    assert [v.aval.shape for v in eqn.invars] == [(4, 6), (6,), (4, 6)]
+    assert not jaxprs.bodies(eqn)
+    assert len([*jaxprs.inner(eqn)]) == 1
+
+
+def test_parts_of_a_while_loop() -> None:
+    eqn = traced(until, "while")
+    loop = jaxprs.while_parts(eqn)
+    assert loop[2:] == (1, 1)
+    assert [v.aval.shape for v in eqn.invars] == [(), (4, 6), (4, 6)]
+    cond, body = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in loop[:2])
+    assert len(cond.outvars) == len(body.outvars) == 1
+
+
+def test_the_backward_pass_is_known() -> None:
+    """By the flag of a rematerialised block, and the name stack of what transposition makes."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()
+
+    (forward,) = [e for e in equations(jax.make_jaxpr(loss)(X).jaxpr)
+                  if e.primitive is prims.remat_p]  # fmt: skip
+    backward = traced(jax.grad(loss), "remat2")
+    assert not jaxprs.runs_backward(forward)
+    assert jaxprs.runs_backward(backward)
+
+    product = jax.make_jaxpr(jax.grad(lambda x: (x @ np.ones((6, 2), np.float32)).sum()))(X)
+    made = {e.primitive.name: jaxprs.is_transposed(e) for e in product.jaxpr.eqns}
+    assert made["broadcast_in_dim"]
+    assert made["dot_general"]  # the last one
+    assert not jaxprs.is_transposed(traced(lambda x: x.sum(0), "reduce_sum"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        double,
+        with_vjp,
+        with_jvp,
+        jax.jit(double),
+        jax.checkpoint(double),
+        looped,
+        until,
+        chosen,
+        windowed,
+        mapped,
+    ],
+)
+def test_equations_run_again(function: Callable[..., Any]) -> None:
+    """Those with functions among their parameters too; kept calls, and opened ones."""
+    closed = jax.make_jaxpr(function)(X)
+    expected = jax.tree.leaves(function(X))
+    for opens in (lambda eqn: True, lambda eqn: False):
+        found = jaxprs.evaluate(closed, [X], opens=opens)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_calls_are_written_out() -> None:
+    def nested(x: jax.Array) -> jax.Array:
+        return jax.jit(lambda x: jax.checkpoint(with_vjp)(with_jvp(x)))(x)
+
+    flat = jaxprs.without_calls(jax.make_jaxpr(nested)(X))
+    assert [e.primitive.name for e in flat.jaxpr.eqns] == ["mul", "mul"]
+    weak = jaxprs.without_calls(jax.make_jaxpr(double)(1.0))
+    assert weak.in_avals[0].weak_type
+
+
+def test_the_context_of_an_equation_is_that_of_its_trace() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        eqn = traced(double, "mul")
+    assert jax.sharding.get_abstract_mesh().empty
+    with jaxprs.context(eqn):
+        assert jax.sharding.get_abstract_mesh().axis_names == ("data",)
+
+
+def test_equations_made_anew_come_from_the_same_line() -> None:
+    with jax.named_scope("block"):
+        eqn = traced(lambda x: jax.named_scope("inner")(double)(x), "mul")
+
+    def again(x: jax.Array) -> Any:
+        with jaxprs.traced_where(eqn):
+            env = dict.fromkeys((v for v in eqn.invars if not isinstance(v, core.Literal)), x)
+            return jaxprs.bind(eqn, [jaxprs.read(v, env) for v in eqn.invars])
+
+    (copy,) = jax.make_jaxpr(again)(X).jaxpr.eqns
+    assert copy.source_info.name_stack == eqn.source_info.name_stack
+    assert "inner" in str(copy.source_info.name_stack)
+    frames = [frame.line_num for frame in eqn.source_info.traceback.frames]
+    assert [frame.line_num for frame in copy.source_info.traceback.frames] == frames
+
+
+def test_jaxprs_and_equations_can_be_changed() -> None:
+    """With ``replace``, variables of their own, literals, and a shape of their own."""
+    closed = jax.make_jaxpr(jax.jit(double))(X)
+    (eqn,) = closed.jaxpr.eqns
+    inside = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
+    mul = inside.eqns[0]
+    (at,) = [i for i, v in enumerate(mul.invars) if isinstance(v, core.Literal)]
+    old = mul.invars[at]
+    three = core.Literal(np.asarray(3, old.aval.dtype), old.aval)
+    changed = mul.replace(invars=[three if i == at else v for i, v in enumerate(mul.invars)])
+    body = jaxprs.with_body(jaxprs.called(eqn), inside.replace(eqns=[changed]))
+    params = eqn.params | {"jaxpr": body}
+    (out,) = jaxprs.bind(eqn.replace(params=params), [jnp.asarray(X)])
+    np.testing.assert_array_equal(out, 3 * X)
+    aval = eqn.invars[0].aval.update(shape=(2, 6))
+    assert (aval.shape, aval.dtype) == ((2, 6), X.dtype)
+
+
+def test_an_opened_equation_comes_from_where_it_was_called() -> None:
+    with jax.named_scope("outer"):
+        call = traced(lambda x: jax.named_scope("block")(jax.jit(double))(x), "jit")
+    (inside,) = jaxprs.bodies(call)[0].eqns
+    outer, inner = jaxprs.source(call), jaxprs.source(inside)
+    source = jaxprs.source_within(outer, inner, own_line=False)
+    assert str(source.name_stack).startswith(str(outer.name_stack))
+    assert source.traceback is outer.traceback
+    assert jaxprs.source_within(outer, inner, own_line=True).traceback is inner.traceback
+    assert inside.replace(source_info=source).source_info.traceback is outer.traceback
+    assert {f.file_name for f in outer.traceback.frames if f.line_num} >= {__file__}

@@ -1,0 +1,182 @@
+"""``export``: the parameters of a checkpoint as safetensors, from its files alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.checkpoint.checksum import share
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.naming import Names, TensorPart, parameters, rename, tensor_parts
+from zerojax.checkpoint.record import Record
+from zerojax.checkpoint.safetensors_files import Put, writing
+from zerojax.checkpoint.saved import SavedArray, SavedStep, find
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
+
+
+class Exported(NamedTuple):
+    """Files, tensors, bytes and distinct dtypes that were written."""
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    names: Names | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Exported:
+    """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
+
+    The parameters are ``params`` of a ``TrainState``, and an NNX model with its batch statistics
+    and without its PRNG streams. They are read, checked against the record and written 4 MB at a
+    time, whatever the size of an array or a file.
+
+    Args:
+      checkpoint: A folder of steps, or one step's folder.
+      out: The folder to write; empty, or it does not exist.
+      step: The step; the newest by default.
+      dtype: Of the float tensors: "float32", "bfloat16" or "float16". By default as saved, or of
+        16 bits where the run's config has ``stage3_gather_16bit_weights_on_model_save``.
+      max_shard_size: The largest size of a file; bytes, or a text such as "500MB" or "1GiB".
+      names: The tensors and other files; by default a tensor for each parameter, named by its keys
+        with dots between.
+      progress: Called with the bytes read so far, and all bytes.
+
+    Raises:
+      CheckpointError: no such checkpoint exists, it does not fit the arguments, or ``out`` cannot
+        be written; ``out`` is as before.
+      DamagedCheckpointError: an array is not as it was saved; ``out`` is as before.
+    """
+    floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
+    _check_free(out)
+    if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
+        raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
+    saved = find(checkpoint, step)
+    leaves = parameters(saved)
+    renamed = rename(leaves, names, saved)
+    floats = floats or _default(saved.record)
+    by_name = {name: [*tensor_parts(name, leaves[name], renamed, floats)] for name in leaves}
+    by_name = {name: parts for name, parts in by_name.items() if parts}
+    tensors = [part.tensor for parts in by_name.values() for part in parts]
+    done, total = 0, sum(leaves[name].bytes for name in by_name)
+    try:
+        with writing(out, tensors, max_bytes=max_bytes, texts=renamed.texts) as put:
+            for name, parts in by_name.items():
+                for nbytes in _copy(saved, leaves[name], parts, put):
+                    done += nbytes
+                    if progress:
+                        progress(done, total)
+    except ImportError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise _unwritable(out, error, sum(tensor.nbytes for tensor in tensors)) from error
+    return Exported(
+        files=tuple(sorted(file.name for file in out.iterdir())),
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        dtypes=tuple(sorted({tensor.dtype.name for tensor in tensors})),
+    )
+
+
+def _copy(
+    saved: SavedStep, leaf: SavedArray, parts: Sequence[TensorPart], put: Put
+) -> Iterator[int]:
+    """Writes a parameter, and yields the bytes of every block."""
+    checksum = 0
+    for start, block in saved.blocks(leaf.name):
+        if saved.record:
+            checksum += share(block, start)
+        for tensor, at in parts:
+            if at is None:
+                put(tensor.name, _cast(block, tensor.dtype, leaf), start)
+            elif 0 <= at - start[0] < len(block):
+                put(tensor.name, _cast(block[at - start[0]], tensor.dtype, leaf), start[1:])
+        yield block.nbytes
+    if saved.record and checksum % 2**32 != saved.record.leaves[leaf.name].checksum:
+        raise DamagedCheckpointError(
+            f"{saved.item}: {leaf.name} holds other numbers than were saved: export another step"
+        )
+
+
+def _cast(block: np.ndarray, dtype: np.dtype, leaf: SavedArray) -> np.ndarray:
+    if block.dtype == dtype:
+        return block
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = block.astype(dtype)
+    lost = np.isinf(cast) & np.isfinite(block)
+    if lost.any():
+        raise CheckpointError(
+            f"{leaf.name} holds {float(block[lost][0]):g}, and {dtype.name} ends at "
+            f"{float(jnp.finfo(dtype).max):g}: choose another dtype"
+        )
+    return cast
+
+
+def _float(dtype: str | None) -> np.dtype | None:
+    if dtype is None:
+        return None
+    name = _SHORT.get(dtype, dtype)
+    if name not in _SHORT.values():
+        raise CheckpointError(f"dtype {dtype!r}: choose one of {', '.join(_SHORT.values())}")
+    return jnp.dtype(name)
+
+
+def _default(record: Record | None) -> np.dtype | None:
+    """The dtype of 16 bits that the run's config asks for; None for the saved one."""
+    if record is None or not record.config.get("stage3_gather_16bit_weights_on_model_save"):
+        return None
+    return jnp.dtype("float16" if record.compute_dtype == "fp16" else "bfloat16")
+
+
+def _bytes(size: int | str) -> int:
+    """Bytes of a size.
+
+    Example:
+      >>> _bytes("1.5 GB"), _bytes("500mb"), _bytes("1GiB"), _bytes("4096")
+      (1500000000, 500000000, 1073741824, 4096)
+    """
+    value = 0
+    match = _SIZE.fullmatch(str(size).upper()) if isinstance(size, int | str) else None
+    if match:
+        unit = match[2] or " "
+        value = int(float(match[1]) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[0]))
+    if value < 1:
+        raise CheckpointError(f'max_shard_size {size!r}: give bytes, or a size such as "5GB"')
+    return value
+
+
+def _check_free(out: pathlib.Path) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise CheckpointError(f"{out} is a file: choose another folder")
+    if names := sorted(file.name for file in out.iterdir()):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(
+            f"{out} is not empty, it holds {', '.join(names[:3])}{more}: choose another folder, "
+            "or empty this one"
+        )
+
+
+def _unwritable(out: pathlib.Path, error: OSError, needed: int) -> CheckpointError:
+    remedy = "choose another folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"the files need {needed:,} bytes, make room or {remedy}"
+    return CheckpointError(f"{out} cannot be written: {error}; {remedy}")

@@ -1,0 +1,82 @@
+"""A training state as the tree that orbax writes, and the path of each array in it.
+
+A flax ``TrainState`` is written as it is, and NNX as ``nnx.state((model, optimizer, ...))``: names
+begin with ``0`` for the model, ``1`` for the optimizer, and ``2`` and so on for other objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from zerojax.train_state.nnx import MODEL, ordered
+from zerojax.train_state.state_parts import Parts
+
+Path = tuple[str, ...]
+Form = Literal["linen", "nnx"]
+
+PARAMS: dict[Form, Path] = {"linen": ("params",), "nnx": ("0",)}
+OPTIMIZER: dict[Form, Path] = {"linen": ("opt_state",), "nnx": ("1", "opt_state")}
+STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
+
+
+def form_of(state: Any) -> Form | None:
+    """The kind of a state: a TrainState, or a tuple of NNX; None for others, such as parameters."""
+    if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
+        return "nnx"
+    return "linen" if hasattr(state, "params") and hasattr(state, "opt_state") else None
+
+
+def tree_of(state: Any) -> Any:
+    """The tree that orbax writes, without arrays of no elements, which orbax refuses."""
+    nnx_form = form_of(state) == "nnx"
+    tree = nnx.state(tuple(state[i] for i in ordered(state))) if nnx_form else state
+    return jax.tree.map(lambda x: None if 0 in getattr(x, "shape", ()) else x, tree)
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The arrays of such a tree by orbax's names."""
+    return {
+        ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def paths_of(parts: Parts, form: Form) -> list[Path]:
+    """The path on disk of each array of a state that was taken apart, in the order of leaves."""
+    rest: dict[str, Path] = {name: (name,) for name in parts.rest}
+    if form == "nnx":
+        rest[MODEL] = PARAMS[form]
+    return [
+        *below(PARAMS[form], parts.params),
+        *below(OPTIMIZER[form], parts.opt_state),
+        *below(STEP[form], parts.step),
+        *(path for name, value in sorted(parts.rest.items()) for path in below(rest[name], value)),
+    ]
+
+
+def below(prefix: Path, tree: Any) -> list[Path]:
+    """The paths of a tree's arrays under ``prefix``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]
+
+
+def unboxed(path: Path) -> Path:
+    """Without the ``value`` of the box in which flax keeps an array with its metadata.
+
+    Example:
+      >>> unboxed(("params", "kernel", "value"))
+      ('params', 'kernel')
+    """
+    return path[:-1] if path[-1:] == ("value",) else path
+
+
+def strings(keys: Any) -> Path:
+    """JAX's keys of a leaf as orbax writes them."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array, abstract or not, is of PRNG keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,120 @@
+"""Every "auto" of a config: a value of the caller's, the default, or a problem."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from zerojax.config.errors import closest, hint, problems_of, shown
+from zerojax.config.frozen import Note
+from zerojax.config.keys import KEYS
+from zerojax.config.keys.old_names import renamed
+from zerojax.config.keys.row import ZERO, Key
+from zerojax.config.named import PARAMS, or_pass
+from zerojax.config.offload import OFFLOAD
+
+_SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
+_FIT = "`zerojax.fit` or `python -m zerojax fit`"
+
+
+class StoodIn(NamedTuple):
+    """The keys that `stand_in` replaced, and one problem for each key that is not "auto"."""
+
+    replaced: set[str]
+    problems: list[str]
+
+
+def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
+    """Puts each value of `auto` where the config says "auto".
+
+    Args:
+      raw: The config, in plain dicts; changed in place.
+      auto: Values by dotted key: what only the program knows, such as the number of steps.
+
+    Example:
+      >>> raw = {"fp16": {"loss_scale": "auto"}}
+      >>> stand_in(raw, {"fp16.loss_scale": 128})
+      StoodIn(replaced={'fp16.loss_scale'}, problems=[])
+      >>> raw
+      {'fp16': {'loss_scale': 128}}
+    """
+    if not isinstance(auto, Mapping):
+        wanted = "expected a mapping of dotted keys to values"
+        return StoodIn(set(), [f"auto: {wanted}, got {shown(auto)}"])
+    autos = dict(_autos(raw, ""))
+    replaced: set[str] = set()
+    others: dict[str, str] = {}
+    for key, value in auto.items():
+        path = renamed(key) if isinstance(key, str) else ""
+        if path in autos:
+            autos[path][path.rpartition(".")[2]] = value
+            replaced.add(path)
+        else:
+            others[shown(key)] = path
+    listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
+    known = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
+
+    def problem(key: str) -> str:
+        likely = hint(others[key], closest(others[key], autos), known)
+        return f'auto: {key} is not "auto" in the config; {likely}'
+
+    return StoodIn(replaced, problems_of([*others], problem))
+
+
+def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each path whose value is "auto", with the dict that contains it."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{section}{name}.")
+        elif isinstance(value, str) and value == "auto" and "." not in name:
+            yield f"{section}{name}", raw
+
+
+class Resolved(NamedTuple):
+    """A note for each "auto" that became the default, and a problem for each other one."""
+
+    notes: list[Note]
+    problems: list[str]
+
+
+def resolve_autos(raw: dict[str, Any]) -> Resolved:
+    """Takes each "auto" out of a config, except among `params`, which leaves the defaults.
+
+    Args:
+      raw: The config, in plain dicts; changed in place.
+
+    Example:
+      >>> raw = {"gradient_clipping": "auto"}
+      >>> resolve_autos(raw).notes[0].holds, raw
+      (1.0, {})
+    """
+    resolved = Resolved([], [])
+    _resolve_section(raw, "", resolved)
+    return resolved
+
+
+def _resolve_section(raw: dict[str, Any], section: str, resolved: Resolved) -> None:
+    for name, value in list(raw.items()):
+        path = f"{section}{name}"
+        if "." in name:  # an unknown key, whatever its path looks like
+            continue
+        if isinstance(value, dict) and path not in PARAMS:
+            _resolve_section(value, f"{path}.", resolved)
+        elif value == "auto" and path in _SEARCHED:
+            del raw[name]
+            resolved.problems.append(
+                f'{path}: "auto" takes a search with the model: {_FIT}; or write the object, '
+                "or take it out"
+            )
+        elif value == "auto" and path in KEYS:
+            del raw[name]
+            key = KEYS[path]
+            if key.auto is None:
+                resolved.problems.append(_unresolved(key))
+            else:
+                holds = None if key.treatment in ("left to XLA", "no effect") else key.default
+                resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
+
+
+def _unresolved(key: Key) -> str:
+    remedy = "write the value" if key.default is None else f"write {shown(key.default)}"
+    fit = f", or let {_FIT} choose" * (key.field == "stage")
+    return f'{key.path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(key.path)}'

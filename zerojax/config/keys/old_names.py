@@ -1,0 +1,77 @@
+"""Old names and forms that DeepSpeed still accepts, and their present ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.config.keys.row import ZERO
+
+ALIASES = {
+    "bfloat16": "bf16",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+    ),
+} | {
+    f"{ZERO}.{name}": f"{ZERO}.stage3_{name}"
+    for name in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+        "partition_stream_chunk_size",
+    )
+}
+"""Present names by old ones, as dotted paths; DeepSpeed takes those of stage 3 without prefix."""
+
+OLD_SWITCHES = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+"""Flags that once said `{"device": "cpu"}`, by section."""
+
+
+def renamed(path: str) -> str:
+    """The present name of a key.
+
+    Example:
+      >>> renamed("bfloat16.enabled")
+      'bf16.enabled'
+    """
+    for old, new in ALIASES.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path[len(old) :]
+    return path
+
+
+def rename(raw: dict[str, Any]) -> Iterator[str]:
+    """Gives every key its present name, in place; yields one problem for each key given twice.
+
+    `"zero_optimization": true` is read as stage 1, false as stage 0.
+
+    Args:
+      raw: A config in plain dicts.
+
+    Example:
+      >>> raw = {"zero_optimization": True, "bfloat16": {}}
+      >>> list(rename(raw))
+      []
+      >>> raw
+      {'zero_optimization': {'stage': 1}, 'bf16': {}}
+    """
+    if isinstance(switch := raw.get(ZERO), bool):
+        raw[ZERO] = {"stage": int(switch)}
+    for old, new in ALIASES.items():
+        section, _, old_name = old.rpartition(".")
+        where = raw.get(section) if section else raw
+        if not isinstance(where, dict) or old_name not in where:
+            continue
+        new_name = new.rpartition(".")[2]
+        if new_name in where:
+            yield f"{old}: means the same as `{new}`; keep one of them"
+            del where[old_name]
+        else:
+            where[new_name] = where.pop(old_name)

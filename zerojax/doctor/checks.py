@@ -1,0 +1,193 @@
+"""What works on the devices at hand, tried on the smallest of models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from pallas_kernels import dispatch
+from zerojax.api import zero
+from zerojax.offload.disk.array import DiskArray
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check.
+
+    Attributes:
+      name: The name of what was tried.
+      works: Whether it works.
+      says: What was done; where it does not work, why, and the remedy.
+      seconds: How long the check took.
+    """
+
+    name: str
+    works: bool
+    says: str
+    seconds: float
+
+
+_COMPILE = """
+import sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from zerojax.devices.topology import topology
+
+whole = NamedSharding(topology(sys.argv[1], int(sys.argv[2])), PartitionSpec())
+x = jax.ShapeDtypeStruct((128,), "float32", sharding=whole)
+jax.jit(lambda x: x * 2).lower(x).compile()
+"""
+
+
+class Try(NamedTuple):
+    """A check to make: its name, and a function that says what it did, or raises."""
+
+    name: str
+    check: Callable[[], str]
+
+
+def stages() -> str:
+    """One step at each stage."""
+    for stage in range(4):
+        _step(stage=stage)
+    n = len(jax.devices())
+    if n == 1:
+        return "one step at each; there is one device, so each takes the same memory"
+    return f"one step at each, over {n} devices"
+
+
+def to_host() -> str:
+    """One step with everything in host memory."""
+    _step(stage=3, offload_optimizer="cpu", offload_param="cpu")
+    return "one step with the state in pinned_host"
+
+
+def to_disk() -> str:
+    """One step with everything in files."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        files = {"device": "nvme", "nvme_path": folder}
+        state = _step(stage=3, offload_optimizer=files, offload_param=files)
+        store = next(x.leaf.store for x in jax.tree.leaves(state) if isinstance(x, DiskArray))
+        store.wait()
+        store.close()
+    return f"one step with the state in files under {tempfile.gettempdir()}"
+
+
+def kernels() -> str:
+    """Whether the default device can run the fused kernels; they are not run."""
+    at = dispatch.target()
+    if "mosaic_gpu" not in dispatch.available(at):
+        raise RuntimeError(
+            f"they need an H100, H200 or B200, and this is {at.kind}. XLA computes the same "
+            "in their place; pallas_kernels.compat.simulator() runs them here to test them"
+        )
+    if dispatch.in_place(at) != "mosaic_gpu":
+        return f"on {at.kind}; for FusedAdam, which writes in place, take jax 0.11"
+    return f"on {at.kind}"
+
+
+def absent_gpus() -> str:
+    """A compile for one GPU."""
+    return _compiled("h100", 1)
+
+
+def absent_tpus() -> str:
+    """A compile for the four TPUs of a host."""
+    return _compiled("v5e", 4)
+
+
+def processes() -> str:
+    """Whether this process is one of several."""
+    if jax.process_count() == 1:
+        raise RuntimeError(
+            "this is the only process. Where there are more, call jax.distributed.initialize() "
+            "in each before JAX is first used"
+        )
+    return f"{jax.process_count()} of them, this is number {jax.process_index()}"
+
+
+CHECKS = (
+    Try("stages 0 to 3", stages),
+    Try("offload to host memory", to_host),
+    Try("offload to disk (nvme)", to_disk),
+    Try("fused kernels", kernels),
+    Try("compile for absent GPUs", absent_gpus),
+    Try("compile for absent TPUs", absent_tpus),
+    Try("several processes", processes),
+)
+
+
+def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
+    """The outcome of each check; one that raises does not work.
+
+    Example:
+      >>> def refuses() -> str:
+      ...     raise ValueError("no disk: add one")
+      >>> (check,) = tried([("disk", refuses)])
+      >>> check.works, check.says
+      (False, 'no disk: add one')
+    """
+    outcomes = []
+    for name, check in checks:
+        start = time.perf_counter()
+        try:
+            works, says = True, check()
+        except Exception as error:
+            works, says = False, in_one_line(error)
+        outcomes.append(Check(name, works, says, round(time.perf_counter() - start, 2)))
+    return tuple(outcomes)
+
+
+def in_one_line(error: Exception) -> str:
+    """An error in one line, with its type where its text alone says too little."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, ValueError | ImportError | RuntimeError)
+    return text if plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _step(**config: Any) -> TrainState:
+    """The state after a decorated step of a linear model, of which every device has a row."""
+    n = len(jax.devices())
+    wanted = zero(stage3_param_persistence_threshold=0, **config)
+
+    @wanted
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean((batch @ params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def create() -> TrainState:
+        params = {"w": jnp.ones((n, 2))}
+        return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
+
+    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))))
+    return state
+
+
+def _compiled(kind: str, devices: int) -> str:
+    """Compile one line for absent devices, in a process that looks for no devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, kind, str(devices)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["the process ended"]
+        raise RuntimeError(said[0].partition("Error: ")[2] or said[0])
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    here = "" if platforms == "cpu" else "; a program of yours sets JAX_PLATFORMS=cpu for it"
+    return f'x * 2 for zerojax.topology("{kind}", {devices}){here}'

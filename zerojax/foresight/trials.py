@@ -1,0 +1,122 @@
+"""One step on some devices, tried under different settings: each compiled, none run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from zerojax.devices.rates import Rates
+from zerojax.foresight.attribution import ACTIVATIONS
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.costs import Measure, forecast, measure
+from zerojax.foresight.forecast import Forecast, ProgramCost
+from zerojax.plan.plan import Plan
+from zerojax.xla.lowered import LoweredProgram
+
+
+class BuiltStep(NamedTuple):
+    """A step under one choice, not compiled yet.
+
+    Attributes:
+      plan: The plan of its state.
+      programs: Yields its programs, as ``train_step.programs`` does; they are traced on demand.
+      tokens: Tokens in a batch of all devices.
+    """
+
+    plan: Plan
+    programs: Callable[[], Iterable[LoweredProgram]]
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A choice that was compiled, and its forecast."""
+
+    choice: Choice
+    forecast: Forecast
+
+
+class Trials:
+    """The forecasts of a step under different choices, each compiled once.
+
+    Args:
+      build: Gives the step under a choice.
+      given: The choice that the user asks about.
+      rates: The speeds and the memory of the devices.
+      note: Called with what is compiled next.
+      measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Choice], BuiltStep],
+        given: Choice,
+        rates: Rates,
+        note: Callable[[str], None] = lambda text: None,
+        measured: Measure = measure,
+    ) -> None:
+        self.given, self.rates = given, rates
+        self._build, self._note, self._measured = build, note, measured
+        self._known: dict[Choice, Forecast] = {}
+        self._steps: dict[Choice, BuiltStep] = {}
+        self._failed: Exception | None = None
+
+    def _built(self, choice: Choice) -> BuiltStep:
+        """The step under a choice. Only its state is traced, once."""
+        if choice not in self._steps:
+            self._steps[choice] = self._build(choice)
+        return self._steps[choice]
+
+    def forecast(self, choice: Choice) -> Forecast:
+        """The forecast of a choice; programs after one that does not fit are left out."""
+        if choice not in self._known:
+            built = self._built(choice)
+            self._known[choice] = forecast(
+                built.programs(),
+                built.plan,
+                self.rates,
+                tokens=built.tokens,
+                note=lambda name: self._note(f"{choice}: {name}"),
+                enough=self._too_much,
+                measured=self._measured,
+            )
+        return self._known[choice]
+
+    def tried(self, choice: Choice) -> Forecast | None:
+        """The forecast of a choice; None where XLA's own limits or the step do not allow it."""
+        try:
+            return self.forecast(choice)
+        except Exception as error:
+            self._failed = error
+            self._note(f"{choice}: {type(error).__name__}: {error}")
+            return None
+
+    @property
+    def failed(self) -> Exception | None:
+        """The error of the last choice, where no choice could be forecast."""
+        return None if self._known else self._failed
+
+    def hopeless(self, choice: Choice) -> bool:
+        """Whether a choice cannot fit, by :meth:`least`, or cannot be built."""
+        try:
+            return self.least(choice) > self.rates.room
+        except Exception as error:
+            self._failed = error
+            return True
+
+    def least(self, choice: Choice) -> int:
+        """The least bytes of device memory that a choice needs, known without a compile.
+
+        They are the state at rest, and the activations of the largest compiled choice that has no
+        more rows in a micro-batch and no less remat.
+        """
+        activations = (
+            each.peak.memory.get(ACTIVATIONS, 0)
+            for known, each in self._known.items()
+            if known.micro <= choice.micro and bool(known.remat) >= bool(choice.remat)
+        )
+        return self._built(choice).plan.bytes_per_device + max(activations, default=0)
+
+    def _too_much(self, cost: ProgramCost) -> bool:
+        return cost.bytes > self.rates.room

@@ -1,0 +1,118 @@
+"""Hugging Face's `config.json` of a GPT-2, and `GPTConfig`.
+
+>>> config = config_from_hf({"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_head": 4})
+>>> config.block_size, config.n_layer, config.dropout     # as in `gpt2` where nothing is said
+(64, 12, 0.1)
+>>> config_from_hf(config_to_hf(config)) == config
+True
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig
+from zerojax.models.hugging_face.read import read_json
+
+CONFIG_FILE = "config.json"
+
+# GPTConfig's name, Hugging Face's, and the default of transformers' GPT2Config.
+SIZES = (
+    ("vocab_size", "vocab_size", 50257),
+    ("block_size", "n_positions", 1024),
+    ("n_layer", "n_layer", 12),
+    ("n_head", "n_head", 12),
+    ("n_embd", "n_embd", 768),
+)
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+DEFAULT_DROPOUT = 0.1
+
+# What zerojax.models.gpt computes; transformers has the first value of each as its default.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of tanh-GELU
+    "layer_norm_epsilon": (LAYER_NORM_EPS,),
+    "tie_word_embeddings": (True,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
+    """What `zerojax.models.gpt` makes of a GPT-2's `config.json`.
+
+    Keys that say nothing of the forward pass (token ids, generation, summaries) are passed over.
+
+    Raises:
+      ValueError: A value that `zerojax.models.gpt` does not compute, such as another activation.
+    """
+    for key, supported in SUPPORTED.items():
+        if key in values and values[key] not in supported:
+            raise ValueError(
+                f"{key} = {values[key]!r} is not supported: zerojax.models.gpt computes "
+                f"{' or '.join(map(repr, supported))}"
+            )
+    sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
+    if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
+        raise ValueError(
+            f"n_inner = {values['n_inner']!r} is not supported: zerojax.models.gpt's MLP is "
+            f"4 * n_embd = {4 * sizes['n_embd']} wide"
+        )
+    dropouts = {key: values.get(key, DEFAULT_DROPOUT) for key in DROPOUTS}
+    if len(set(dropouts.values())) > 1:
+        raise ValueError(
+            f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate for all"
+        )
+    return GPTConfig(**sizes, dropout=dropouts["resid_pdrop"])
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    end_of_text = 50256  # transformers' default, an error where the vocabulary is smaller
+    known = config.vocab_size > end_of_text
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        **{key: supported[0] for key, supported in SUPPORTED.items()},
+        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
+        **{key: config.dropout for key in DROPOUTS},
+        "n_inner": None,
+        "initializer_range": INIT_STD,
+        "bos_token_id": end_of_text if known else None,
+        "eos_token_id": end_of_text if known else None,
+    }
+
+
+def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
+    """`config_from_hf` of a folder's `config.json`.
+
+    Raises:
+      FileNotFoundError: The folder has none.
+      ValueError: The file is no JSON object, or `zerojax.models.gpt` cannot compute such a model.
+    """
+    file = pathlib.Path(folder) / CONFIG_FILE
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} is not there: copy it from the model's page, or write a GPTConfig by hand"
+        )
+    try:
+        return config_from_hf(read_json(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def check_config(folder: str | os.PathLike[str], config: GPTConfig) -> None:
+    """Refuse a `config` other than the folder's `config.json`: no tensor's shape shows `n_head`.
+
+    Raises:
+      ValueError: A size differs.
+    """
+    theirs = read_config(folder)
+    for ours, key, _ in SIZES:
+        if getattr(theirs, ours) != getattr(config, ours):
+            raise ValueError(
+                f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, ours)}, but the "
+                f"model has {ours} = {getattr(config, ours)}: build it from read_config(folder)"
+            )

@@ -1,0 +1,106 @@
+"""The compute parameters, where those at rest lie elsewhere or have another dtype."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
+from zerojax.offload.groups import ArrayPlacement
+from zerojax.offload.update import Update
+from zerojax.plan.places import DISK
+from zerojax.plan.plan import Leaf, Plan
+
+
+class ComputeCopies:
+    """Copies in the compute dtype, or on the device, of parameters that rest elsewhere.
+
+    Each update writes the copies too, so that the next step need not fetch the masters. They are
+    no part of the state: for a state from elsewhere they are made from its masters.
+
+    Args:
+      plan: PartitionSpec and bytes of every leaf.
+      disk_leaf: Makes a leaf on the disk, see :class:`zerojax.placement.placer.Placer`.
+
+    Attributes:
+      at: Numbers of the parameters that have a copy.
+      placements: Of each copy.
+    """
+
+    def __init__(self, plan: Plan, disk_leaf: Callable[..., DiskLeaf]) -> None:
+        self._plan, self._disk_leaf = plan, disk_leaf
+        pairs = list(zip(plan.leaves["params"], plan.compute, strict=True))
+        self.at = [i for i, (rest, compute) in enumerate(pairs) if rest != compute]
+        self._leaves = [plan.compute[i] for i in self.at]
+        self.placements = [placement_of(leaf) for leaf in self._leaves]
+        masters = [placement_of(plan.leaves["params"][i]) for i in self.at]
+        n = len(self.at)
+        self._update = Update(
+            self.cast, [*masters, *self.placements], [True] * n, list(range(n, 2 * n)), plan
+        )
+        self._masters: list[weakref.ref[Any]] = []
+        self._copies: list[Any] = []
+
+    def cast(self, *params: Any) -> list[Any]:
+        """The copies of those parameters that have one."""
+        return [p.astype(leaf.dtype) for p, leaf in zip(params, self._leaves, strict=True)]
+
+    def of(self, params: Sequence[Any]) -> list[Any]:
+        """The compute parameters of ``params``, in their order."""
+        masters = [params[i] for i in self.at]
+        known = len(self._masters) == len(masters) and all(
+            ref() is x for ref, x in zip(self._masters, masters, strict=True)
+        )
+        if not known:
+            self._copies = []  # before new ones are made
+            rests = [x.leaf if isinstance(x, DiskArray) else x for x in masters]
+            arrays = [*rests, *self._empty()]
+            self._update.run(arrays, ())
+            copies = arrays[len(masters) :]
+            self.keep(params, [x.advance() if isinstance(x, DiskLeaf) else x for x in copies])
+        compute = list(params)
+        for i, x in zip(self.at, self._copies, strict=True):
+            compute[i] = x
+        return compute
+
+    def keep(self, params: Sequence[Any], copies: Sequence[Any]) -> None:
+        """Remembers ``copies`` as those of ``params``."""
+        self._masters = [weakref.ref(params[i]) for i in self.at]
+        self._copies = list(copies)
+
+    def take(self) -> list[Any]:
+        """The copies, to be overwritten by the caller."""
+        copies, self._copies, self._masters = self._copies, [], []
+        return copies
+
+    def abstract(self) -> list[Any]:
+        """All compute parameters, as ``jax.ShapeDtypeStruct``."""
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._plan.sharding(leaf))
+            for leaf in self._plan.compute
+        ]
+
+    def _empty(self) -> list[Any]:
+        """Arrays for the copies, their values not yet written."""
+        in_memory = [leaf for leaf in self._leaves if leaf.place != DISK]
+        zeros = jax.jit(
+            lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in in_memory],
+            out_shardings=[self._plan.sharding(leaf) for leaf in in_memory],
+        )
+        arrays = iter(zeros())
+        return [
+            self._on_disk(leaf) if leaf.place == DISK else next(arrays) for leaf in self._leaves
+        ]
+
+    def _on_disk(self, leaf: Leaf) -> DiskLeaf:
+        name = f"{leaf.path} in {leaf.dtype}"
+        return self._disk_leaf(name, leaf.shape, leaf.dtype, self._plan.sharding(leaf))
+
+
+def placement_of(leaf: Leaf) -> ArrayPlacement:
+    """A leaf of the plan as :class:`zerojax.offload.update.Update` takes it."""
+    return ArrayPlacement(leaf.shape, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)

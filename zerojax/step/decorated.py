@@ -1,0 +1,70 @@
+"""What a decorated step and an evaluated function have in common: they stand for a function."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterator
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+import jax
+
+from zerojax.placement.states import States
+from zerojax.step.arguments import Arguments, is_train_state
+from zerojax.train_state.nnx import is_nnx
+from zerojax.xla.lowered import LoweredProgram
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Decorated(abc.ABC, Generic[P, R]):
+    """A function that is called as its author wrote it, and compiled by zerojax.
+
+    Args:
+      arguments: The function, and what its arguments are.
+      states: What the config makes of a state.
+    """
+
+    def __init__(self, arguments: Arguments, states: States) -> None:
+        functools.update_wrapper(self, arguments.function)
+        self._arguments, self._states, self._attribute = arguments, states, arguments.name
+
+    @abc.abstractmethod
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function."""
+
+    @abc.abstractmethod
+    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+        """Every program that a call runs, lowered for abstract or concrete arguments."""
+
+    @abc.abstractmethod
+    def _with(self, arguments: Arguments) -> Self:
+        """The same for another function."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the function for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
+
+        Works for a mesh of devices that are not there (:func:`zerojax.topology`).
+        """
+        return next(self.programs(*args, **kwargs)).lowered
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The function of an instance, where it is defined in a class. What it reads of ``self``
+        is part of the program, unless ``self`` is the state."""
+        if instance is None:
+            return self
+        if is_nnx(instance) or is_train_state(instance):
+            return functools.partial(self, instance)
+        if not hasattr(instance, "__dict__"):
+            raise TypeError(
+                f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
+                "__slots__ alone: decorate the bound method of an instance instead."
+            )
+        kept = vars(instance).get(self._attribute)  # Python looks here first, but for odd names
+        if not isinstance(kept, type(self)):
+            kept = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
+        return kept

@@ -1,0 +1,131 @@
+"""The user's step, traced on whole parameters and run on sharded ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zerojax.accumulation.roles import roles_of
+from zerojax.accumulation.run import MicroBatches, rows_together
+from zerojax.collectives import Inserter, Shard
+from zerojax.collectives.host import Host
+from zerojax.offload.disk.params import DiskParam, ParamReader
+from zerojax.optim.wrap import ZeroOptState, choose
+from zerojax.plan.places import DEVICE, DISK, offloads
+from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
+from zerojax.step.call import Static, join
+from zerojax.step.program import StepSetting
+from zerojax.step.view import cast
+from zerojax.trace.dependence import check_late
+from zerojax.trace.loss_scaling import replacements
+from zerojax.train_state.state_parts import Parts
+from zerojax.xla import jaxprs
+
+
+def evaluate_body(
+    setting: StepSetting,
+    tx: Any,
+    start: Parts,
+    params: Sequence[Any],
+    batch: Any,
+    arrays: list[Any],
+    static: Static,
+    *,
+    replace: Mapping[str, Any] | None = None,
+    host: Host | None = None,
+) -> tuple[Parts, Any]:
+    """The state and the results that the user's step makes.
+
+    The step is traced on the whole batch, as if all its arrays lay on the device, and checked.
+    Then the trace is run on ``params``, each made whole where the stage has it, micro-batch by
+    micro-batch under accumulation.
+
+    Args:
+      setting: The step.
+      tx: The optimizer that the user's step sees.
+      start: The state that the user's step sees. Its parameters may be shapes.
+      params: The compute parameters, as :func:`enter` makes them.
+      batch: Leaves [rows, ...], under accumulation [k, rows, ...].
+      arrays, static: The step's further arguments, see :func:`zerojax.step.call.divide`.
+      replace, host: For the inserter, in a step without accumulation.
+
+    Raises:
+      ValueError: The step updates never or too often, or would compute other numbers.
+      NotImplementedError: The step goes on with parameters that are updated later.
+    """
+    config, body, k = setting.config, setting.body, setting.layout.accumulation
+    low = DTYPES[config.compute_dtype]
+    if low is not None and config.auto_cast:
+        batch = cast(batch, low)
+    args, kwargs = join(arrays, static)
+    trace = functools.partial(
+        body.trace, lambda parts, batch: body(parts, tx, batch, args, kwargs), start
+    )
+    closed, shapes = trace(batch if k == 1 else rows_together(batch))
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
+    body.check(jaxpr, len(params))
+    if offloads(config):
+        check_late(jaxpr, start, shapes, body.name)
+    replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
+    given = [*params, *jax.tree.leaves((start._replace(params=None), batch))]
+    if k == 1:
+        outs = setting.inserter(closed, given, replace, host=host)
+    else:
+        micro_batches = MicroBatches(
+            trace,
+            closed,
+            batch,
+            roles_of(body.name, start, batch, shapes),
+            k,
+            setting.inserter,
+            sharded=config.stage >= 2,
+            dtype=DTYPES[config.grad_accum_dtype],
+        )
+        outs = micro_batches(given, replace)
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+
+def enter(
+    inserter: Inserter,
+    plan: Plan,
+    leaves: Sequence[Leaf],
+    values: Sequence[Any],
+    reader: ParamReader | None = None,
+) -> list[Any]:
+    """What the inserter is given of a state's arrays, each from where the plan has it.
+
+    What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays.
+
+    Args:
+      inserter: Runs the body.
+      plan: PartitionSpec and place of every leaf.
+      leaves: The arrays' leaves in the plan.
+      values: The arrays. None for one that lies on disk, and for one that the body does not use.
+      reader: Reads arrays from the disk, by their position in ``leaves``.
+    """
+    entered: list[Any] = []
+    for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
+        spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
+        if leaf.place == DISK:
+            assert reader is not None
+            x = DiskParam(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
+        cut = away or (leaf.sharded and x is not None)
+        entered.append(Shard(x, spec, host=away) if cut else x)
+    return [
+        x if whole is None else dataclasses.replace(x, whole=whole)
+        for x, whole in zip(entered, inserter.in_advance(entered), strict=True)
+    ]
+
+
+def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:
+    """bool [], whether the update was made; None where no step is skipped."""
+    return after.skipped == before.skipped if setting.config.skips_overflow else None
+
+
+def unless_skipped(done: jax.Array | None, after: Any, before: Any) -> Any:
+    """``after`` of a step that was done, ``before`` of one that was skipped."""
+    return after if done is None else choose(done, after, before)

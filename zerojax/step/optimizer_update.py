@@ -1,0 +1,183 @@
+"""The optimizer's update of a state that lies partly in host memory or on disk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from zerojax.accumulation.run import accumulator
+from zerojax.offload.compute_copies import ComputeCopies, placement_of
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
+from zerojax.offload.groups import ArrayPlacement
+from zerojax.offload.update import Update
+from zerojax.plan.places import DEVICE
+from zerojax.plan.plan import DTYPES, Leaf
+from zerojax.step.program import StepSetting
+
+
+class UpdateArrays(NamedTuple):
+    """The arrays of an update, or something of each of them; lists in the order of their leaves.
+
+    Attributes:
+      grads: Gradients, one a parameter.
+      params: The parameters at rest.
+      opt_state: The optimizer state.
+      square_sums: Of each gradient, see :func:`zerojax.optim.norm.square_sums`.
+      copies: Compute parameters that lie beside the state, which the update only writes.
+    """
+
+    grads: Sequence[Any]
+    params: Sequence[Any]
+    opt_state: Sequence[Any]
+    square_sums: Sequence[Any]
+    copies: Sequence[Any] = ()
+
+    def flat(self) -> list[Any]:
+        """All in one list."""
+        return [x for part in self for x in part]
+
+    def like(self, flat: Sequence[Any]) -> UpdateArrays:
+        """Another flat list in this form; it may end before the copies."""
+        left = iter(flat)
+        return UpdateArrays(*([*itertools.islice(left, len(part))] for part in self))
+
+
+class OptimizerUpdate:
+    """The update, sub-group by sub-group (:mod:`zerojax.offload.update`).
+
+    What depends on gradients and numbers alone (a norm, a schedule) is the prelude, which the
+    program that makes the gradients runs; see :class:`zerojax.offload.separate.Separated`.
+
+    Args:
+      setting: The step.
+      copies: Compute parameters that lie beside the state.
+
+    Attributes:
+      by_groups: The update as a function of flat arrays.
+      grad_dtypes: In which gradients are to come, one a parameter.
+    """
+
+    def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
+        self._setting, self._copies, plan = setting, copies, setting.plan
+        params, state = plan.leaves["params"], plan.leaves["opt_state"]
+        self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
+        self._placements = UpdateArrays(
+            grads=[
+                ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place)
+                for leaf, dtype, gradient in zip(
+                    plan.compute, self.grad_dtypes, plan.gradients(), strict=True
+                )
+            ],
+            params=[placement_of(leaf) for leaf in params],
+            opt_state=[placement_of(leaf) for leaf in state],
+            square_sums=[
+                ArrayPlacement(leaf.shape[:1], jnp.dtype(jnp.float32), PartitionSpec(), DEVICE)
+                for leaf in params
+            ],
+            copies=copies.placements,
+        )
+        heavy = UpdateArrays(
+            grads=[False] * len(params),
+            params=[True] * len(params),
+            opt_state=plan.streamed,
+            square_sums=[False] * len(params),
+        )
+        numbers = self._placements.like(range(len(self._placements.flat())))
+        optimizer = setting.config.offload_optimizer
+        self.by_groups = Update(
+            self._function,
+            self._placements.flat(),
+            heavy.flat(),
+            [*numbers.params, *numbers.opt_state, *numbers.copies],
+            plan,
+            on_host=optimizer is not None and optimizer.compute_on == "host",
+        )
+        # Results begin with the parameters.
+        self._shared = [at - len(params) for at in self.by_groups.separated.shared]
+
+    def _grad_dtype(self, leaf: Leaf) -> Any:
+        if self._setting.layout.accumulation == 1:
+            return leaf.dtype
+        config = self._setting.config
+        param = leaf.dtype if config.compute_dtype is None else jnp.float32
+        return accumulator(param, DTYPES[config.grad_accum_dtype])
+
+    def _function(self, *flat: Any) -> list[Any]:
+        """The update of the whole state."""
+        given, trees = self._placements.like(flat), self._setting.structure
+        grads, params = (jax.tree.unflatten(trees.params, x) for x in (given.grads, given.params))
+        opt_state = jax.tree.unflatten(trees.opt_state, given.opt_state)
+        updates, after = self._setting.tx.update(
+            grads, opt_state, params, square_sums=given.square_sums
+        )
+        new = jax.tree.leaves(optax.apply_updates(params, updates))
+        copied = self._copies.cast(*(new[i] for i in self._copies.at))
+        return [*new, *jax.tree.leaves(after), *copied]
+
+    def numbers(self, opt_state: Sequence[Any]) -> list[Any]:
+        """Of the leaves of an optimizer state, None in place of the arrays that are streamed."""
+        return [
+            None if heavy else x
+            for x, heavy in zip(opt_state, self._setting.plan.streamed, strict=True)
+        ]
+
+    def prelude(
+        self, grads: Sequence[Any], numbers: Sequence[Any], square_sums: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the prelude: the scalars that the sub-groups need, and new numbers of the optimizer
+        state, for :meth:`with_shared`."""
+        given = UpdateArrays(grads, [None] * len(grads), numbers, square_sums)
+        return self.by_groups.separated.prelude(given.flat())
+
+    def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
+        """The leaves of an optimizer state with the new numbers that the prelude made."""
+        new = dict(zip(self._shared, shared, strict=True))
+        return [new.get(i, x) for i, x in enumerate(opt_state)]
+
+    def run(
+        self,
+        grads: list[Any],
+        params: Sequence[Any],
+        opt_state: Sequence[Any],
+        scalars: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """The parameters and the optimizer state after the update, whose memory is reused.
+
+        Args:
+          grads: The gradients; the list is emptied, so that each goes as soon as it is used.
+          scalars: Made by the prelude.
+        """
+        arrays = UpdateArrays(
+            grads,
+            [_leaf_of(x) for x in params],
+            [_leaf_of(x) for x in opt_state],
+            [None] * len(grads),
+            [_leaf_of(x) for x in self._copies.take()],
+        ).flat()
+        grads.clear()
+        on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
+        try:
+            self.by_groups.run(arrays, scalars)
+        except BaseException:
+            for leaf in on_disk:
+                leaf.torn()
+            raise
+        arrays = [x.advance() if isinstance(x, DiskLeaf) else x for x in arrays]
+        after = self._placements.like(arrays)
+        self._copies.keep(after.params, after.copies)
+        return [*after.params], [*after.opt_state]
+
+    def traced(self) -> Iterator[tuple[str, Any, int]]:
+        """See :meth:`zerojax.offload.update.Update.traced`."""
+        return self.by_groups.traced()
+
+
+def _leaf_of(x: Any) -> Any:
+    """What the update replaces: an array itself, or its place on the disk."""
+    return x.leaf if isinstance(x, DiskArray) else x

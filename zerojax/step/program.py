@@ -1,0 +1,103 @@
+"""What a step is compiled from, and what the decorated call needs of the compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from zerojax.collectives import Inserter
+from zerojax.config import ZeroConfig
+from zerojax.monitor.after_step import Signals
+from zerojax.offload.activations import smallest_away
+from zerojax.optim.wrap import ZeroOptState
+from zerojax.placement.states import States
+from zerojax.plan.places import offloads
+from zerojax.step.batch import BatchLayout
+from zerojax.step.body import Body
+from zerojax.step.call import Rearranged
+from zerojax.trace.explicit import Explicit, Types
+from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.lowered import LoweredProgram
+
+
+class StepSetting:
+    """One step for one kind of state, before the step is compiled.
+
+    Args:
+      function: The user's step, in the order of :class:`zerojax.step.call.Call`.
+      states: What the config makes of a state.
+      opened: A state of that kind, of which no array is kept.
+      explicit: Axes and specs of the batch, for a step under explicit mesh axes; else None.
+      donate: Reuse the memory of the state that the step is given.
+      signals: Makes what the host looks at after a step, of the optimizer state and the results.
+
+    Attributes:
+      plan: PartitionSpec and bytes of every leaf of the state.
+      layout: Where the batch goes.
+      body: The user's step on a state taken apart.
+      inserter: Makes parameters whole where the body uses them.
+      tx, split, close, write_back: See :class:`OpenedState`.
+      structure: ``jax.tree.structure`` of each of a state's parts.
+    """
+
+    def __init__(
+        self,
+        function: Rearranged,
+        states: States,
+        opened: OpenedState,
+        explicit: Explicit | None,
+        donate: bool,
+        signals: Callable[[ZeroOptState, Any], Signals],
+    ) -> None:
+        self.function, self.states, self.config = function, states, states.config
+        self.donate, self.signals = donate, signals
+        self.tx, self.split, self.close = opened.tx, opened.split, opened.close
+        self.write_back = opened.write_back
+        self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
+        self.plan = plan = states.plan(opened)
+        mesh, axis, config = plan.lowering_mesh, states.axis, states.config
+        self.layout = BatchLayout(mesh, axis, config.batch(mesh.shape[axis]))
+        types = Types(plan, explicit) if explicit else None
+        self.body = Body(function, opened, _once(config, self.layout.accumulation), types)
+        self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
+
+
+class StepResult(NamedTuple):
+    """What a step makes: the state after the step, taken apart, and what else the user's step
+    returns; ``signals`` as :class:`StepSetting` makes them."""
+
+    parts: Parts
+    out: Any
+    signals: Signals
+
+
+class StepProgram(Protocol):
+    """A compiled step: resident, in one program, or offloaded, in several.
+
+    Attributes:
+      setting: What the step was compiled from.
+      fits: The step is known to fit the devices' memory.
+    """
+
+    setting: StepSetting
+    fits: bool
+
+    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
+        """Runs the step on a state and a batch that lie as planned."""
+
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+        """All programs of the step, each once, for abstract or concrete arguments."""
+
+
+def _once(config: ZeroConfig, accumulation: int) -> str:
+    """Why a step may update only once, with the remedy; empty where it may more often."""
+    if offloads(config):
+        return "streamed to where the optimizer state lies: update once, or train without offload"
+    if accumulation > 1:
+        return (
+            f"accumulated over {accumulation} micro-batches: update once, or set "
+            "gradient_accumulation_steps to 1"
+        )
+    return "unscaled by one loss scale: update once, or use bf16" if config.fp16 else ""

@@ -1,0 +1,76 @@
+"""A step whose state lies on the devices: one program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from zerojax.placement.states import abstract
+from zerojax.plan.places import reaches_host
+from zerojax.plan.plan import DTYPES
+from zerojax.step.call import Static, divide
+from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.program import StepResult, StepSetting
+from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
+from zerojax.train_state.state_parts import Parts
+from zerojax.xla import compat
+from zerojax.xla.compiler import options
+from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, named
+
+
+class ResidentStep:
+    """The compiled step, see :class:`zerojax.step.program.StepProgram`."""
+
+    fits = False
+
+    def __init__(self, setting: StepSetting) -> None:
+        self.setting, plan = setting, setting.plan
+        shardings = plan.shardings()
+        self._to_shards = constrainer(shardings.params)
+        one_pass, update = setting.tx.one_pass, None
+        if one_pass is not None and one_pass.wins(plan.mesh):
+            update = functools.partial(one_pass.update, shardings=shardings.params)
+        self._tx = updating(advancing(setting.tx, update), self._to_shards)
+        self._jitted = jax.jit(
+            named(self._step, STATE, BATCH, "arrays", "static"),
+            static_argnums=3,
+            donate_argnums=(0,) if setting.donate else (),
+            out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
+            compiler_options=options(plan.mesh),
+        )
+
+    def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> StepResult:
+        setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
+        compute, view = parts.params, View(opt=parts.opt_state)
+        if dtype is not None:
+            compute = self._to_shards(cast(parts.params, dtype))
+            view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
+        start = parts._replace(params=compute, opt_state=view)
+        plan = setting.plan
+        entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
+        made, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, static)
+        after: View = made.opt_state
+        done = was_done(setting, parts.opt_state, after.opt)
+        made = made._replace(
+            params=params_after(after, made.params, parts.params, done),
+            opt_state=after.opt,
+            rest=unless_skipped(done, made.rest, parts.rest),
+        )
+        return StepResult(made, out, setting.signals(made.opt_state, out))
+
+    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
+        result: StepResult = self._jitted(parts, batch, *divide(args, kwargs))
+        return result
+
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+        """The one program."""
+        setting = self.setting
+        traced = self._jitted.trace(
+            abstract(parts, setting.plan), setting.layout.abstract(batch), *divide(args, kwargs)
+        )
+        reaches = reaches_host(setting.config)
+        program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
+        yield LoweredProgram(STEP, program)

@@ -1,0 +1,156 @@
+"""The optimizer that the user's step sees.
+
+The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
+returns views. What happens in ``apply_gradients`` thus travels through the user's code as plain
+values, whatever that code does with the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.optim.wrap import ZeroTransformation
+from zerojax.trace.changes import change
+from zerojax.trace.marks import GRADIENT
+
+
+class View(NamedTuple):
+    """The ``opt_state`` that the user's step carries.
+
+    Attributes:
+      opt: The optimizer's own state.
+      masters: The full-precision parameters, where the step computes with a copy; else None.
+      compute: The compute parameters after the last update; None where the step makes them, by
+        adding the update.
+      grads: The gradient that the optimizer was given, where the update comes after the step;
+        else None.
+      updates: Zeros that stand for the update there; else None.
+    """
+
+    opt: Any
+    masters: Any = None
+    compute: Any = None
+    grads: Any = None
+    updates: Any = None
+
+
+Constrain = Callable[[Any], Any]
+Advance = Callable[..., tuple[Any, View]]
+
+
+def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Advance:
+    """The update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
+
+    Args:
+      tx: The wrapped transformation.
+      one_pass: ``(grads, state, params) -> (params, state)`` of a transformation that updates both
+        in one pass; else None.
+    """
+
+    def advance(grads: Any, view: View, params: Any, **extra: Any) -> tuple[Any, View]:
+        full = view.masters is None
+        before = params if full else view.masters
+        if one_pass is not None and params is not None and not extra:
+            after, opt = one_pass(grads, view.opt, before)
+            # Kept for callers that read the updates; otherwise XLA removes them.
+            compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
+            updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
+        else:
+            updates, opt = tx.update(grads, view.opt, before, **extra)
+            if full:
+                return updates, view._replace(opt=opt)
+            after = optax.apply_updates(before, updates)
+            updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
+            compute = optax.apply_updates(view.compute, updates)
+        return updates, view._replace(opt=opt, masters=None if full else after, compute=compute)
+
+    return advance
+
+
+def updating(advance: Advance, to_shards: Constrain) -> Any:
+    """An optimizer that updates at once.
+
+    Args:
+      advance: The update, see :func:`advancing`.
+      to_shards: Constrains a gradient tree to its shards.
+    """
+
+    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+        updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
+        if after.compute is not None and params is not None:
+            updates = jax.tree.map(change, after.compute, params, updates)
+        return updates, after if view.compute is not None else after._replace(compute=None)
+
+    return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def collecting(to_shards: Constrain) -> Any:
+    """An optimizer that only keeps the gradient, in ``View.grads``, in the dtype that it finds
+    there. It returns ``View.updates``."""
+
+    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+        if extra:
+            raise TypeError(
+                f"apply_gradients passes {sorted(extra)} to the optimizer, whose update comes "
+                "after the step under offload: train without offload."
+            )
+        grads = to_shards(as_gradients(grads))
+        grads = jax.tree.map(lambda old, g: g.astype(old.dtype), view.grads, grads)
+        return view.updates, view._replace(grads=to_shards(grads))
+
+    return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def _no_init(params: Any) -> Any:
+    raise TypeError("a decorated step updates its optimizer; it cannot start a new one")
+
+
+def as_gradients(tree: Any) -> Any:
+    """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.wanted`."""
+    return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT), tree)
+
+
+def params_after(view: View, returned: Any, before: Any, done: jax.Array | None) -> Any:
+    """The parameters to keep.
+
+    Where the step returned what ``apply_gradients`` made, these are the masters. Where the step
+    changed a parameter afterwards (clipped a weight, say), they are the step's own value, and the
+    one of before if the step was skipped; the update itself holds the masters then.
+
+    Args:
+      view: The view after the update.
+      returned: Parameters that the step returned.
+      before: Masters that the step began with.
+      done: bool [], False for a skipped step; None where no step is skipped.
+    """
+
+    def held(x: jax.Array, old: jax.Array) -> jax.Array:
+        return x if done is None else jnp.where(done, x, old)
+
+    def kept(own: jax.Array, old: jax.Array, master: jax.Array, seen: jax.Array) -> jax.Array:
+        if own is seen:
+            return master
+        return held(jnp.where(own == seen, master, own.astype(master.dtype)), old)
+
+    if view.masters is None:
+        return jax.tree.map(held, returned, before)
+    return jax.tree.map(kept, returned, before, view.masters, view.compute)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """A tree whose floating leaves have another dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def constrainer(shardings: Any) -> Constrain:
+    """A function that constrains a tree to ``shardings``, a tree of the same form."""
+    return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)

@@ -1,0 +1,234 @@
+"""Reading jaxprs, and running them equation by equation.
+
+``jax.extend.core`` exports jaxprs and their equations, but promises nothing of what stands in
+them: the names of an equation's parameters, its context, the line of source that it comes from.
+All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on both jax versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives as prims
+
+CALLS = {
+    prims.jit_p: "jaxpr",
+    prims.closed_call_p: "call_jaxpr",
+    prims.custom_jvp_call_p: "call_jaxpr",
+    prims.custom_vjp_call_p: "call_jaxpr",
+    prims.remat_p: "jaxpr",
+}
+"""Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
+
+_REQUIRED = object()
+
+
+def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
+    """A parameter of an equation; ``default``, if given, where its primitive has none.
+
+    The rules of this package know primitives by their parameters, whose names jax may change.
+
+    Raises:
+      NotImplementedError: this version of jax has no such parameter.
+    """
+    if name in eqn.params:
+        return eqn.params[name]
+    if default is not _REQUIRED:
+        return default
+    raise NotImplementedError(
+        f"jax {jax.__version__} has no parameter {name!r} of {eqn.primitive.name}, only "
+        f"{', '.join(sorted(eqn.params))}: use a version of jax that zerojax is tested with."
+    )
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 has one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return hasattr(value, "jaxpr") or hasattr(value, "eqns")
+
+
+def with_body(jaxpr: Any, body: Any) -> Any:
+    """A jaxpr, open or closed, with another open one in its place and the same constants."""
+    return jaxpr.replace(jaxpr=body) if open_jaxpr(jaxpr)[0] is not jaxpr else body
+
+
+def shaped_like(jaxpr: Any, closed: Any) -> Any:
+    """A closed jaxpr, open where ``jaxpr`` is: 0.10 has parameters of both kinds."""
+    return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr that a call runs, open or closed."""
+    return param(eqn, CALLS[eqn.primitive])
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The open jaxprs of a call, or the branches of a choice; none for other equations."""
+    programs = [called(eqn)] if eqn.primitive in CALLS else []
+    programs = list(param(eqn, "branches")) if eqn.primitive is prims.cond_p else programs
+    return [open_jaxpr(jaxpr)[0] for jaxpr in programs]
+
+
+def programs(eqn: Any) -> tuple[str, ...]:
+    """The parameters of a loop, a choice or a call that hold what it runs."""
+    if eqn.primitive is prims.scan_p:
+        return ("jaxpr",)
+    if eqn.primitive is prims.while_p:
+        return ("body_jaxpr", "cond_jaxpr")
+    if eqn.primitive is prims.cond_p:
+        return ("branches",)
+    return (CALLS[eqn.primitive],) if eqn.primitive in CALLS else ()
+
+
+def inner(eqn: Any) -> Iterator[Any]:
+    """The open jaxprs in an equation's parameters."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(x):
+                yield open_jaxpr(x)[0]
+
+
+class ScanCounts(NamedTuple):
+    """The operands of a scan, in their order; what it scans over comes last.
+
+    Attributes:
+      consts: operands that each iteration reads whole.
+      carry: operands, and leading results, that iterations pass on.
+    """
+
+    consts: int
+    carry: int
+
+
+def scan_counts(eqn: Any) -> ScanCounts:
+    """How many constants and carried values a scan has: two numbers in 0.10, a tree in 0.11."""
+    if "num_consts" in eqn.params:
+        return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
+    consts, carry, _ = param(eqn, "ft_in").unpack()
+    return ScanCounts(len(list(consts)), len(list(carry)))
+
+
+class WhileParts(NamedTuple):
+    """A while loop, whose operands are the constants of ``cond``, those of ``body``, the carry.
+
+    Attributes:
+      cond, body: jaxprs, of their constants and the carry.
+      cond_consts, body_consts: how many constants they have.
+    """
+
+    cond: Any
+    body: Any
+    cond_consts: int
+    body_consts: int
+
+
+def while_parts(eqn: Any) -> WhileParts:
+    """The parts of a while loop."""
+    names = "cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"
+    return WhileParts(*(param(eqn, name) for name in names))
+
+
+def runs_backward(eqn: Any) -> bool:
+    """Whether it is a rematerialised block that runs again for the backward pass."""
+    return eqn.primitive is prims.remat_p and bool(param(eqn, "differentiated"))
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether differentiation made it for the backward pass, as its name stack tells."""
+    return "transpose(" in str(source(eqn).name_stack)
+
+
+def source(eqn: Any) -> Any:
+    """Where an equation comes from: a stack of names and a traceback, with its frames."""
+    return eqn.source_info
+
+
+def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
+    """The source of an equation in a call, once the call is opened: with the call's names in front,
+    and the call's line unless it keeps its own."""
+    return inside.replace(
+        name_stack=call.name_stack + inside.name_stack,
+        traceback=inside.traceback if own_line else call.traceback,
+    )
+
+
+def read(atom: Any, env: Mapping[Any, Any]) -> Any:
+    """The value of a literal, or that of a variable in ``env``."""
+    return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
+    """Runs an equation on other operands, and with other parameters if given; its results.
+
+    Primitives with functions among their parameters take them otherwise than equations hold them.
+    """
+    primitive = eqn.primitive
+    out = primitive.bind(
+        *values, **primitive.get_bind_params(eqn.params if params is None else params)
+    )
+    return out if primitive.multiple_results else [out]
+
+
+def context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """What held where the equation was traced: its mesh, its compute type, its metadata."""
+    return eqn.ctx.manager
+
+
+@contextlib.contextmanager
+def traced_where(eqn: Any) -> Iterator[None]:
+    """Equations traced within come from the line that this one comes from, in its context."""
+    names = source_info_util.current_name_stack() + source(eqn).name_stack
+    with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
+        yield
+
+
+def bind_in_context(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation on other operands, as it was traced."""
+    with context(eqn):
+        return bind(eqn, values)
+
+
+def evaluate(
+    closed: Any,
+    args: Sequence[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]] = bind_in_context,
+    opens: Callable[[Any], bool] = lambda eqn: eqn.primitive in CALLS,
+) -> list[Any]:
+    """Runs a jaxpr equation by equation; traced again, its calls leave no trace.
+
+    Args:
+      closed: a jaxpr and its constants.
+      args: one for each of its arguments.
+      run: from an equation and its operands to its results.
+      opens: whether a call (jit, remat, custom derivatives) is entered; others are run.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [read(v, env) for v in eqn.invars]
+        if eqn.primitive in CALLS and opens(eqn):
+            outs: Sequence[Any] = evaluate(called(eqn), values, run, opens)
+        else:
+            outs = run(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v, env) for v in jaxpr.outvars]
+
+
+def like(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """The abstract value of a variable to trace with; of another shape, if given."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
+
+
+def without_calls(closed: Any) -> Any:
+    """The closed jaxpr of the same function with all that it calls written out."""
+    shapes = [like(v.aval) for v in open_jaxpr(closed)[0].invars]
+    return jax.make_jaxpr(lambda *args: evaluate(closed, args))(*shapes)

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
 import pytest
 import typer
+from flax.training.train_state import TrainState
 from test_imports import ROOMS
 
 import zerojax
@@ -90,6 +95,36 @@ def test_the_code_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -> 
             assert block.info == "python", f"{page.name}:{block.line}"
             source = "\n" * (block.line - 1) + block.text  # a traceback has the page's line
             exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.usefixtures("quick_compile", "clone")
+def test_both_sides_of_the_readmes_diff_run_and_agree() -> None:
+    diff = next(block.text for block in blocks(README) if block.info == "diff")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(4, size=16)
+
+    def create_state(key: jax.Array) -> TrainState:
+        model = nn.Dense(4)
+        params = model.init(key, x)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+
+    def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    losses = []
+    for gone in "+-":
+        kept = [line[1:] for line in diff.splitlines() if line[:1] != gone]
+        namespace: dict[str, Any] = {
+            "jax": jax,
+            "create_state": create_state,
+            "cross_entropy": cross_entropy,
+            "key": jax.random.key(0),
+            "batches": [{"x": x, "y": y}] * 3,
+        }
+        exec("\n".join(kept), namespace)
+        losses.append(float(namespace["metrics"]["loss"]))
+    before, after = losses
+    assert after == pytest.approx(before, rel=0.02)  # the config computes in bf16
 
 
 @every_page

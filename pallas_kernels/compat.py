@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-# The simulator is in jax 0.10, but not exported; in neither are the races that it has seen.
+# jax 0.10 has the simulator and does not export it. Neither version exports the races that it has
+# seen, or whether a kernel traced now would run in it.
 from jax._src import config as _config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks
 from jax._src.pallas.mosaic_gpu.interpret import params as _params
@@ -84,11 +85,10 @@ def launch(
     fresh = [k for k in range(len(outputs)) if k not in over]
 
     def in_place(*args: Any) -> None:
-        ins, made = args[: len(inputs)], iter(args[len(inputs) :])
-        body(*ins, *(ins[over[k]] if k in over else next(made) for k in range(len(outputs))))
+        ins, outs = args[: len(inputs)], iter(args[len(inputs) :])
+        body(*ins, *(ins[over[k]] if k in over else next(outs) for k in range(len(outputs))))
 
     arguments = [refs.get(i, x) for i, x in enumerate(inputs)]
-    made = iter(
-        plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)(*arguments)
-    )
-    return [refs[over[k]][...] if k in over else next(made) for k in range(len(outputs))]
+    kernel = plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)
+    results = iter(kernel(*arguments))
+    return [refs[over[k]][...] if k in over else next(results) for k in range(len(outputs))]

@@ -1,4 +1,4 @@
-"""Who may import whom, and that every module has its tests."""
+"""Who may import whom."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerojax", "pallas_kernels", "examples", "benchmarks", "tests")
 
-# The one place of each package for what jax does not export.
-PRIVATE = {"zerojax/xla/compat.py", "pallas_kernels/compat.py"}
+# The places for what jax does not export, or exports without a promise of what is in it.
+PRIVATE = {"zerojax/xla/compat.py", "zerojax/xla/jaxprs.py", "pallas_kernels/compat.py"}
+
+# Documented members of NamedTuples and of classes, whose names start with an underscore.
+NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
+
+# Further attributes that JAX promises nothing of.
+UNPROMISED = {"ctx", "get_bind_params", "compile_args", "source_info"}
 
 # The rooms of zerojax, from the ground up: each imports only from those before it and from itself.
 ROOMS = (
@@ -157,6 +163,49 @@ def test_what_jax_does_not_export_is_imported_in_one_place(package: str) -> None
         if within(name, "jax._src", "jaxlib", "flax.nnx.graphlib", "optax._src")
     }
     assert users <= PRIVATE
+
+
+def own_names() -> set[str]:
+    """Names of attributes and functions that the packages give themselves."""
+    files = [path for package in PACKAGES[:-1] for path in modules(package)]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    names = {node.attr for node in stored if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in stored if isinstance(node, ast.Name)}
+    return names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("package", PACKAGES[:-1])
+def test_what_others_keep_to_themselves_is_read_in_one_place(package: str) -> None:
+    """Attributes with an underscore in front are those of these packages."""
+    wrong, own = [], NAMED_TUPLE | own_names()
+    for path in modules(package):
+        if str(path.relative_to(ROOT)) in PRIVATE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            private = name.startswith("_") and not name.startswith("__") and name not in own
+            if private or name in UNPROMISED:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} reads .{name}")
+    assert not wrong
+
+
+def test_parameters_of_equations_are_read_in_one_place() -> None:
+    """By a name; what goes through all of them, whatever their names, may do so anywhere."""
+    jaxpr_rooms = ("plan", "trace", "collectives", "accumulation", "offload", "evaluation", "step")
+    wrong = []
+    for path in modules("zerojax"):
+        if room_of(name_of(path)) not in jaxpr_rooms:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            of = node.value if isinstance(node, ast.Subscript) else None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                of = node.func.value if node.func.attr in ("get", "pop") else None
+            if isinstance(of, ast.Attribute) and of.attr == "params":
+                named = node.slice if isinstance(node, ast.Subscript) else node.args[0]
+                if isinstance(named, ast.Constant):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
 
 
 def test_importing_zerojax_starts_no_device() -> None:

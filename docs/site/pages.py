@@ -1,4 +1,4 @@
-"""Pages of the site that lie elsewhere in the repository, and links between all of them.
+"""Pages of the site that lie elsewhere in the repository, and the links of all pages.
 
 Pages link to files as the repository has them, so that a link works there too.
 """
@@ -19,17 +19,23 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "configs/README.md": "configs.md",
+    "examples/README.md": "examples.md",
 }
-"""Paths in the repository, and where the site has them; those of the records follow their name."""
+"""Paths in the repository, and where the site has them; records keep their names."""
 RECORDS = "benchmarks/records"
 
 
 def site_paths() -> dict[str, str]:
     """Every file of the repository that the site has, with its path in the site."""
     docs = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
-    records = [path for path in (ROOT / RECORDS).iterdir() if path.suffix in (".md", ".png")]
+    records = [
+        path for path in (ROOT / RECORDS).iterdir() if path.suffix in (".md", ".png")
+    ]
     return {
-        **{str(path.relative_to(ROOT)): str(path.relative_to(ROOT / "docs")) for path in docs},
+        **{
+            str(path.relative_to(ROOT)): str(path.relative_to(ROOT / "docs"))
+            for path in docs
+        },
         **{f"{RECORDS}/{path.name}": f"records/{path.name}" for path in records},
         **{path: name for path, name in ELSEWHERE.items() if (ROOT / path).exists()},
     }
@@ -38,14 +44,16 @@ def site_paths() -> dict[str, str]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that lie outside docs/."""
     for path, name in site_paths().items():
-        if files.get_file_from_path(name) is None and not name.endswith(".py"):
+        if name.endswith((".md", ".png")) and files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turns links to files of the repository into links of the site; those to files that the site
-    has not become plain text."""
+    """Turns links to files of the repository into links of the site.
+
+    A link to a file that the site has not becomes plain text.
+    """
     paths = site_paths()
     here = next(path for path, name in paths.items() if name == page.file.src_uri)
 
@@ -57,4 +65,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return f"{mark}[{text}]({to}{anchor or ''})"
         return text if (ROOT / path).exists() else match[0]
 
-    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)", linked, markdown)
+    return re.sub(
+        r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)", linked, markdown
+    )

@@ -13,8 +13,8 @@ from jax import lax
 import zerojax
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import flatten
-from zerojax.accumulation.kinds import FIXED, Kind
-from zerojax.accumulation.resolve import analysed
+from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.accumulation.resolve import analyse
 
 B, K = 24, 3
 W = np.ones((4, 5), np.float32)
@@ -31,12 +31,12 @@ def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[Analysis, Any]:
     """Of ``function(w, batch)``, whose results are all part of the state."""
     whole, micro = (flatten(jax.make_jaxpr(function)(W, batch(rows)), [0]) for rows in (B, B // K))
-    given = [FIXED.but(learned=True), *[Kind("rows", dim=0, outer=1)] * 3]
-    found, _ = analysed(whole, micro, given, rest)
+    given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
+    found, _ = analyse(whole, micro, given, rest)
     return found, [found.kind(v) for v in whole.outvars]
 
 
-def layout(kind: Kind) -> tuple[int, int | None]:
+def layout(kind: RowKind) -> tuple[int, int | None]:
     return kind.dim, kind.outer
 
 

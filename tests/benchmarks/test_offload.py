@@ -11,10 +11,6 @@ from benchmarks.offload_largest import CLEARLY, LADDER, parameters, search
 from benchmarks.offload_programs import Costs, OffloadCase
 from benchmarks.offload_tables import Limit, overlap, parts
 
-gpu_compile = [
-    pytest.mark.gpu_compile,
-    pytest.mark.usefixtures("require_gpu_compiler"),
-]
 BOTH = quick().sizes[0][1]
 
 
@@ -28,9 +24,10 @@ def both() -> Costs:
     return compiled()[1][BOTH]
 
 
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
 class TestCompiled:
-    pytestmark = gpu_compile
-
     def test_all_sections_are_there_and_no_limit_is_missed(self) -> None:
         found = compiled()[0]
         assert list(found.tables) == ["sizes", "optimizer", "overlap", "largest"]

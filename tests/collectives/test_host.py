@@ -10,13 +10,13 @@ from jax import lax
 from jaxprs import equations
 
 from zerojax.collectives.host import Ahead, Host, entry, fetched, on_host, sent
-from zerojax.collectives.shard import Away, Shard
+from zerojax.collectives.shard import HostStack, Shard
 
 STACK = np.arange(12, dtype="float32").reshape(4, 3)
 
 
 class Twice:
-    """A :class:`Source` of twice the stack."""
+    """A :class:`Fetchable` of twice the stack."""
 
     def whole(self) -> jax.Array:
         return jnp.asarray(2 * STACK)
@@ -31,7 +31,7 @@ def kept(x: jax.Array, spec: Any) -> jax.Array:
 
 def test_what_lies_there() -> None:
     x = jnp.ones(3)
-    assert on_host(Away(x))
+    assert on_host(HostStack(x))
     assert on_host(Shard(x, (None,), host=True))
     assert not on_host(Shard(x, ("data",)))
     assert not on_host(x)
@@ -71,7 +71,7 @@ def test_a_gradient_leaves_with_its_sum() -> None:
 def test_each_iteration_has_its_entries(reverse: bool) -> None:
     xs = [
         jnp.asarray(STACK),
-        Away(jnp.asarray(STACK)),
+        HostStack(jnp.asarray(STACK)),
         Shard(Twice(), (None, None), host=True),  # type: ignore[arg-type]
         Shard(jnp.asarray(STACK), (None, "data")),
     ]

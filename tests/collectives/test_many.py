@@ -32,7 +32,7 @@ def test_each_comes_back_as_it_was() -> None:
 
     def run(values: list[jax.Array]) -> Any:
         shards = [Shard(x, spec) for x, spec in zip(values, SPECS * 2, strict=True)]
-        return many.gathered(shards, "data", 8, inserter.constrain)
+        return many.gather_together(shards, "data", 8, inserter.constrain)
 
     with jax.enable_x64(True):
         assert [move.dtype for move in gathers(jax.make_jaxpr(run)(values))] == [
@@ -55,7 +55,7 @@ def test_each_comes_back_as_it_was() -> None:
     ],
 )
 def test_which_are_small(shape: Any, spec: Any, small: bool) -> None:
-    assert many.small(shape, spec, "data") is small
+    assert many.is_small(shape, spec, "data") is small
 
 
 def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:

@@ -1,14 +1,10 @@
-"""How specs follow a change of layout."""
+"""Specs as tuples."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxprs import Spec, abstract
+from jax.sharding import PartitionSpec
+from jaxprs import Spec
 
 import zerojax
 from zerojax.plan import layout
@@ -83,65 +79,3 @@ def test_axes_of_one_device_cut_nothing() -> None:
 
 def test_piece() -> None:
     assert layout.piece((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
-
-
-Layout = tuple[Callable[[jax.Array], jax.Array], tuple[int, ...], Spec, Spec | None]
-
-FOLLOWS: list[Layout] = [
-    (jnp.transpose, (8, 16), ("data", None), (None, "data")),
-    (lambda x: x.transpose(1, 2, 0), (8, 16, 4), ("data", None, "model"), (None, "model", "data")),
-    (lambda x: x.squeeze(0), (1, 8, 16), (None, "data", None), ("data", None)),
-    (lambda x: x[None], (8, 16), ("data", "model"), (None, "data", "model")),
-    (lambda x: lax.broadcast_in_dim(x, (8, 1), (0,)), (8,), ("data",), ("data", None)),
-    # A true broadcast is a use.
-    (lambda x: jnp.broadcast_to(x, (3, 8)), (8,), ("data",), None),
-    # The outermost part of a merged or split dimension carries the cut.
-    (lambda x: x.reshape(128), (8, 16), ("data", None), ("data",)),
-    (lambda x: x.reshape(128), (8, 16), (None, "data"), None),
-    (lambda x: x.reshape(4, 2, 16), (8, 16), ("data", None), ("data", None, None)),
-    (lambda x: x.reshape(2, 4, 16), (8, 16), ("data", None), None),
-    (lambda x: x.reshape(8, 4, 4), (8, 16), (None, "data"), (None, "data", None)),
-    (lambda x: x.reshape(8, 2, 8), (8, 16), (None, "data"), None),
-    (lambda x: x.reshape(8, 4, 4), (8, 16), ("model", "data"), ("model", "data", None)),
-    (lambda x: x.reshape(1, 8, 16), (8, 16), ("data", "model"), (None, "data", "model")),
-    (lambda x: x.reshape(32, 8), (8, 4, 8), ("data", None, "model"), ("data", "model")),
-    (lambda x: x.reshape(16, 16), (8, 32), ("data", None), ("data", None)),
-    # Cut twice: both cuts move, or neither.
-    (jnp.transpose, (8, 16), (("model", "data"), None), (None, ("model", "data"))),
-    (lambda x: x.reshape(128), (8, 16), (("model", "data"), None), (("model", "data"),)),
-    (
-        lambda x: x.reshape(8, 8, 4),
-        (8, 32),
-        (None, ("model", "data")),
-        (None, ("model", "data"), None),
-    ),
-    (lambda x: x.reshape(8, 2, 16), (8, 32), (None, ("model", "data")), None),
-]
-
-
-@pytest.mark.parametrize(("function", "shape", "spec", "follows"), FOLLOWS)
-def test_from_operand_to_result(
-    function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], spec: Spec, follows: Any
-) -> None:
-    (eqn,) = jax.make_jaxpr(function)(*abstract(shape)).eqns
-    assert layout.MAPS[eqn.primitive.name](eqn, spec, MESH) == follows
-    if follows is not None:  # which is to say that nothing has to move between devices
-        jitted = jax.jit(function, in_shardings=lying(spec), out_shardings=lying(follows))
-        text = jitted.lower(*abstract(shape)).compile().as_text()
-        assert not [c for c in ("all-gather", "all-to-all", "permute", "all-reduce") if c in text]
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "spec", "follows"),
-    [case for case in FOLLOWS if case[3] is not None and "broadcast" not in str(case[0])],
-)
-def test_from_result_to_operand(
-    function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], spec: Spec, follows: Spec
-) -> None:
-    (eqn,) = jax.make_jaxpr(function)(*abstract(shape)).eqns
-    if eqn.primitive.name in layout.INVERSES:
-        assert layout.INVERSES[eqn.primitive.name](eqn, follows, MESH) == spec
-
-
-def lying(spec: Spec) -> NamedSharding:
-    return NamedSharding(MESH, PartitionSpec(*spec))

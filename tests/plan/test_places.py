@@ -14,8 +14,8 @@ from zerojax.plan.places import (
     HOST,
     Places,
     check_memories,
+    choose_places,
     offloads,
-    places,
     reaches_host,
 )
 
@@ -42,23 +42,23 @@ def config(**keywords: Any) -> ZeroConfig:
 )
 def test_the_table(optimizer: Any, param: Any, expected: Places) -> None:
     made = config(offload_optimizer=optimizer, offload_param=param)
-    assert places(made, [10, 1000]) == [expected] * 2
+    assert choose_places(made, [10, 1000]) == [expected] * 2
     assert offloads(made) == reaches_host(made) == (expected != Places(DEVICE, DEVICE, DEVICE))
 
 
 def test_small_parameters_stay_for_the_step() -> None:
     made = config(offload_optimizer=CPU, offload_param=CPU, stage3_param_persistence_threshold=100)
-    assert [x.compute for x in places(made, [99, 100, 101])] == [DEVICE, HOST, HOST]
-    assert {(x.master, x.moments) for x in places(made, [99, 100, 101])} == {(HOST, HOST)}
+    assert [x.compute for x in choose_places(made, [99, 100, 101])] == [DEVICE, HOST, HOST]
+    assert {(x.master, x.moments) for x in choose_places(made, [99, 100, 101])} == {(HOST, HOST)}
     alone = config(offload_param=CPU, stage3_param_persistence_threshold=100)
-    assert [x.master for x in places(alone, [99, 100])] == [DEVICE, HOST]
+    assert [x.master for x in choose_places(alone, [99, 100])] == [DEVICE, HOST]
 
 
 @pytest.mark.parametrize("section", [CPU, NVME])
 def test_one_number_stays_on_the_device(section: Any) -> None:
     made = config(offload_optimizer=section, offload_param=CPU)
-    assert places(made, [1, 2])[0] == Places(DEVICE, DEVICE, DEVICE)
-    assert places(made, [1, 2])[1].master != DEVICE
+    assert choose_places(made, [1, 2])[0] == Places(DEVICE, DEVICE, DEVICE)
+    assert choose_places(made, [1, 2])[1].master != DEVICE
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_share_stays_on_the_device(ratio: float, kept: set[int]) -> None:
     """The smallest first, as many as fit."""
     elements = [60, 300, 500, 140]
     made = config(offload_optimizer={"device": "cpu", "ratio": ratio})
-    found = places(made, elements)
+    found = choose_places(made, elements)
     assert {i for i, x in enumerate(found) if x.moments == DEVICE} == kept
     assert all(x.master == x.moments and x.compute == DEVICE for x in found)
     assert sum(elements[i] for i in kept) <= (1 - ratio) * sum(elements) + 1e-6

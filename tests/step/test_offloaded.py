@@ -187,12 +187,12 @@ def test_the_copies_of_the_last_step_are_the_next_ones(tmp_path: Path) -> None:
     state, _ = step(state, BATCH)
     (program,) = step._programs.values()
     params = jax.tree.leaves(state.params)
-    kept = program.copies.of(params)
+    kept = program._copies.of(params)
     assert all(x.dtype == jnp.bfloat16 and x.sharding.memory_kind == "device" for x in kept)
-    assert all(a is b for a, b in zip(kept, program.copies.of(params), strict=True))
+    assert all(a is b for a, b in zip(kept, program._copies.of(params), strict=True))
     for copy, master in zip(kept, params, strict=True):
         np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))
     other = jax.tree.leaves(zero.init(create).params)
-    made = program.copies.of(other)
+    made = program._copies.of(other)
     for copy, master in zip(made, other, strict=True):
         np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.collectives import Inserter
-from zerojax.trace.changes import change, sums
+from zerojax.trace.changes import change, find_sums
 from zerojax.xla import jaxprs
 
 X = jnp.arange(3.0)
@@ -29,7 +29,7 @@ X = jnp.arange(3.0)
 def test_what_is_found(step: Callable[..., jax.Array], found: int) -> None:
     closed = jax.make_jaxpr(step)(X, X, X)
     jaxpr, _ = jaxprs.open_jaxpr(closed)
-    at = sums(jaxpr)
+    at = find_sums(jaxpr)
     assert len(at) == found
     assert all(new is jaxpr.invars[2] for new in at.values())
 

@@ -1,1 +1,1 @@
-"""Gradient accumulation: a traced step cut into what runs per micro-batch and what runs once."""
+"""Gradient accumulation: a traced step split into what runs per micro-batch and what runs once."""

@@ -74,13 +74,10 @@ class _Opener:
             return atom if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            info = eqn.source_info
+            info = jaxprs.source(eqn)
             if outer is not None:
-                inside = self._users_own(info.traceback)
-                info = info.replace(
-                    name_stack=outer.name_stack + info.name_stack,
-                    traceback=info.traceback if inside else outer.traceback,
-                )
+                own = self._users_own(info.traceback)
+                info = jaxprs.source_within(outer, info, own_line=own)
             values = [read(v) for v in eqn.invars]
             if _opens(eqn):
                 inner, inner_consts = jaxprs.open_jaxpr(jaxprs.called(eqn))
@@ -125,12 +122,12 @@ class _Opener:
         outside = inner.replace(
             eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
         )
-        made = self._open(outside, (), values, info)
+        counts = self._open(outside, (), values, info)
         inside = inner.replace(
             invars=[*inner.invars, *numbers],
             eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
         )
-        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *made]
+        return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
 
 def _reduces(eqn: Any) -> bool:

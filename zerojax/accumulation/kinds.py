@@ -30,16 +30,16 @@ class Node:
 
     def roots(self) -> set[Any]:
         """Keys of all reductions over rows that it is made from."""
-        found, seen, left = set(), {id(self)}, [self]
+        roots, seen, left = set(), {id(self)}, [self]
         while left:
             node = left.pop()
             if node.key is not None:
-                found.add(node.key)
+                roots.add(node.key)
             for parent in node.parents:
                 if id(parent) not in seen:
                     seen.add(id(parent))
                     left.append(parent)
-        return found
+        return roots
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """How a value depends on the rows of the batch.
 
     Attributes:
@@ -111,36 +111,38 @@ class Kind:
         return self.reduced or self.name == "whole"
 
     @property
-    def added(self) -> Kind:
+    def added(self) -> RowKind:
         """What it is once the micro-batches are done."""
         return self.but(name="sum", adds=False) if self.adds else self
 
-    def but(self, **changes: Any) -> Kind:
+    def but(self, **changes: Any) -> RowKind:
         return dataclasses.replace(self, **changes)
 
 
-FIXED = Kind("fixed")
-ZERO = Kind("fixed", zero=True)
+Kinds = list[RowKind]
+"""Those of an equation's operands, or of its results."""
+FIXED = RowKind("fixed")
+ZERO = RowKind("fixed", zero=True)
 
 
-def mixed(why: str, where: str) -> Kind:
-    return Kind("mixed", problem=Problem(why, where), learned=True)
+def mixed(why: str, where: str) -> RowKind:
+    return RowKind("mixed", problem=Problem(why, where), learned=True)
 
 
-def together(kinds: list[Kind]) -> dict[str, Any]:
+def together(kinds: Kinds) -> dict[str, Any]:
     """What a value has of everything that it is made from: ``learned`` and ``node``."""
     nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
     node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
     return {"learned": any(k.learned for k in kinds), "node": node}
 
 
-def agreed(kinds: list[Kind]) -> Kind | None:
+def agreed(kinds: Kinds) -> RowKind | None:
     """The one layout of rows that all "rows" kinds among these have; None if they differ."""
     rows = [k for k in kinds if k.rows]
     dims, outers = {k.dim for k in rows}, {k.outer for k in rows} - {None}
     if len(dims) != 1 or len(outers) > 1:
         return None
-    return Kind(
+    return RowKind(
         "rows",
         dim=dims.pop(),
         outer=next(iter(outers), None),
@@ -149,7 +151,7 @@ def agreed(kinds: list[Kind]) -> Kind | None:
     )
 
 
-def join(one: Kind, other: Kind, where: str) -> Kind:
+def join(one: RowKind, other: RowKind, where: str) -> RowKind:
     """A value that is one or the other, as what a loop carries."""
     both = together([one, other])
     if one.name == other.name == "mixed" or one.name == "mixed":
@@ -158,17 +160,17 @@ def join(one: Kind, other: Kind, where: str) -> Kind:
         return other
     names = {one.name, other.name}
     if names == {"rows"}:
-        found = agreed([one, other])
-        if found is not None:
-            return found.but(zero=one.zero and other.zero)
+        layout = agreed([one, other])
+        if layout is not None:
+            return layout.but(zero=one.zero and other.zero)
     elif len(names) == 1:
         adds = one.adds and other.adds
         return one.but(zero=one.zero and other.zero, adds=adds, home=None, **both)
     elif "own" in names and names <= {"own", "fixed"}:
         adds = all(k.adds or k.zero for k in (one, other))
-        return Kind("own", adds=adds, **both)
+        return RowKind("own", adds=adds, **both)
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
-        return Kind("sum", **both)
+        return RowKind("sum", **both)
     elif names <= {"fixed", "whole", "sum", "max", "min", "and", "or"}:
-        return Kind("whole", **both)
+        return RowKind("whole", **both)
     return mixed("carries rows of the batch and other values in turn", where)

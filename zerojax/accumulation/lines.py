@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from zerojax.xla import jaxprs
+
 _PACKAGE = PurePath(__file__).parent.parent
 
 
 def where(eqn: Any) -> str:
     """The equation's primitive, and the user's line that makes it where that is known."""
-    found = line(eqn.source_info.traceback)
-    return f"{eqn.primitive.name} at {found}" if found else eqn.primitive.name
+    place = line(jaxprs.source(eqn).traceback)
+    return f"{eqn.primitive.name} at {place}" if place else eqn.primitive.name
 
 
 def line(traceback: Any) -> str | None:

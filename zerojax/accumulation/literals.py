@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from zerojax.accumulation.analysis import Analysis, Path
-from zerojax.accumulation.pairs import Pair, pairs
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Path
+from zerojax.accumulation.pairs import EquationPair, pairs
 from zerojax.xla import jaxprs
 
 
@@ -24,7 +25,7 @@ def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
     ]
 
 
-def _equation(pair: Pair, path: Path, analysis: Analysis) -> Any:
+def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     whole, micro = pair
     changes: dict[str, Any] = {}
     for at, name in enumerate(jaxprs.programs(micro)):

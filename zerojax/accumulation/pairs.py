@@ -9,7 +9,7 @@ from zerojax.accumulation.lines import where
 from zerojax.xla import jaxprs
 
 
-class Pair(NamedTuple):
+class EquationPair(NamedTuple):
     """One equation in both.
 
     Attributes:
@@ -25,7 +25,7 @@ class UnevenError(Exception):
     """The step's program depends on the number of rows; the argument says where."""
 
 
-def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[Pair]:
+def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[EquationPair]:
     """The equations of both programs, matched.
 
     Raises:
@@ -35,12 +35,12 @@ def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[Pair]:
     here = next(left, None)
     for eqn in whole:
         if here is not None and _alike(eqn, here):
-            yield Pair(eqn, here)
+            yield EquationPair(eqn, here)
             here = next(left, None)
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.ndim == len(
             jaxprs.param(eqn, "shape")
         ):
-            yield Pair(eqn, None)  # from one row to one row
+            yield EquationPair(eqn, None)  # from one row to one row
         else:
             raise UnevenError(where(eqn))
     if here is not None:

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import Pair, UnevenError, pairs
+from zerojax.accumulation.pairs import EquationPair, UnevenError, pairs
 from zerojax.xla import jaxprs
 
 
@@ -29,7 +29,7 @@ class Resize:
         """A flat program, equation by equation as it is for a few rows."""
         env: dict[Any, Any] = {}
 
-        def made(w: Any, v: Any) -> Any:
+        def resized(w: Any, v: Any) -> Any:
             shape = self._shape(w.aval, v.aval)
             same = shape == getattr(v.aval, "shape", ())
             env[v] = Variable(v.aval if same else v.aval.update(shape=shape))
@@ -38,13 +38,13 @@ class Resize:
         def read(w: Any, v: Any) -> Any:
             return self._literal(w, v) if isinstance(v, core.Literal) else env[v]
 
-        invars = [made(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
-        constvars = [made(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
+        invars = [resized(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
+        constvars = [resized(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
         eqns = []
         for pair in pairs(whole.eqns, few.eqns):
             w, f = pair
             ins = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
-            outs = [made(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
+            outs = [resized(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
             eqns.append(f.replace(invars=ins, outvars=outs, params=self._params(pair)))
         outvars = [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]
         return Flat(invars, eqns, outvars, constvars, few.consts)
@@ -66,13 +66,13 @@ class Resize:
             return few
         return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
 
-    def _params(self, pair: Pair) -> dict[str, Any]:
+    def _params(self, pair: EquationPair) -> dict[str, Any]:
         whole, few = pair
         return {
             name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
         }
 
-    def _param(self, whole: Any, few: Any, pair: Pair) -> Any:
+    def _param(self, whole: Any, few: Any, pair: EquationPair) -> Any:
         if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
             return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
         if isinstance(few, int) and not isinstance(few, bool) and isinstance(whole, int):
@@ -91,10 +91,10 @@ class Resize:
             jaxprs.like(b.aval, self._shape(a.aval, b.aval))
             for a, b in zip(w.invars, f.invars, strict=True)
         ]
-        made = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
-        inner, left = jaxprs.open_jaxpr(made)
-        if inner is made or few is not f:
-            return made
+        closed = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
+        inner, left = jaxprs.open_jaxpr(closed)
+        if inner is closed or few is not f:
+            return closed
         if left:
             raise UnevenError(at)
         return inner

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerojax.accumulation.analysis import Analysis, Choices
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Choices
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.kinds import Kind
+from zerojax.accumulation.kinds import RowKind
 
 
-def analysed(
-    whole: Flat, micro: Flat, given: Sequence[Kind], rest: Sequence[int]
+def analyse(
+    whole: Flat, micro: Flat, given: Sequence[RowKind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """The analysis of a step with its conflicts resolved, as far as they can be.
 
@@ -30,25 +31,25 @@ def analysed(
     """
     choices = Choices()
     while True:
-        found = Analysis(whole, micro, given, choices, hopeful=True)
+        analysis = Analysis(whole, micro, given, choices, hopeful=True)
         statistics = set()
         for i in rest:
-            if (node := found.kind(whole.outvars[i]).node) is not None:
+            if (node := analysis.kind(whole.outvars[i]).node) is not None:
                 # What gradients change is no statistic of the batch.
-                statistics |= {r for r in node.roots() if not found.backward.get(r)}
+                statistics |= {r for r in node.roots() if not analysis.backward.get(r)}
         # What goes into the rows of a forward pass is no backward pass's own.
         forward = set()
-        for conflict in found.conflicts:
+        for conflict in analysis.conflicts:
             if not conflict.backward and conflict.kind.node is not None:
                 forward |= conflict.kind.node.roots()
         before = len(choices.first), len(choices.own)
-        for conflict in found.conflicts:
+        for conflict in analysis.conflicts:
             kind = conflict.kind
             if not kind.learned and kind.home is not None:
                 choices.first.add(kind.home)
                 continue
             roots = kind.node.roots() if kind.node is not None else set()
-            own = {r for r in roots if found.backward.get(r)} - forward
+            own = {r for r in roots if analysis.backward.get(r)} - forward
             if roots <= statistics | own:
                 choices.own |= roots
         if before == (len(choices.first), len(choices.own)):

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.kinds import FIXED, Kind
+from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -48,31 +48,31 @@ class Roles:
     rest: Sequence[int]
     paths: Sequence[str]
 
-    def kinds(self, flat: Flat) -> list[Kind]:
+    def kinds(self, flat: Flat) -> list[RowKind]:
         """How the arguments depend on the rows of the batch."""
         batch = {*self.batch}
         return [
-            Kind("rows", dim=0, outer=1)
+            RowKind("rows", dim=0, outer=1)
             if i in batch and v.aval.ndim
             else FIXED.but(learned=i in self.learned)
             for i, v in enumerate(flat.invars)
         ]
 
 
-def roles_of(name: str, given: Parts, batch: Any, made: tuple[Parts, Any]) -> Roles:
-    """Roles in a step from ``(given, batch)`` to ``made``, the state and what else it returns."""
+def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
+    """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
     sizes = [len(jax.tree.leaves(part)) for part in given]
     ends = list(itertools.accumulate(sizes))
     start = ends[2]
     rest = list(range(start, ends[3]))
     paths = [
         "state." + field + jax.tree_util.keystr(path)
-        for field, part in zip(Parts._fields, made[0], strict=True)
+        for field, part in zip(Parts._fields, results[0], strict=True)
         for path, _ in jax.tree_util.tree_leaves_with_path(part)
     ]
     paths += [
         f"its result{jax.tree_util.keystr(path)}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(made[1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(results[1])
     ]
     return Roles(
         name=name,
@@ -89,7 +89,7 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
     statistics), and keys. By position among the arguments, the variable that holds it.
 
     ``rest`` has the positions that :class:`Roles` says."""
-    found: dict[int, Any] = {}
+    carry: dict[int, Any] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
         if isinstance(out, core.Literal) or out is given:
@@ -98,13 +98,13 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
         # A key that draws nothing in the batch's shape is the same for all micro-batches.
         key = bool(analysis.drawn) and _feeds_noise(flat, given)
         if kind.name == "own" or (kind.name == "fixed" and key):
-            found[i] = out
+            carry[i] = out
         elif kind.guarded:
             new = [v for v in kind.guarded if not isinstance(v, core.Literal) and v is not given]
             own = [v for v in new if analysis.kind(v).name == "own"]
             if own or (key and len(new) == 1):
-                found[i] = (own or new)[0]
-    return found
+                carry[i] = (own or new)[0]
+    return carry
 
 
 def per_micro_batch(
@@ -115,46 +115,48 @@ def per_micro_batch(
     Raises:
       ValueError: the state, or a result, would not be that of the whole batch.
     """
-    passed = {v for v in carry.values()}
+    passed = {*carry.values()}
     state = {*roles.state}
     stacked: list[int] = []
     averaged: list[int] = []
+
+    def refusal(i: int, why: str) -> ValueError:
+        what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
+        return ValueError(f"{what} {why}")
+
     for i, v in enumerate(flat.outvars):
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
-            raise ValueError(
-                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} "
+            remedy = REMEDY if i in state else _RESULTS_REMEDY
+            raise refusal(
+                i,
                 f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
-                "would give other numbers than the whole batch. "
-                + (REMEDY if i in state else _RESULTS_REMEDY)
+                f"would give other numbers than the whole batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise ValueError(
-                    f"{roles.name} cannot be accumulated over {k} micro-batches: "
-                    f"{roles.paths[i]} is made of the rows of the batch themselves. {REMEDY}"
-                )
+                raise refusal(i, f"is made of the rows of the batch themselves. {REMEDY}")
         elif kind.index:
-            raise ValueError(
-                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} is "
-                "made of the numbers of rows within the batch, which a micro-batch does not know. "
-                "Make them part of the batch."
+            raise refusal(
+                i,
+                "is made of the numbers of rows within the batch, which a micro-batch does not "
+                "know. Make them part of the batch.",
             )
         elif kind.rows or kind.name == "own":
             stacked.append(i)
             if kind.name == "own" and not v.aval.ndim:
                 if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                    raise ValueError(
-                        f"{roles.name} cannot be accumulated over {k} micro-batches: "
-                        f"{roles.paths[i]} ({v.aval.dtype}) has another value for each, and they "
-                        "cannot be averaged. Return it as a float, or for each row."
+                    raise refusal(
+                        i,
+                        f"({v.aval.dtype}) has another value for each, and they cannot be "
+                        "averaged. Return it as a float, or for each row.",
                     )
                 averaged.append(i)
     return stacked, averaged
 
 
-def tell(name: str, analysis: Analysis, k: int) -> None:
+def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     """Says what cannot be the same as on the whole batch."""
     log = logging.getLogger("zerojax")
     if analysis.owners:
@@ -172,8 +174,8 @@ def tell(name: str, analysis: Analysis, k: int) -> None:
 
 
 def _some(places: Sequence[str]) -> str:
-    found = list(dict.fromkeys(places))
-    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+    distinct = list(dict.fromkeys(places))
+    return ", ".join(distinct[:2]) + (f" and {len(distinct) - 2} more" if len(distinct) > 2 else "")
 
 
 def _feeds_noise(flat: Any, start: Any) -> bool:

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.accumulation.kinds import REDUCTIONS, Kind, agreed, together
-from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, agreed
+from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla.jaxprs import param
 
-Rule = Callable[[Any, list[Kind]], "Kind | None"]
+Rule = Callable[[Any, Kinds], "RowKind | None"]
 
 # Beside those that the collectives know to work on shards.
 _ELEMENTWISE = ELEMENTWISE | {
@@ -38,20 +39,20 @@ _LEADING = frozenset({
 """Work on the last two dimensions, for each entry of those before."""
 
 
-def _elementwise(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds)
-    if found is None:
+def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout = agreed(kinds)
+    if layout is None:
         return None
     ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
     if len(ranks) != 1:
         return None
-    return found.but(index=_index_of(eqn, kinds)) if found.index else found
+    return layout.but(index=_index_of(eqn, kinds)) if layout.index else layout
 
 
-def _index_of(eqn: Any, kinds: list[Kind]) -> str:
+def _index_of(eqn: Any, kinds: Kinds) -> str:
     """Whether the numbers of rows are still those; numpy's indexing looks for negative ones."""
     name = eqn.primitive.name
-    if name in ("convert_element_type", "copy", "copy_p", "name", "sharding_constraint"):
+    if name in LABELS or name == "convert_element_type":
         return kinds[0].index
     if name == "lt" and kinds[0].index == "own" and kinds[1].zero:
         return "negative"
@@ -60,27 +61,27 @@ def _index_of(eqn: Any, kinds: list[Kind]) -> str:
     return "number"
 
 
-def _reduce(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _reduce(eqn: Any, kinds: Kinds) -> RowKind | None:
     axes = param(eqn, "axes")
     (kind,) = kinds
     if kind.dim not in axes:
         return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
     if kind.index or eqn.primitive.name not in REDUCTIONS:
         return None
-    return Kind(REDUCTIONS[eqn.primitive.name], learned=kind.learned)
+    return RowKind(REDUCTIONS[eqn.primitive.name], learned=kind.learned)
 
 
-def _broadcast(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _broadcast(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     return kind.but(dim=param(eqn, "broadcast_dimensions")[kind.dim])
 
 
-def _transpose(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind.but(dim=list(param(eqn, "permutation")).index(kind.dim))
 
 
-def _reshape(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     outside = math.prod(old[: kind.dim]) * (kind.outer or 1)
@@ -94,13 +95,13 @@ def _reshape(eqn: Any, kinds: list[Kind]) -> Kind | None:
     return None
 
 
-def _squeeze(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _squeeze(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     gone = param(eqn, "dimensions")
     return None if kind.dim in gone else kind.but(dim=kind.dim - sum(d < kind.dim for d in gone))
 
 
-def _slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     n = eqn.invars[0].aval.shape[kind.dim]
     strides = param(eqn, "strides")
@@ -113,7 +114,7 @@ def _slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
     )
 
 
-def _stretch(kind: Kind, n: int, start: int, limit: int, stride: int = 1) -> Kind | None:
+def _stretch(kind: RowKind, n: int, start: int, limit: int, stride: int = 1) -> RowKind | None:
     """Part of the dimension of rows: all of it, or whole stretches."""
     if (start, limit, stride) == (0, n, 1):
         return kind
@@ -125,7 +126,7 @@ def _stretch(kind: Kind, n: int, start: int, limit: int, stride: int = 1) -> Kin
     return kind.but(outer=(limit - start) // size)
 
 
-def _split(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     sizes = param(eqn, "sizes")
     if param(eqn, "axis") != kind.dim:
@@ -135,43 +136,43 @@ def _split(eqn: Any, kinds: list[Kind]) -> Kind | None:
     return kind.but(outer=None if kind.outer is None else kind.outer // len(sizes))
 
 
-def _concatenate(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds)
+def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout = agreed(kinds)
     along = param(eqn, "dimension")
-    if found is None or along != found.dim:
-        return found if found is None else _beside(eqn, kinds, found, along)
+    if layout is None or along != layout.dim:
+        return layout if layout is None else _beside(eqn, kinds, layout, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
-    if not all(k.rows for k in kinds) or found.outer not in (1, None) or len(sizes) != 1:
+    if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
-    return found if found.outer is None else found.but(outer=len(kinds))
+    return layout if layout.outer is None else layout.but(outer=len(kinds))
 
 
-def _beside(eqn: Any, kinds: list[Kind], found: Kind, along: int) -> Kind:
+def _beside(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
     """The numbers of rows as one column of indices."""
     at = [i for i, k in enumerate(kinds) if k.index]
     last = along == eqn.outvars[0].aval.ndim - 1
     if last and len(at) == 1 and kinds[at[0]].index == "own":
         before = eqn.invars[: at[0]]
         column = sum(v.aval.shape[along] if v.aval.ndim > along else 1 for v in before)
-        return found.but(index="own", column=column)
-    return found
+        return layout.but(index="own", column=column)
+    return layout
 
 
-def _stack(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
-    if found is None:
+def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
+    if layout is None:
         return None
-    found = found.but(dim=found.dim + (along <= found.dim))
-    return _beside(eqn, kinds, found, along)
+    layout = layout.but(dim=layout.dim + (along <= layout.dim))
+    return _beside(eqn, kinds, layout, along)
 
 
-def _unstack(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
 
 
-def _pad(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _pad(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind, value = kinds
     if not kind.rows:
         return None
@@ -188,24 +189,24 @@ def _pad(eqn: Any, kinds: list[Kind]) -> Kind | None:
 def _along(parameter: str) -> Rule:
     """For what works along one dimension (or several), on each entry of the others."""
 
-    def rule(eqn: Any, kinds: list[Kind]) -> Kind | None:
-        found, along = agreed(kinds), param(eqn, parameter)
+    def rule(eqn: Any, kinds: Kinds) -> RowKind | None:
+        layout, along = agreed(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
-        if found is None or found.dim in [a % n for a in along]:
+        if layout is None or layout.dim in [a % n for a in along]:
             return None
-        return found
+        return layout
 
     return rule
 
 
-def _last(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds)
+def _last(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout = agreed(kinds)
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
-    return None if found is None or found.dim == along else found
+    return None if layout is None or layout.dim == along else layout
 
 
-def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _argument(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     axes = param(eqn, "axes")
     if kind.dim in axes:
@@ -213,32 +214,36 @@ def _argument(eqn: Any, kinds: list[Kind]) -> Kind | None:
     return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
 
 
-def _tile(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _tile(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind if param(eqn, "reps")[kind.dim] == 1 else None
 
 
-def _window(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds)
-    if found is None or param(eqn, "window_dimensions")[found.dim] != 1:
+def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
+    kind = agreed(kinds)
+    if kind is None:
         return None
-    strides = param(eqn, "window_strides", None)
-    return found if strides is None or strides[found.dim] == 1 else None
+    ndim = eqn.invars[0].aval.ndim
+    sizes = "window_dimensions", "window_strides", "base_dilation", "window_dilation"
+    if any((param(eqn, name, None) or (1,) * ndim)[kind.dim] != 1 for name in sizes):
+        return None
+    padding = param(eqn, "padding", None)
+    return kind if padding is None or tuple(padding[kind.dim]) == (0, 0) else None
 
 
-def _leading(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds)
+def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout = agreed(kinds)
     core = min(2, eqn.invars[0].aval.ndim)
-    return found if found is not None and found.dim < eqn.invars[0].aval.ndim - core else None
+    return layout if layout is not None and layout.dim < eqn.invars[0].aval.ndim - core else None
 
 
-def _fft(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _fft(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     last = eqn.invars[0].aval.ndim - len(param(eqn, "fft_lengths"))
     return kind if kind.dim < last else None
 
 
-def _dynamic_slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def _dynamic_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     if not kind.rows or any(k.rows for k in kinds[1:]):
         return None
@@ -246,131 +251,12 @@ def _dynamic_slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
     return kind if full else None
 
 
-def _dynamic_update_slice(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    found = agreed(kinds[:2])
-    if found is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
+def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
+    layout = agreed(kinds[:2])
+    if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
         return None
     operand, update = (v.aval.shape for v in eqn.invars[:2])
-    return found if operand[found.dim] == update[found.dim] else None
-
-
-def _dot(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    (contracted, batched) = param(eqn, "dimension_numbers")
-    both = together(kinds)
-    places: list[int] = []
-    summed = False
-    for side, (v, kind) in enumerate(zip(eqn.invars, kinds, strict=True)):
-        if not kind.rows:
-            continue
-        other = kinds[1 - side]
-        for dims, adds in ((contracted, True), (batched, False)):
-            if kind.dim in dims[side]:
-                at = list(dims[side]).index(kind.dim)
-                if (
-                    not other.rows
-                    or other.dim != dims[1 - side][at]
-                    or agreed([kind.but(dim=0), other.but(dim=0)]) is None
-                ):
-                    return None
-                summed |= adds
-                if not adds:
-                    places.append(at)
-                break
-        else:
-            taken = {*contracted[side], *batched[side]}
-            free = [d for d in range(v.aval.ndim) if d not in taken]
-            at = len(batched[0]) + free.index(kind.dim)
-            if side:
-                left = eqn.invars[0].aval.ndim
-                at += left - len(contracted[0]) - len(batched[0])
-            places.append(at)
-    if any(k.rows and k.index for k in kinds):
-        return None
-    if summed:
-        return Kind("sum", learned=both["learned"]) if not places else None
-    if len(set(places)) != 1:
-        return None
-    outers = {k.outer for k in kinds if k.rows} - {None}
-    return Kind("rows", dim=places[0], outer=next(iter(outers), None), **both)
-
-
-def _convolution(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    left, right = kinds
-    lhs, rhs, out = param(eqn, "dimension_numbers")
-    if left.rows and not right.rows:
-        plain = left.dim == lhs[0] and param(eqn, "batch_group_count") == 1
-        return left.but(dim=out[0], zero=False) if plain else None
-    if left.rows and right.rows and left.dim == lhs[1] and right.dim == rhs[1]:
-        same = agreed([left.but(dim=0), right.but(dim=0)])
-        if same is not None and param(eqn, "feature_group_count") == 1:
-            return Kind("sum", learned=left.learned or right.learned)
-    return None
-
-
-def _gather(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    operand, indices = kinds
-    dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
-    ndim = eqn.outvars[0].aval.ndim
-    batch = [d for d in range(ndim) if d not in dn.offset_dims]
-    both = together(kinds)
-    if not operand.rows:
-        if indices.dim >= len(batch):
-            return None
-        return indices.but(dim=batch[indices.dim], zero=False, **both)
-    shape, d = eqn.invars[0].aval.shape, operand.dim
-    if d in dn.operand_batching_dims:
-        at = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        if not indices.rows or indices.dim != at:
-            return None
-        return operand.but(dim=batch[at], zero=False, **both)
-    if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
-        window = [
-            i
-            for i in range(len(shape))
-            if i not in dn.collapsed_slice_dims and i not in dn.operand_batching_dims
-        ]
-        if indices.rows:
-            return None
-        return operand.but(dim=dn.offset_dims[window.index(d)], zero=False, **both)
-    if d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d)):
-        return operand.but(dim=batch[indices.dim], zero=False, **both)
-    return None
-
-
-def _at_its_own(indices: Kind, column: int) -> bool:
-    """Whether these are the numbers of the rows themselves."""
-    return indices.rows and indices.index == "own" and indices.column == column
-
-
-def _scatter(eqn: Any, kinds: list[Kind]) -> Kind | None:
-    operand, indices, updates = kinds
-    dn = param(eqn, "dimension_numbers")
-    both = together(kinds)
-    if not operand.rows:
-        adds = eqn.primitive.name in ("scatter-add", "scatter_add")
-        summed = operand.name == "sum" or (operand.name == "fixed" and operand.zero)
-        if not adds or not summed or updates.index:
-            return None
-        return Kind("sum", **both)
-    d = operand.dim
-    outer = operand.outer if operand.outer is not None else updates.outer
-    found = operand.but(outer=outer, zero=False, **both)
-    if d in dn.operand_batching_dims:
-        at = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        return found if indices.rows and indices.dim == at else None
-    if d in dn.inserted_window_dims:
-        own = d in dn.scatter_dims_to_operand_dims and _at_its_own(
-            indices, dn.scatter_dims_to_operand_dims.index(d)
-        )
-        return found if own else None
-    window = [
-        i
-        for i in range(eqn.invars[0].aval.ndim)
-        if i not in dn.inserted_window_dims and i not in dn.operand_batching_dims
-    ]
-    at = dn.update_window_dims[window.index(d)]
-    whole = eqn.invars[2].aval.shape[at] == eqn.invars[0].aval.shape[d]
-    return found if whole and not indices.rows and (not updates.rows or updates.dim == at) else None
+    return layout if operand[layout.dim] == update[layout.dim] else None
 
 
 RULES: dict[str, Rule] = {
@@ -379,10 +265,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys([*REDUCTIONS, "reduce_prod", "reduce_xor"], _reduce),
     **dict.fromkeys(["argmax", "argmin"], _argument),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
-    **dict.fromkeys(["gather"], _gather),
+    **dict.fromkeys(["gather"], lookup),
     **dict.fromkeys(
         ["scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
-         "scatter-mul", "scatter-min", "scatter-max", "scatter_sub", "scatter-sub"], _scatter
+         "scatter-mul", "scatter-min", "scatter-max", "scatter_sub", "scatter-sub"], scatter
     ),
     **dict.fromkeys(
         ["reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window",
@@ -390,8 +276,8 @@ RULES: dict[str, Rule] = {
     ),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
+    "conv_general_dilated": convolution,
+    "dot_general": product,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "fft": _fft,

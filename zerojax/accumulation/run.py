@@ -12,8 +12,8 @@ from jax import lax
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.pairs import UnevenError
 from zerojax.accumulation.resize import Resize
-from zerojax.accumulation.resolve import analysed
-from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, tell
+from zerojax.accumulation.resolve import analyse
+from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, warn_of_differences
 from zerojax.accumulation.split import Crossing, split
 from zerojax.collectives import Inserter, wanted
 from zerojax.plan import layout
@@ -82,7 +82,7 @@ class MicroBatches:
       roles: what the step's arguments and results are.
       k: micro-batches in a step.
       inserter: makes parameters whole where they are used.
-      sharded: gradients are cut as soon as they are made.
+      sharded: gradients are reduce-scattered as soon as they are made.
       dtype: in which gradients are summed; None for their own, float32 at least.
 
     Raises:
@@ -106,7 +106,7 @@ class MicroBatches:
             flat = flatten(whole, roles.learned)
             small = flat_micro(trace, flat, batch, roles.learned)
             kinds = roles.kinds(flat)
-            analysis, choices = analysed(flat, small, kinds, roles.rest)
+            analysis, choices = analyse(flat, small, kinds, roles.rest)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
@@ -119,7 +119,7 @@ class MicroBatches:
         if not sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)
-        tell(roles.name, analysis, k)
+        warn_of_differences(roles.name, analysis, k)
 
     def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
         """Runs the step.
@@ -152,7 +152,7 @@ class MicroBatches:
             outs = run(split.micro, [*given, *first], replace, want)
             crossing, others = outs[:n], outs[n:]
             sums = [
-                self._kept(split.crossing[i], total + crossing[i].astype(total.dtype))
+                self._constrained(split.crossing[i], total + crossing[i].astype(total.dtype))
                 for i, total in zip(adding, sums, strict=True)
             ]
             combined = [x for i, x in enumerate(crossing) if i not in adding]
@@ -172,25 +172,25 @@ class MicroBatches:
         last = [x[-1] for x in others[: split.n_last]]
         placeholders = [None if i in rows else x for i, x in enumerate(args)]
         done = run(split.once, [*placeholders, *first, *crossing, *last], replace)
-        found = dict(zip(split.done, done, strict=True))
-        found.update(zip(split.stacked, others[split.n_last :], strict=True))
+        results = dict(zip(split.done, done, strict=True))
+        results.update(zip(split.stacked, others[split.n_last :], strict=True))
         for i in self._averaged:
-            found[i] = jnp.mean(found[i], axis=0)
-        return [found[i] for i in range(len(found))]
+            results[i] = jnp.mean(results[i], axis=0)
+        return [results[i] for i in range(len(results))]
 
     def _zero(self, x: Crossing, aval: Any) -> jax.Array:
         dtype = aval.dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             dtype = accumulator(dtype, None if x.spec is None else self._dtype)
-        return self._kept(x, jnp.zeros(aval.shape, dtype))
+        return self._constrained(x, jnp.zeros(aval.shape, dtype))
 
-    def _kept(self, x: Crossing, value: jax.Array) -> jax.Array:
-        # As it is on both sides of the loop, else XLA cuts what the loop carries as well.
+    def _constrained(self, x: Crossing, value: jax.Array) -> jax.Array:
+        # As on both sides of the loop, else XLA shards what the loop carries in its own way.
         return value if x.spec is None else self._inserter.constrain(value, x.spec)
 
     def _finished(self, x: Crossing, total: jax.Array) -> jax.Array:
         dtype = x.variable.aval.dtype
-        total = self._kept(x, total)
+        total = self._constrained(x, total)
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)

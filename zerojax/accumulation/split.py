@@ -1,4 +1,4 @@
-"""A step cut in two: what runs for each micro-batch, and what runs once."""
+"""A step split in two: what runs for each micro-batch, and what runs once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
-from zerojax.accumulation.sum_rules import LABELS
 from zerojax.plan.layout import Spec
+from zerojax.trace.elementwise import LABELS
 
 _RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
 _ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}
@@ -28,7 +28,7 @@ class Crossing:
     Attributes:
       variable: of the step on the whole batch.
       how: "sum", "max", "min", "and" or "or".
-      spec: how it is cut over the devices, if it is a gradient.
+      spec: its spec, if it is a gradient.
       wide: what follows takes it in a wider floating dtype than the micro-batch makes.
     """
 
@@ -74,7 +74,7 @@ def split(
     carry: Mapping[int, Any],
     wants: Mapping[Any, Spec],
 ) -> Split:
-    """Cuts a step.
+    """Splits a step.
 
     Args:
       whole, micro: traced on the whole batch and on a micro-batch.
@@ -82,7 +82,7 @@ def split(
       first: variables made from the batch alone.
       stacked: positions of results that each micro-batch makes.
       carry: by position among the arguments, the variable that holds it for the next micro-batch.
-      wants: how gradients are to be cut, by variable.
+      wants: the specs of gradients, by variable.
     """
     producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
     early = [v for v in producers if v in first]
@@ -225,13 +225,13 @@ class _Once:
 
     def effects(self) -> list[Any]:
         """Equations without results (prints) on numbers that are known once."""
-        found = []
+        effects = []
         for i, pair in enumerate(self._analysis.pairs):
             kinds = [self._analysis.kind(v) for v in pair.whole.invars]
             if pair.whole.effects and all(k.needs_whole or k.name == "fixed" for k in kinds):
                 self.eqns.add(i)
-                found.append(pair)
-        return found
+                effects.append(pair)
+        return effects
 
 
 def _is_half(v: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import Kind, together
+from zerojax.accumulation.kinds import Kinds, RowKind, together
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -15,15 +15,13 @@ _MOVES = frozenset({
 })  # fmt: skip
 """Move elements or leave them; right for any reduction."""
 
-LABELS = frozenset({"name", "sharding_constraint", "copy", "copy_p"})
-
 _LINEAR = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
 _SUMS = frozenset({"add", "add_any", "sub", "concatenate", "stack"})
 _SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
 _REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
-def reduced(eqn: Any, kinds: list[Kind]) -> Kind | None:
+def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     """The same kind of reduction, if the result of this equation is one; else None.
 
     Args:
@@ -35,33 +33,33 @@ def reduced(eqn: Any, kinds: list[Kind]) -> Kind | None:
         return None
     (kind,) = names
     both = together(kinds)
-    found = Kind(kind, **both)
+    same = RowKind(kind, **both)
     first = kinds[0]
     if name in _MOVES or name in ("dynamic_slice", "gather"):
-        return found if first.reduced and not any(k.reduced for k in kinds[1:]) else None
+        return same if first.reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
-        return found if _keeps(eqn, kind) else None
+        return same if _keeps(eqn, kind) else None
     if kind != "sum":
         if _SAME.get(name) == kind or (_REDUCES.get(name) == kind):
-            return found
+            return same
         return None
     summed = [k.name == "sum" for k in kinds]
     nothing = [k.name == "sum" or k.zero for k in kinds]
     if name in _LINEAR or (name in _SUMS and all(nothing)):
-        return found
+        return same
     if name == "mul" or name == "dot_general":
-        return found if sum(summed) == 1 else None
+        return same if sum(summed) == 1 else None
     if name == "div":
         floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-        return found if summed == [True, False] and floats else None
+        return same if summed == [True, False] and floats else None
     if name == "select_n":
-        return found if not summed[0] and all(nothing[1:]) else None
+        return same if not summed[0] and all(nothing[1:]) else None
     if name == "dynamic_update_slice":
-        return found if all(nothing[:2]) and not any(summed[2:]) else None
+        return same if all(nothing[:2]) and not any(summed[2:]) else None
     if name == "pad":
-        return found if all(nothing) else None
+        return same if all(nothing) else None
     if name in ("scatter-add", "scatter_add"):
-        return found if nothing[0] and nothing[2] and not summed[1] else None
+        return same if nothing[0] and nothing[2] and not summed[1] else None
     return None
 
 

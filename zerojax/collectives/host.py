@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.shard import Away, Shard
+from zerojax.collectives.shard import HostStack, Shard
 
 
 def on_host(v: Any) -> bool:
     """Whether a value of the body lies in host memory."""
-    return isinstance(v, Away) or (isinstance(v, Shard) and v.host)
+    return isinstance(v, HostStack) or (isinstance(v, Shard) and v.host)
 
 
 def sent(x: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def sent(x: jax.Array) -> jax.Array:
 
 
 @runtime_checkable
-class Source(Protocol):
+class Fetchable(Protocol):
     """A parameter that lies in no memory of the program's, but can be brought to the device."""
 
     def whole(self) -> jax.Array: ...
@@ -38,13 +38,13 @@ class Source(Protocol):
 
 
 def fetched(x: Any) -> jax.Array:
-    """An array in host memory, or a :class:`Source`, brought to the device."""
-    return x.whole() if isinstance(x, Source) else jax.device_put(x, jax.memory.Space.Device)
+    """An array in host memory, or a :class:`Fetchable`, brought to the device."""
+    return x.whole() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
 
 
 def entry(x: Any, index: Any) -> jax.Array:
     """One entry of a stack there, brought to the device."""
-    if isinstance(x, Source):
+    if isinstance(x, Fetchable):
         return x.entry(index)
     return fetched(lax.dynamic_index_in_dim(x, index, keepdims=False))
 
@@ -75,7 +75,7 @@ class Ahead:
 
     Args:
       xs: what the loop reads, stacked along the first dimension; some of it in host memory, a
-        :class:`Shard` or :class:`Away`.
+        :class:`Shard` or :class:`HostStack`.
       length, reverse: of the loop.
       constrain: pins an array to a spec.
     """
@@ -97,11 +97,13 @@ class Ahead:
 
     def fetch(self, index: Any) -> list[jax.Array]:
         """The entries of the host stacks at ``index``, on the device."""
-        found = []
+        entries = []
         for x in self._hosts:
-            came = entry(x.value, index)
-            found.append(came if isinstance(x, Away) else self._constrain(came, x.spec[1:]))
-        return found
+            value = entry(x.value, index)
+            entries.append(
+                value if isinstance(x, HostStack) else self._constrain(value, x.spec[1:])
+            )
+        return entries
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""

@@ -14,61 +14,32 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many, order, residuals, wanted
-from zerojax.collectives.host import Ahead, Host, fetched, on_host, sent
-from zerojax.collectives.shard import Away, Made, Shard
+from zerojax.collectives import loops, many, order, propagate, residuals, wanted
+from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
+from zerojax.collectives.host import Ahead, Host, on_host, sent
+from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace import changes, marks
-from zerojax.trace.elementwise import ELEMENTWISE
+from zerojax.trace import changes
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
 
-# Say something of a value, and leave it where it is.
-_LABELS = frozenset(["name", "sharding_constraint", "copy", "copy_p"])
 _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
 
 
-# By the name of a mark: what stands in for it, given its value.
-Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
-
-
-@dataclass
-class _Scope:
-    """The stretch of program in which one gather of a parameter may serve several uses.
-
-    One iteration of a loop or one rematerialised block: the gather dies with it. The body
-    itself is no such stretch at stage 3: there each use gathers anew, held apart from the
-    earlier ones by a barrier, so that no gathered parameter lives on to the backward pass.
-    """
-
-    share: bool
-    replace: Replacements = field(default_factory=dict)
-    host: Host | None = None
-    gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
-    seen: dict[int, Shard] = field(default_factory=dict)
-    token: jax.Array | None = None
-    made: list[list[Made]] = field(default_factory=list)
-
-    def inner(self) -> _Scope:
-        return _Scope(share=True, replace=self.replace, host=self.host)
-
-    def replaces(self, eqn: Any) -> bool:
-        return any(marks.holds(eqn, name) for name in self.replace)
-
-
-class Inserter:
+class Inserter(Gatherer):
     """Runs a traced body on sharded parameters.
 
     Args:
@@ -91,7 +62,8 @@ class Inserter:
         share: bool = False,
         away: int | None = None,
     ) -> None:
-        self.mesh, self.axis, self.keep, self.share = mesh, axis, keep, share or keep
+        super().__init__(mesh, axis, keep=keep)
+        self.share = share or keep
         self.smallest = None if away is None else away * mesh.shape[axis]
         self._unused = away is not None  # until something leaves, or that has been said
 
@@ -108,82 +80,21 @@ class Inserter:
         ``want`` has the specs of those results that are gradients, None for the others. ``host``
         says how gradients leave for host memory; None where they stay.
         """
-        scope = _Scope(share=self.share, replace=replace or {}, host=host)
-        outs = [_plain(o) for o in self._run(closed, args, scope, want)]
+        scope = Scope(share=self.share, replace=replace or {}, host=host)
+        outs = [plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
             self._unused = False
             logging.getLogger("zerojax").warning(residuals.NO_EFFECT)
         return outs
 
-    def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
-
-    def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        """All-gathers a shard. The shard's own spec is pinned first, else XLA may move the
-        cast that made it behind the gather and send twice the bytes."""
-        pinned = self.constrain(value, spec)
-        return self.constrain(pinned, layout.without(spec, self.axis))
-
-    def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
-        """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
-        is set, else the small ones; None for the others."""
-        found: list[jax.Array | None] = [None] * len(shards)
-        little: dict[int, Shard] = {}
-        for i, shard in enumerate(shards):
-            if not isinstance(shard, Shard) or shard.host:
-                continue
-            if many.small(shard.value.shape, shard.spec, self.axis):
-                little[i] = shard
-            elif self.keep:
-                found[i] = self.whole(shard.value, shard.spec)
-        devices = self.mesh.shape[self.axis]
-        wholes = many.gathered(list(little.values()), self.axis, devices, self.constrain)
-        for i, whole in zip(little, wholes, strict=True):
-            found[i] = whole
-        return found
-
-    def _gather(self, shard: Shard, scope: _Scope, rest: Sequence[Any]) -> jax.Array:
-        if shard.whole is not None:
-            return shard.whole
-        if shard.narrow is not None:  # half the bytes
-            return self._gather(shard.narrow, scope, rest).astype(shard.value.dtype)
-        if id(shard) in scope.gathered:
-            return scope.gathered[id(shard)][1]
-        if shard.host:
-            whole = self.whole(fetched(shard.value), shard.spec)
-            if scope.share:
-                scope.gathered[id(shard)] = shard, whole
-            return whole
-        value = shard.value
-        if not scope.share:
-            if id(shard) in scope.seen and scope.token is not None:
-                value, _ = lax.optimization_barrier((value, scope.token))
-            scope.seen[id(shard)] = shard
-            scope.token = next(
-                (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
-            )
-        whole = self.whole(value, shard.spec)
-        if scope.share:
-            scope.gathered[id(shard)] = shard, whole
-        return whole
-
-    def scattered(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """A gradient as its shard: the sum over the axis becomes a reduce-scatter.
-
-        Wanted whole first, and cut then. Without that XLA carries the cut on to what the
-        gradient is made from and gathers every device's activations or cotangents for it.
-        """
-        whole = self.constrain(gradient, layout.without(spec, self.axis))
-        return self.constrain(whole, spec)
-
     def _run(
-        self, closed: Any, args: Sequence[Any], scope: _Scope, want: Sequence[Spec | None] = ()
+        self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
         wants = wanted.trace_back(jaxpr, want, self.mesh)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
-        sums = changes.sums(jaxpr)
+        sums = changes.find_sums(jaxpr)
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -191,14 +102,14 @@ class Inserter:
         for eqn in jaxpr.eqns:
             if eqn.outvars and eqn.outvars[0] in sums:
                 (out,) = eqn.outvars
-                # The very same array where it can be: the step knows it by that.
-                new = _plain(env[sums[out]])
+                # The same object where the dtype allows: the step recognizes its own array.
+                new = plain(jaxprs.read(sums[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
             with jaxprs.traced_where(eqn):
                 if (
-                    any(isinstance(v, Shard | Away) for v in values)
+                    any(isinstance(v, Shard | HostStack) for v in values)
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
                     or not leaving.isdisjoint(eqn.outvars)
@@ -211,40 +122,45 @@ class Inserter:
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
-        self, eqn: Any, values: list[Any], scope: _Scope, wants: dict[Any, Spec], leaving: set[Any]
+        self, eqn: Any, values: list[Any], scope: Scope, wants: dict[Any, Spec], leaving: set[Any]
     ) -> Sequence[Any]:
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            values = self._all_known(values, scope)
+            values = self.all_known(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
-        if eqn.primitive.name in _LABELS and on_host(values[0]):
+        if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
-        values = [self._shard_of(v, scope) if on_host(v) else v for v in values]
+        values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         outs = jaxprs.bind(eqn, values)
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
-        place = self.constrain if _few_rows(eqn) else self.scattered
+        place = self.constrain if _few_rows(eqn) else self.scatter
         outs = [
             place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
         ]
-        made = [Made(o, wants[v]) for v, o in zip(eqn.outvars, outs, strict=True) if v in wants]
-        if scope.made:
-            scope.made[-1] += made
-        elif any(_cut(each.spec, self.axis) for each in made):
+        gradients = [
+            ReducedGradient(o, wants[v])
+            for v, o in zip(eqn.outvars, outs, strict=True)
+            if v in wants
+        ]
+        if scope.reduced:
+            scope.reduced[-1] += gradients
+        elif any(is_sharded(gradient.spec, self.axis) for gradient in gradients):
             # A model's head. One that stays whole would be summed over the devices for nothing.
-            scope.made.append(made)
+            scope.reduced.append(gradients)
         return outs
 
-    def _use(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
+    def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+        """Runs an equation on shards where each device can do so on its own, else on them whole."""
         name = eqn.primitive.name
         if name in ("while", "cond") and (not self.keep or scope.replaces(eqn)):
-            return self._branch(eqn, self._all_whole(values, scope) if self.keep else values, scope)
+            return self._branch(eqn, self.all_whole(values, scope) if self.keep else values, scope)
         if scope.replaces(eqn):
             raise NotImplementedError(
                 f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
@@ -254,76 +170,68 @@ class Inserter:
         if name in ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
             (shards[0].spec, shape)  # not where a bias is broadcast against activations
         }:
-            made = self._on_shards(eqn, values, shards[0].spec)
+            results = self._on_shards(eqn, values, shards[0].spec)
             widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
-            return [replace(made[0], narrow=shards[0])] if widens else made
+            return [replace(results[0], narrow=shards[0])] if widens else results
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
-        if name == "concatenate" and layout.side_by_side(eqn, specs):
+        if name == "concatenate" and propagate.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
-        if self.share and not self.keep and name in layout.MAPS and id(shards[0]) in scope.gathered:
-            return jaxprs.bind(eqn, self._all_whole(values, scope))  # a tied embedding's head
+        if (
+            self.share
+            and not self.keep
+            and name in propagate.FORWARD
+            and id(shards[0]) in scope.gathered
+        ):
+            return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
         if name in _REDUCTIONS:
-            return jaxprs.bind(eqn, [_plain(v) for v in values])
-        if name in layout.MAPS and (spec := layout.MAPS[name](eqn, shards[0].spec, self.mesh)):
+            return jaxprs.bind(eqn, [plain(v) for v in values])
+        if spec := propagate.forward(eqn, shards[0].spec, self.mesh):
             return self._on_shards(eqn, values, spec)
         if eqn.primitive is prims.sharding_constraint_p and (
             wanted.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
         ):
             return shards  # flax unboxing a parameter with the user's own spec
         if name == "optimization_barrier":
-            outs = jaxprs.bind(eqn, [_plain(v) for v in values])
+            outs = jaxprs.bind(eqn, [plain(v) for v in values])
             return [_like(v, o) for v, o in zip(values, outs, strict=True)]
-        return jaxprs.bind(eqn, self._all_whole(values, scope))
-
-    def _shard_of(self, v: Shard, scope: _Scope) -> Any:
-        """What lies in host memory as it would be on the device: a shard, or whole."""
-        if layout.without(v.spec, self.axis) == v.spec:
-            return self._gather(v, scope, ())
-        return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
-
-    def _all_whole(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
-        return [self._gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
-
-    def _all_known(self, values: Sequence[Any], scope: _Scope) -> list[Any]:
-        """Those whole that were gathered in advance; at stages 1 and 2 all."""
-        if self.keep:
-            return self._all_whole(values, scope)
-        return [v.whole if many.is_whole(v, self.axis) else v for v in values]
+        return jaxprs.bind(eqn, self.all_whole(values, scope))
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
-        outs = jaxprs.bind(eqn, [_plain(v) for v in values])
+        """Runs an equation on shards; its results have this spec."""
+        outs = jaxprs.bind(eqn, [plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
         if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
-            # Made of the whole ones too, or a cast would have to be gathered by itself.
+            # On the whole ones too; otherwise a cast of them would be gathered by itself.
             wholes = jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
         return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
 
     def _call(
-        self, eqn: Any, values: list[Any], scope: _Scope, want: Sequence[Spec | None]
+        self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
         inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
-        values = self._all_known(values, scope)
-        if jaxprs.param(eqn, "differentiated") and jaxprs.param(eqn, "prevent_cse"):
+        values = self.all_known(values, scope)
+        if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
-        scope.made.append([Made(o, w) for o, w in zip(outs, want, strict=True) if w is not None])
+        reduced = zip(outs, want, strict=True)
+        scope.reduced.append([ReducedGradient(o, w) for o, w in reduced if w is not None])
         return outs
 
-    def _in_turn(self, values: list[Any], scope: _Scope) -> list[Any]:
-        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its
-        cotangents are there; and until the gradients of the block before the last are, which
-        XLA would else put off to the end with the activations they are made from."""
+    def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
+        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its cotangents
+        exist; and until the gradients of the block before the last do. Otherwise XLA puts those off
+        to the end, with the activations that they are made from."""
         here = [i for i, v in enumerate(values) if not on_host(v)]
-        held = lax.optimization_barrier([_plain(values[i]) for i in here])
+        held = lax.optimization_barrier([plain(values[i]) for i in here])
         operands = [_like(values[i], h) for i, h in zip(here, held, strict=True)]
-        done = scope.made[-2] if len(scope.made) > 1 else []
-        operands = order.after(operands, done, self.constrain)
-        found = dict(zip(here, operands, strict=True))
-        return [found.get(i, v) for i, v in enumerate(values)]
+        done = scope.reduced[-2] if len(scope.reduced) > 1 else []
+        operands = order.hold_until(operands, done, self.constrain)
+        ordered = dict(zip(here, operands, strict=True))
+        return [ordered.get(i, v) for i, v in enumerate(values)]
 
-    def _branch(self, eqn: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
+    def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
             return self._while(jaxprs.while_parts(eqn), values, scope)
         index, *operands = values
@@ -331,30 +239,30 @@ class Inserter:
         return lax.switch(index, branches)
 
     def _closed(
-        self, jaxpr: Any, captured: Sequence[Any], scope: _Scope
+        self, jaxpr: Any, captured: Sequence[Any], scope: Scope
     ) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""
 
         def body(*args: Any) -> list[Any]:
             outs = self._run(jaxpr, (*captured, *args), scope.inner())
-            return [_plain(o) for o in outs]
+            return [plain(o) for o in outs]
 
         return body
 
-    def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: _Scope) -> Sequence[Any]:
+    def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: Scope) -> Sequence[Any]:
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
         cond, body = (
             self._closed(loop.cond, self._held(loop.cond, values[:a], scope), scope),
             self._closed(loop.body, self._held(loop.body, values[a:b], scope), scope),
         )
-        carry = self._all_whole(values[b:], scope)
+        carry = self.all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
 
     def _scan(
         self,
         eqn: Any,
         values: list[Any],
-        scope: _Scope,
+        scope: Scope,
         want: Sequence[Spec | None],
         leaving: set[Any],
     ) -> Sequence[Any]:
@@ -363,13 +271,13 @@ class Inserter:
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         specs = [spec for i in kept if (spec := want[i]) is not None]
-        # One that adds up whole gradients of its own is over micro-batches, and gathers in each.
-        if not any(_cut(spec, self.axis) for spec in specs):
+        # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
+        if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self._held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
-        carry = self._all_whole([start[i] for i in kept], scope)
-        # A stack cut along its layers has to be whole before the loop can take one.
+        carry = self.all_whole([start[i] for i in kept], scope)
+        # A stack sharded along its layers has to be whole before the loop can take one.
         xs = [
-            self._gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
+            self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         ahead = Ahead(xs, length, reverse, self.constrain)
@@ -383,7 +291,9 @@ class Inserter:
             (carry, totals, come), (index, rest) = state, at
             coming = ahead.fetch(index)
             sliced = [
-                Shard(s, x.spec[1:]) if isinstance(x, Shard) and _cut(x.spec, self.axis) else s
+                Shard(s, x.spec[1:])
+                if isinstance(x, Shard) and is_sharded(x.spec, self.axis)
+                else s
                 for s, x in zip(ahead.merged(come, rest), xs, strict=True)
             ]
             now = dict(zip(kept, carry, strict=True))
@@ -392,15 +302,15 @@ class Inserter:
             ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]
             specs_out.update({i: y.spec for i, y in enumerate(ys) if isinstance(y, Shard)})
             for i, spec in enumerate(want[n:]):
-                y, ys[i] = ys[i], _plain(ys[i])
+                y, ys[i] = ys[i], plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(ys[i], length):
                     gone[i] = spec
                     ys[i] = scope.host.send(ys[i])
                 elif stacks[i] in leaving and not isinstance(y, Shard):
                     gone[i], self._unused = None, False
                     ys[i] = sent(ys[i])
-            totals = [total + _plain(x) for total, x in zip(totals, added, strict=True)]
-            return ([_plain(o) for o in outs[:m]], totals, coming), ys
+            totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
+            return ([plain(o) for o in outs[:m]], totals, coming), ys
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
         (carry, totals, _), ys = lax.scan(
@@ -419,39 +329,35 @@ class Inserter:
                 return Shard(y, (None, *specs_out[i])) if i in specs_out else y
             spec = gone[i]
             if spec is None:
-                return Away(y)
+                return HostStack(y)
             return Shard(y[0], (None, *spec), host=True, sums=y[1])
 
         return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
     def _held(
-        self, jaxpr: Any, consts: list[Any], scope: _Scope, rest: Sequence[Any] = ()
+        self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
-        """A loop's constants, whole where all of its iterations need them so."""
+        """Gathers those of a loop's constants that all of its iterations need whole."""
         whole = loops.to_hold(jaxpr, [isinstance(c, Shard) for c in consts])
-        return [self._gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
+        return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
-        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: _Scope
+        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
     ) -> dict[int, jax.Array]:
-        """The carried values that a loop has added up, each reduced over the devices once."""
+        """Reduces over the devices, once, the carried values that a loop has added up."""
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {
-            v: x if (spec := specs[v]) is None else self.scattered(x, spec)
+            v: x if (spec := specs[v]) is None else self.scatter(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
-        found = {}
+        reduced = {}
         for i, terms in sums.terms.items():
-            (total,) = self._all_whole([start[i]], scope)
+            (total,) = self.all_whole([start[i]], scope)
             for term in terms:
                 total = total + term.of(of[term.root])
-            uncut = any(specs[term.root] is None for term in terms)
-            found[i] = (self.scattered if uncut else self.constrain)(total, sums.want[i])
-        return found
-
-
-def _cut(spec: Spec, axis: str) -> bool:
-    return layout.without(spec, axis) != spec
+            whole = any(specs[term.root] is None for term in terms)
+            reduced[i] = (self.scatter if whole else self.constrain)(total, sums.want[i])
+        return reduced
 
 
 def _few_rows(eqn: Any) -> bool:
@@ -462,11 +368,7 @@ def _few_rows(eqn: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, Shard | Away) and not jnp.ndim(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Shard) else value
+    return not isinstance(value, Shard | HostStack) and not jnp.ndim(value)
 
 
 def _like(value: Any, new: jax.Array) -> Any:

@@ -21,21 +21,21 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
+from zerojax.collectives import propagate
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
 MOST = 1_000_000_000
 """The most elements of parameters that one loop holds whole, and of their gradients; as in
 DeepSpeed's default for stage3_max_live_parameters."""
 
-_SAME_ELEMENTS = frozenset(
-    ["convert_element_type", "copy", "copy_p", "name", "neg", "sharding_constraint", "transpose"]
-)
+_SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
 _MOVES = frozenset(["copy", "copy_p", "neg", "reshape", "split", "squeeze", "transpose"])
 
 
-class Body(NamedTuple):
+class LoopBody(NamedTuple):
     """A jaxpr with other equations or results."""
 
     constvars: Sequence[Any]
@@ -64,15 +64,15 @@ class Term(NamedTuple):
         return root
 
     def spec(self, spec: Spec, mesh: Mesh) -> Spec | None:
-        """How the root is cut where the term is cut as ``spec``; None where the cut would not
-        survive."""
-        found: Spec | None = spec
+        """The spec of the root where that of the term is ``spec``; None where no device could keep
+        its piece."""
+        root: Spec | None = spec
         for eqn, _ in reversed(self.links):
             name = eqn.primitive.name
-            if found is None or (name == "split" and found[jaxprs.param(eqn, "axis")] is not None):
+            if root is None or (name == "split" and root[jaxprs.param(eqn, "axis")] is not None):
                 return None
-            found = layout.INVERSES[name](eqn, found, mesh) if name in layout.INVERSES else found
-        return found
+            root = propagate.backward(eqn, root, mesh) if name in propagate.BACKWARD else root
+        return root
 
 
 class Sums:
@@ -85,10 +85,10 @@ class Sums:
 
     Args:
       eqn: the scan.
-      want: for each carried value, how its sum is to be cut; None where that does not matter.
+      want: for each carried value, the spec of its sum; None where any will do.
 
     Attributes:
-      want: by number of the carried value, how it is to be cut, where that is said.
+      want: by number of the carried value, the spec of its sum, where there is one.
       terms: by number of the carried value, what an iteration adds to it.
       roots: the variables to add up.
     """
@@ -97,7 +97,7 @@ class Sums:
         self.terms: dict[int, list[Term]] = {}
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-        self._made = {v: e for e in self._jaxpr.eqns for v in e.outvars}
+        self._producers = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         a, n = jaxprs.scan_counts(eqn)
         uses = Counter(v for e in self._jaxpr.eqns for v in e.invars if _is_var(v))
         uses.update(v for v in self._jaxpr.outvars if _is_var(v))
@@ -105,7 +105,7 @@ class Sums:
         for i, out in enumerate(self._jaxpr.outvars[:n]):
             start = self._jaxpr.invars[a + i]
             added = self._added(out, start, uses) if i in self.want else None
-            if added is not None and not any(_is_stack(self._made, v) for v in added[0]):
+            if added is not None and not any(_is_stack(self._producers, v) for v in added[0]):
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds |= added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
@@ -115,7 +115,7 @@ class Sums:
     def _added(self, v: Any, start: Any, uses: Counter[Any]) -> tuple[list[Any], set[int]] | None:
         """What is added to ``start`` to make ``v``, and the equations that do; None where ``v``
         is made otherwise, or is used besides."""
-        eqn = self._made.get(v) if _is_var(v) else None
+        eqn = self._producers.get(v) if _is_var(v) else None
         if eqn is None or eqn.primitive.name != "add_any" or uses[v] != 1:
             return None
         for one, other in (eqn.invars, eqn.invars[::-1]):
@@ -129,33 +129,33 @@ class Sums:
 
     def _term(self, v: Any) -> Term:
         links: list[tuple[Any, int]] = []
-        while (eqn := self._made.get(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
+        while (eqn := self._producers.get(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
             if not _is_var(eqn.invars[0]):
                 break
             links.append((eqn, eqn.outvars.index(v)))
             v = eqn.invars[0]
         return Term(v, tuple(reversed(links)))
 
-    def body(self) -> Body:
+    def body(self) -> LoopBody:
         """The loop's body with the roots behind its other results, and without the sums; what is
         carried for those is not read."""
         jaxpr = self._jaxpr
         kept = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
         eqns = [e for e in jaxpr.eqns if id(e) not in self._adds]
-        return Body(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
+        return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
-        """How the sum of a root is cut: as its terms are wanted. Where they want it otherwise, or
-        the cut does not survive, over its largest dimension that divides; None where there is no
-        such dimension, or the user cuts the terms as well."""
+        """The spec of the sum of a root: that of its terms. Where those differ, or no device could
+        keep its piece, the shard axis over the largest dimension that it divides; None where no
+        such dimension exists, or the user shards the terms as well."""
         wants = [
             (term, self.want[i])
             for i, terms in self.terms.items()
             for term in terms
             if term.root is root
         ]
-        found = {term.spec(spec, mesh) for term, spec in wants}
-        if len(found) == 1 and (only := found.pop()) is not None:
+        specs = {term.spec(spec, mesh) for term, spec in wants}
+        if len(specs) == 1 and (only := specs.pop()) is not None:
             return only
         if any(any(layout.without(spec, axis)) for _, spec in wants):
             return None
@@ -165,13 +165,13 @@ class Sums:
         return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
 
 
-def to_hold(jaxpr: Any, cut: Sequence[bool]) -> set[int]:
+def to_hold(jaxpr: Any, sharded: Sequence[bool]) -> set[int]:
     """The constants of a loop, its body's first operands, to be gathered before it: those of the
-    ``cut`` ones that each iteration needs whole; none where they are too many to hold."""
+    ``sharded`` ones that each iteration needs whole; none where they are too many to hold."""
     opened, _ = jaxprs.open_jaxpr(jaxpr)
-    consts = zip(opened.invars, cut, strict=False)
-    found = {i for i, (v, is_cut) in enumerate(consts) if is_cut and used_whole(opened, v)}
-    return found if sum(opened.invars[i].aval.size for i in found) <= MOST else set()
+    consts = zip(opened.invars, sharded, strict=False)
+    whole = {i for i, (v, is_sharded) in enumerate(consts) if is_sharded and used_whole(opened, v)}
+    return whole if sum(opened.invars[i].aval.size for i in whole) <= MOST else set()
 
 
 def used_whole(jaxpr: Any, v: Any) -> bool:
@@ -214,9 +214,9 @@ def wider(one: Any, other: Any) -> bool:
     return floats and dtypes[0].itemsize > dtypes[1].itemsize
 
 
-def _is_stack(made: dict[Any, Any], v: Any) -> bool:
+def _is_stack(producers: dict[Any, Any], v: Any) -> bool:
     """Whether a loop stacks it, an entry an iteration."""
-    eqn = made.get(v) if _is_var(v) else None
+    eqn = producers.get(v) if _is_var(v) else None
     if eqn is None:
         return False
     at = eqn.outvars.index(v)
@@ -225,4 +225,4 @@ def _is_stack(made: dict[Any, Any], v: Any) -> bool:
     return any(
         _is_stack({x: e for e in body.eqns for x in e.outvars}, body.outvars[at])
         for body in jaxprs.bodies(eqn)
-    ) or (eqn.primitive.name in _SAME_ELEMENTS and _is_stack(made, eqn.invars[0]))
+    ) or (eqn.primitive.name in _SAME_ELEMENTS and _is_stack(producers, eqn.invars[0]))

@@ -2,7 +2,7 @@
 
 A collective has a price whatever it moves, and small parameters take little memory. So they are
 made whole once a step, at stage 3 too: side by side in one matrix with a row a device, gathered,
-and taken apart. At rest they stay cut.
+and taken apart. At rest they stay sharded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SMALL = 8192
 """Elements of the largest parameter that is gathered with others: the scale of a norm, a bias."""
 
 
-def small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
+def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     """Whether a parameter of this shape is gathered with others.
 
-    One that is cut over a second axis is not: a row of the matrix would mix its pieces.
+    One that is sharded over a second axis is not: a row of the matrix would mix its pieces.
     """
-    cut = [entry for entry in spec if entry is not None]
-    return math.prod(shape) <= SMALL and cut == [axis]
+    named = [entry for entry in spec if entry is not None]
+    return math.prod(shape) <= SMALL and named == [axis]
 
 
 def is_whole(value: Any, axis: str) -> bool:
@@ -36,11 +36,11 @@ def is_whole(value: Any, axis: str) -> bool:
     return (
         isinstance(value, Shard)
         and value.whole is not None
-        and small(value.value.shape, value.spec, axis)
+        and is_small(value.value.shape, value.spec, axis)
     )
 
 
-def gathered(
+def gather_together(
     shards: Sequence[Shard],
     axis: str,
     devices: int,
@@ -49,32 +49,32 @@ def gathered(
     """The shards made whole, by one all-gather for each of their dtypes.
 
     Args:
-      shards: of any shapes and dtypes; :func:`small` holds for each.
+      shards: of any shapes and dtypes; :func:`is_small` holds for each.
       axis: the axis to gather over, of size ``devices``.
       constrain: constrains an array to a spec.
     """
     whole = [shard.value for shard in shards]
     for dtype in dict.fromkeys(x.dtype for x in whole):
         chosen = [i for i, shard in enumerate(shards) if shard.value.dtype == dtype]
-        cuts = [shards[i].spec.index(axis) for i in chosen]
+        dims = [shards[i].spec.index(axis) for i in chosen]
         # The shards' own specs are pinned first, else XLA may move a cast behind the gather.
         pinned = [constrain(whole[i], shards[i].spec) for i in chosen]
-        rows = [_row_a_device(x, cut, devices) for x, cut in zip(pinned, cuts, strict=True)]
+        rows = [_row_a_device(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
         matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
         matrix = constrain(matrix, (None, None))
         start = 0
-        for i, row, cut in zip(chosen, rows, cuts, strict=True):
+        for i, row, dim in zip(chosen, rows, dims, strict=True):
             piece = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
             # Held apart, else XLA computes with it in another layout than with one gathered alone.
-            whole[i] = lax.optimization_barrier(_taken_back(piece, whole[i].shape, cut))
+            whole[i] = lax.optimization_barrier(_taken_back(piece, whole[i].shape, dim))
             start += row.shape[1]
     return whole
 
 
-def _row_a_device(x: jax.Array, cut: int, devices: int) -> jax.Array:
-    return jnp.moveaxis(x, cut, 0).reshape(devices, -1)
+def _row_a_device(x: jax.Array, dim: int, devices: int) -> jax.Array:
+    return jnp.moveaxis(x, dim, 0).reshape(devices, -1)
 
 
-def _taken_back(rows: jax.Array, shape: tuple[int, ...], cut: int) -> jax.Array:
-    moved = shape[cut], *shape[:cut], *shape[cut + 1 :]
-    return jnp.moveaxis(rows.reshape(moved), 0, cut)
+def _taken_back(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    moved = shape[dim], *shape[:dim], *shape[dim + 1 :]
+    return jnp.moveaxis(rows.reshape(moved), 0, dim)

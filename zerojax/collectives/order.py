@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.shard import Made, Shard
+from zerojax.collectives.shard import ReducedGradient, Shard
 
 
-def after(
-    values: Sequence[Any], done: Sequence[Made], constrain: Callable[..., jax.Array]
+def hold_until(
+    values: Sequence[Any], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
 ) -> list[Any]:
     """``values``, but some of them not before the gradients ``done``.
 
-    A sharded parameter waits for a gradient of its own shape and cut, which costs no
+    A sharded parameter waits for a gradient of its own shape and spec, which costs no
     communication. For the others waits the first such parameter, or where there is none the
     last array, which is a cotangent; that costs an all-reduce of one bit.
     """
@@ -61,7 +61,7 @@ def _is_float(x: Any) -> bool:
     return x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _alike(v: Shard, g: Made) -> bool:
+def _alike(v: Shard, g: ReducedGradient) -> bool:
     return (v.value.shape, v.value.dtype, v.spec) == (g.value.shape, g.value.dtype, g.spec)
 
 

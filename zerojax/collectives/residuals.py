@@ -1,4 +1,4 @@
-"""What the backward passes of rematerialised blocks wait for, so that it can wait on the host.
+"""What rematerialised blocks keep for their backward passes, so that it can wait on the host.
 
 A block under ``jax.checkpoint`` keeps little but its input, and runs again when its cotangents
 are there. In a jaxpr after differentiation the forward pass is inlined, and what runs again is a
@@ -64,15 +64,15 @@ def holds_block(eqn: Any) -> bool:
 def _uses(jaxpr: Any, *, direct: bool) -> dict[Any, list[bool]]:
     """For each use of a variable, whether it is by a loop of backward blocks, which takes one
     entry at a time for a block; with ``direct``, or by a block."""
-    found: dict[Any, list[bool]] = defaultdict(list)
+    by_loop: dict[Any, list[bool]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         for v, uses in zip(eqn.invars, _of_operands(eqn, direct), strict=True):
             if not isinstance(v, core.Literal):
-                found[v] += uses
+                by_loop[v] += uses
     for v in jaxpr.outvars:
         if not isinstance(v, core.Literal):
-            found[v].append(False)
-    return found
+            by_loop[v].append(False)
+    return by_loop
 
 
 def _of_operands(eqn: Any, direct: bool) -> list[list[bool]]:

@@ -1,4 +1,4 @@
-"""A parameter that is still cut, and a gradient that is done."""
+"""A parameter that is still sharded, and a gradient that is reduced."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Away:
+class HostStack:
     """A stack of activations in host memory until the backward pass needs its entries.
 
-    It is cut over the devices as XLA has cut it, so that it has no spec.
+    XLA has chosen its sharding, so that it has no spec.
     """
 
     value: jax.Array
 
 
-class Made(NamedTuple):
-    """A gradient, reduced over the devices; ``spec`` says how it is cut, if it is."""
+class ReducedGradient(NamedTuple):
+    """A gradient, reduced over the devices, and its spec."""
 
     value: jax.Array
     spec: Spec

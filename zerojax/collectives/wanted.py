@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax.collectives import propagate
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -59,14 +60,14 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any,
             for v in eqn.invars:
                 if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
                     wants.setdefault(v, wants[out])
-        elif name in layout.INVERSES and (found := layout.INVERSES[name](eqn, wants[out], mesh)):
-            wants.setdefault(eqn.invars[0], found)
+        elif spec := propagate.backward(eqn, wants[out], mesh):
+            wants.setdefault(eqn.invars[0], spec)
     return wants
 
 
 def passes(eqn: Any) -> bool:
     """Whether :func:`trace_back` follows the constraint through this equation."""
-    return eqn.primitive.name in _PASSES or eqn.primitive.name in layout.INVERSES
+    return eqn.primitive.name in _PASSES or eqn.primitive.name in propagate.BACKWARD
 
 
 def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:

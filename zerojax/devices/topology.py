@@ -85,12 +85,12 @@ def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = No
         )
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
-    found = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
+    absent = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
     return jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),
         axis_types=(AxisType.Auto,) * len(axes),
-        devices=found,
+        devices=absent,
     )
 
 
@@ -154,8 +154,8 @@ def _plugin_remedy(name: str) -> str:
         if not _missing(package.replace("-", "_"))
     }
     if len(set(versions.values())) > 1:
-        found = ", ".join(f"{package} {version}" for package, version in versions.items())
-        return f"the CUDA plugin's version must equal jax's, found {found}: " + (
+        installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+        return f"the CUDA plugin's version must equal jax's, found {installed}: " + (
             "pip install 'zerojax[compile]'"
         )
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zerojax.evaluation.row_rules import RULES, SHAPES, Sizes, Undivided
+from zerojax.evaluation.row_rules import SHAPES, Sizes, Undivided, goes_by_rows
 from zerojax.xla import jaxprs
 
 
@@ -186,9 +186,8 @@ class TwoTraces:
             return outs
         self._check_params(pair)
         if RowKind.FIXED not in outs:
-            if name not in RULES or not RULES[name](
-                eqn, [self.rows(v) for v in eqn.invars], [self.rows(v) for v in eqn.outvars]
-            ):
+            ins = [self.rows(v) for v in eqn.invars]
+            if not goes_by_rows(eqn, ins, [self.rows(v) for v in eqn.outvars]):
                 raise Undivided(f"its {name} brings rows together{self._inside}")
             return outs
         if not self._reduces(eqn) or self._inside:

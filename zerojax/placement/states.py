@@ -25,9 +25,10 @@ from zerojax.optim.wrap import (
     wrap,
 )
 from zerojax.placement.placer import Placer
-from zerojax.plan import layout, planning
+from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.planning import make_plan
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -133,9 +134,7 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        return planning.make(
-            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config
-        )
+        return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
         params = opened.parts.params

@@ -43,42 +43,42 @@ class Places(NamedTuple):
     compute: str
 
 
-def places(config: ZeroConfig, elements: Sequence[int]) -> list[Places]:
-    """The places of each parameter, given how many elements they have.
+def choose_places(config: ZeroConfig, elements: Sequence[int]) -> list[Places]:
+    """Chooses the places of each parameter, given how many elements they have.
 
     With ``ratio`` below 1 the smallest parameters keep their optimizer state on the device, as
     many as fit into the share that stays; with ``max_in_cpu`` the smallest compute parameters are
     in host memory, and the others on disk.
     """
     optimizer, param = config.offload_optimizer, config.offload_param
-    kept: set[int] = set()
+    on_device: set[int] = set()
     if optimizer is not None and optimizer.ratio < 1:
-        kept = _fitting(elements, (1 - optimizer.ratio) * sum(elements))
+        on_device = _fitting(elements, (1 - optimizer.ratio) * sum(elements))
     in_cpu: set[int] = set()
     if param is not None and param.device == "nvme":
         in_cpu = _fitting(elements, param.max_in_cpu)
-    found = []
+    chosen = []
     for i, n in enumerate(elements):
         if n == 1:
-            found.append(Places(DEVICE, DEVICE, DEVICE))
+            chosen.append(Places(DEVICE, DEVICE, DEVICE))
             continue
         small = n < config.stage3_param_persistence_threshold
         compute = DEVICE if param is None or small else _PLACES[param.device]
         compute = HOST if i in in_cpu and compute == DISK else compute
-        moments = DEVICE if optimizer is None or i in kept else _PLACES[optimizer.device]
+        moments = DEVICE if optimizer is None or i in on_device else _PLACES[optimizer.device]
         master = compute if optimizer is None else moments
-        found.append(Places(master, moments, compute))
-    return found
+        chosen.append(Places(master, moments, compute))
+    return chosen
 
 
 def _fitting(elements: Sequence[int], room: float) -> set[int]:
     """The smallest ones, as many as there is room for."""
-    found = set()
+    chosen = set()
     for i in sorted(range(len(elements)), key=lambda i: elements[i]):
         if elements[i] <= room:
-            found.add(i)
+            chosen.add(i)
             room -= elements[i]
-    return found
+    return chosen
 
 
 def offloads(config: ZeroConfig) -> bool:

@@ -64,22 +64,20 @@ class Leaf:
     place: str = DEVICE
 
     @classmethod
-    def of(cls, path: str, x: Any, cut: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
-        """The leaf of an array (abstract or not) that is cut so, on the device."""
+    def of(cls, path: str, x: Any, spec: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
+        """The leaf of an array, abstract or not, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
-        pieces = [
-            -(-size // layout.parts(entry, mesh)) for size, entry in zip(x.shape, cut, strict=True)
-        ]
+        piece = layout.piece(x.shape, spec, mesh)
         return cls(
             path=path,
             shape=tuple(x.shape),
             dtype=x.dtype,
-            spec=_trimmed(cut),
+            spec=_trimmed(spec),
             whole=_trimmed(whole),
             reason=reason,
             bytes=math.prod(x.shape) * itemsize,
-            bytes_per_device=math.prod(pieces) * itemsize,
+            bytes_per_device=math.prod(piece) * itemsize,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""How a plan is made: which dimension of each leaf is cut, and what lies where."""
+"""The plan of a state, made leaf by leaf: parameters, the optimizer state of each, the rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.plan.layout import Spec
-from zerojax.plan.places import places
-from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
+from zerojax.plan import layout
+from zerojax.plan.places import choose_places
+from zerojax.plan.plan import DTYPES, Leaf, Plan
+from zerojax.plan.rule import check_own_spec, shard_spec
 from zerojax.train_state.state_parts import Parts
 
 
-def make(
+def make_plan(
     parts: Parts,
     tx: optax.GradientTransformation,
     own: Sequence[Any],
@@ -38,18 +39,18 @@ def make(
     """
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
 
-    def at_rest(path: str, x: Any, spec: Any) -> Leaf:
-        whole = layout.full(spec, len(x.shape))
-        _check_spec(path, x.shape, whole, mesh)
+    def at_rest(path: str, x: Any, own: Any) -> Leaf:
+        whole = layout.full(own, len(x.shape))
+        check_own_spec(path, x.shape, whole, mesh)
         whole = layout.cutting(whole, mesh)
         if config.stage == 0:
-            cut, reason = whole, "stage 0 keeps the state whole"
+            spec, reason = whole, "stage 0 keeps the state whole"
         else:
-            cut, reason = shard_spec(x.shape, whole, mesh, axis, smallest)
-        return Leaf.of(path, x, cut, whole, reason, mesh)
+            spec, reason = shard_spec(x.shape, whole, mesh, axis, smallest)
+        return Leaf.of(path, x, spec, whole, reason, mesh)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
-    where = places(config, [math.prod(x.shape) for _, x in paths])
+    where = choose_places(config, [math.prod(x.shape) for _, x in paths])
     params = [
         dataclasses.replace(
             at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
@@ -64,18 +65,15 @@ def make(
         for name, value in parts.rest.items()
     }
 
-    def specs(t: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.spec, t, is_leaf=_is_leaf)
+    def specs(tree: Any, name: str = "spec") -> Any:
+        return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
 
-    sharded_grads = config.stage >= 2
     return Plan(
         mesh=mesh,
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree)
-        if sharded_grads
-        else jax.tree.map(lambda leaf: leaf.whole, param_tree, is_leaf=_is_leaf),
+        grads=specs(param_tree, "spec" if config.stage >= 2 else "whole"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),
@@ -106,45 +104,6 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     )
 
 
-def shard_spec(
-    shape: Sequence[int], own: Spec, mesh: Mesh, axis: str, smallest: int
-) -> tuple[Spec, str]:
-    """Cuts the largest free dimension that the axis divides.
-
-    Where no free dimension divides, one that the user's spec cuts is cut again within each piece.
-
-    Args:
-      shape: of the whole array.
-      own: the user's spec, one entry a dimension, without axes of size 1, which cut nothing.
-      smallest: arrays with fewer elements stay whole.
-
-    Returns:
-      The spec, and where nothing was cut the reason.
-
-    Example:
-      >>> import zerojax
-      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)
-      ((None, None), 'no dimension of (6, 10) is divisible by 8')
-    """
-    n = mesh.shape[axis]
-    if any(axis in layout.axes(entry) for entry in own):
-        return own, f"its own spec takes the {axis!r} axis"
-    if n == 1:
-        return own, f"the {axis!r} axis has one device"
-    if math.prod(shape) < smallest:
-        return own, f"below stage3_param_persistence_threshold ({smallest:,} elements)"
-    pieces = layout.piece(shape, own, mesh)
-    divisible = [d for d, size in enumerate(pieces) if size and size % n == 0]
-    if not divisible:
-        what = str(tuple(shape))
-        if pieces != tuple(shape):
-            what = f"{pieces}, a piece of {what},"
-        return own, f"no dimension of {what} is divisible by {n}"
-    free = [d for d in divisible if own[d] is None]
-    d = max(free or divisible, key=lambda d: pieces[d])
-    return layout.within(own, d, axis), ""
-
-
 def _optimizer_leaves(
     parts: Parts,
     tx: optax.GradientTransformation,
@@ -171,8 +130,10 @@ def _optimizer_leaves(
 
     def anywhere(leaf: Leaf) -> Leaf:
         """Without an owner to go by: an array goes where most moments do."""
-        found = list(moments.values())
-        return dataclasses.replace(leaf, place=max(found, key=found.count)) if leaf.shape else leaf
+        if not leaf.shape:
+            return leaf
+        named = list(moments.values())
+        return dataclasses.replace(leaf, place=max(named, key=named.count))
 
     def other(pair: tuple[str, Any]) -> Leaf:
         path, x = pair
@@ -224,29 +185,6 @@ def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) ->
         ),
         value,
     )
-
-
-def _check_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
-    if len(spec) != len(shape):
-        raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
-    named = [a for entry in spec for a in layout.axes(entry)]
-    if twice := [a for a in named if named.count(a) > 1]:
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
-            "dimension of an array. Take it out of one."
-        )
-    for d, entry in enumerate(spec):
-        unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
-                f"{mesh.axis_names}. Pass a mesh with that axis, or logical axis rules that map it."
-            )
-        if shape[d] % layout.parts(entry, mesh):
-            raise ValueError(
-                f"{path}: dimension {d} of {tuple(shape)} is not divisible by the "
-                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec."
-            )
 
 
 def _is_leaf(x: Any) -> bool:

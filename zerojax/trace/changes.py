@@ -1,4 +1,4 @@
-"""What an optimizer makes of a parameter, found again where the step adds it.
+"""What an optimizer makes of a parameter, recognized where the step adds it.
 
 optax has an optimizer return what is to be added to the parameters. Where the new ones are there
 already, as after an update in one pass over memory, the sum would read and write them once more.
@@ -16,19 +16,23 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.trace import marks
+from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
-_SAME = frozenset(["convert_element_type", "copy", "copy_p", "name", "sharding_constraint"])
+
+def _copies(eqn: Any) -> bool:
+    """Whether the result is the operand, in whatever dtype."""
+    return eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type"
 
 
 def origins(jaxpr: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """A function that says of a variable what it is, past equations that make nothing new, and
-    which equation of the jaxpr makes that, or None."""
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    """A function from a variable to the one that it copies, past equations that make nothing new,
+    and the equation of the jaxpr that makes that one, or None."""
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def origin(v: Any) -> tuple[Any, Any]:
-        eqn = None if isinstance(v, core.Literal) else made.get(v)
-        return origin(eqn.invars[0]) if eqn and eqn.primitive.name in _SAME else (v, eqn)
+        eqn = None if isinstance(v, core.Literal) else producers.get(v)
+        return origin(eqn.invars[0]) if eqn and _copies(eqn) else (v, eqn)
 
     return origin
 
@@ -40,7 +44,7 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
     return checkpoint_name(update, marks.CHANGE)
 
 
-def sums(jaxpr: Any) -> dict[Any, Any]:
+def find_sums(jaxpr: Any) -> dict[Any, Any]:
     """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
     if not any(map(is_change, jaxpr.eqns)):
         return {}
@@ -54,16 +58,16 @@ def sums(jaxpr: Any) -> dict[Any, Any]:
         new, old, _ = eqn.invars
         return new if origin(one)[0] is origin(old)[0] else None
 
-    found: dict[Any, Any] = {}
+    replaced: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         first = eqn.invars[0] if eqn.invars else None
         if eqn.primitive.name == "add":
             a, b = eqn.invars
             if (new := changed(a, b) or changed(b, a)) is not None:
-                found[eqn.outvars[0]] = new
-        elif eqn.primitive.name in _SAME and not isinstance(first, core.Literal) and first in found:
-            found[eqn.outvars[0]] = found[first]
-    return found
+                replaced[eqn.outvars[0]] = new
+        elif not isinstance(first, core.Literal) and first in replaced and _copies(eqn):
+            replaced[eqn.outvars[0]] = replaced[first]
+    return replaced
 
 
 def is_change(eqn: Any) -> bool:

@@ -13,13 +13,13 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
 
-def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
+def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     """Refuses a step that goes on with its new parameters, which an update that comes after the
     step, sub-group by sub-group, has not made yet.
 
     Args:
       jaxpr: of the step, with :class:`zerojax.step.body.View` as the optimizer state in ``given``.
-      given, made: the step's state and batch; the shapes of its results.
+      given, results: the step's state and batch; the shapes of its results.
       name: of the step.
 
     Raises:
@@ -30,18 +30,9 @@ def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
     )
     updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
-    marks_ = jax.tree.unflatten(jax.tree.structure(made), reached(jaxpr, updates))
-    outs = jax.tree.unflatten(jax.tree.structure(made), list(jaxpr.outvars))
-    late = [
-        f"state{jax.tree_util.keystr(path)}"
-        for path, late in jax.tree_util.tree_leaves_with_path(marks_[0].rest)
-        if late
-    ]
-    late += [
-        f"its result{jax.tree_util.keystr(path)}"
-        for path, late in jax.tree_util.tree_leaves_with_path(marks_[1])
-        if late
-    ]
+    lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
+    outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
+    late = [*_named("state", lateness[0].rest), *_named("its result", lateness[1])]
     new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
     late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
     if late:
@@ -52,19 +43,25 @@ def check_late(jaxpr: Any, given: Parts, made: Any, name: str) -> None:
         )
 
 
-def reached(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
+def _named(prefix: str, lateness: Any) -> list[str]:
+    """Paths of the leaves of a tree that are late."""
+    leaves = jax.tree_util.tree_leaves_with_path(lateness)
+    return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
+
+
+def depends_on(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
     """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
-    found = set(start)
+    dependent = set(start)
     for eqn in jaxpr.eqns:
-        late = [not isinstance(v, core.Literal) and v in found for v in eqn.invars]
+        late = [not isinstance(v, core.Literal) and v in dependent for v in eqn.invars]
         if any(late) and eqn.primitive in jaxprs.CALLS:
             inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
             start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
-            made = zip(eqn.outvars, reached(inner, start), strict=True)
-            found.update(v for v, is_late in made if is_late)
+            results = zip(eqn.outvars, depends_on(inner, start), strict=True)
+            dependent.update(v for v, is_late in results if is_late)
         elif any(late):
-            found.update(eqn.outvars)
-    return [not isinstance(v, core.Literal) and v in found for v in jaxpr.outvars]
+            dependent.update(eqn.outvars)
+    return [not isinstance(v, core.Literal) and v in dependent for v in jaxpr.outvars]
 
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:

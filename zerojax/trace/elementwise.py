@@ -1,4 +1,4 @@
-"""Which primitives work element by element."""
+"""Primitives by what they do to the elements of their operands."""
 
 ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
@@ -8,3 +8,7 @@ ELEMENTWISE = frozenset({
     "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "xor",
 })  # fmt: skip
+"""Work element by element."""
+
+LABELS = frozenset({"name", "sharding_constraint", "copy", "copy_p"})
+"""Say something of a value, and leave it as it is."""

@@ -1,10 +1,10 @@
 """A step that is written for explicit mesh axes, traced as such and made automatic again.
 
-Under ``jax.set_mesh`` of a mesh with explicit axes every array's type says how it is cut, and a
-step may ask for a cut (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives
-through constraints, which take automatic axes alone. So the step is traced with explicit axes, by
-jax's own rules, and its jaxpr is written again without them: what it asked for over the shard axis
-becomes a constraint, the rest is left to XLA. None of that changes a number.
+Under ``jax.set_mesh`` of a mesh with explicit axes every array's type has its sharding, and a step
+may ask for one (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives through
+constraints, which take automatic axes alone. So the step is traced with explicit axes, by jax's own
+rules, and its jaxpr is written again without them: what it asked for over the shard axis becomes a
+constraint, the rest is left to XLA. None of that changes a number.
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ def automatic_update(tx: Any) -> Any:
     """An optimizer for a step with explicit axes; ``tx`` itself sees automatic ones."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        made = jax.sharding.auto_axes(
+        automatic = jax.sharding.auto_axes(
             lambda *args: tx.update(*args[:3], **args[3]), out_sharding=PartitionSpec()
         )
-        return made(grads, state, params, extra)
+        return automatic(grads, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -32,9 +32,9 @@ def replacements(
 
 
 def _check_scaled(jaxpr: Any) -> None:
-    found = made_from(jaxpr, SEED)
-    gradients = found[GRADIENT]
-    if any(MadeFrom.MARK in way for way in found[LOSS]):
+    origins = made_from(jaxpr, SEED)
+    gradients = origins[GRADIENT]
+    if any(MadeFrom.MARK in way for way in origins[LOSS]):
         raise ValueError(
             "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
             "gradient in it, with the loss scale: take the inner one with jax.grad."

@@ -25,7 +25,7 @@ SEED = "zerojax loss scale"
 LOSS = "zerojax loss"
 """What is multiplied with it."""
 CHANGE = "zerojax change"
-"""What the optimizer returns where the parameter after it is there already."""
+"""The optimizer's output where the updated parameter already exists."""
 
 
 def is_mark(eqn: Any, name: str) -> bool:
@@ -50,8 +50,8 @@ def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
             straight += 1
         elif inside := jaxprs.bodies(eqn):
             if not jaxprs.runs_backward(eqn):
-                found = [count(body, name) for body in inside]
-                once, chosen, often = (max(n) for n in zip(*found, strict=True))
+                counts = [count(body, name) for body in inside]
+                once, chosen, often = (max(n) for n in zip(*counts, strict=True))
                 choice = eqn.primitive is prims.cond_p
                 straight, branched = straight + once * (not choice), branched + once * choice
                 branched, looped = branched + chosen, looped + often
@@ -80,7 +80,7 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
 
     Zeros, for a parameter without use, are left out. Loops are not entered.
     """
-    found: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
+    origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
     none = MadeFrom(0)
 
     def run(jaxpr: Any, given: list[MadeFrom]) -> list[MadeFrom]:
@@ -96,15 +96,16 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
                 branches = [run(body, ins[skip:]) for body in inside]
                 outs = [_together(each) for each in zip(*branches, strict=True)]
             else:
-                if eqn.primitive.name == "name" and jaxprs.param(eqn, "name") in found and ins[0]:
-                    found[jaxprs.param(eqn, "name")].append(ins[0])
+                mark = jaxprs.param(eqn, "name") if eqn.primitive.name == "name" else None
+                if mark in origins and ins[0]:
+                    origins[mark].append(ins[0])
                 out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else none)
                 outs = [out | (MadeFrom.MIXED if _mixes(eqn, ins) else none)] * len(eqn.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     run(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
-    return found
+    return origins
 
 
 def _together(parts: Iterable[MadeFrom]) -> MadeFrom:

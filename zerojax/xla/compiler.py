@@ -29,10 +29,10 @@ def options(mesh: Mesh) -> dict[str, int | bool | str] | None:
 
 def streaming(mesh: Mesh) -> dict[str, int | bool | str] | None:
     """The same for a program that copies between device and host memory as it computes."""
-    found = options(mesh)
-    if found is None or mesh.devices.flat[0].platform == "cpu":
-        return found
-    return found | {
+    base = options(mesh)
+    if base is None or mesh.devices.flat[0].platform == "cpu":
+        return base
+    return base | {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_async_compute_limit": COPIES,
     }

@@ -143,7 +143,21 @@ def runs_backward(eqn: Any) -> bool:
 
 def is_transposed(eqn: Any) -> bool:
     """Whether differentiation made it for the backward pass, as its name stack tells."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return "transpose(" in str(source(eqn).name_stack)
+
+
+def source(eqn: Any) -> Any:
+    """Where an equation comes from: a stack of names and a traceback, with its frames."""
+    return eqn.source_info
+
+
+def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
+    """The source of an equation in a call, once the call is opened: with the call's names in front,
+    and the call's line unless it keeps its own."""
+    return inside.replace(
+        name_stack=call.name_stack + inside.name_stack,
+        traceback=inside.traceback if own_line else call.traceback,
+    )
 
 
 def read(atom: Any, env: Mapping[Any, Any]) -> Any:
@@ -171,8 +185,8 @@ def context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def traced_where(eqn: Any) -> Iterator[None]:
     """Equations traced within come from the line that this one comes from, in its context."""
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), context(eqn):
+    names = source_info_util.current_name_stack() + source(eqn).name_stack
+    with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
         yield
 
 

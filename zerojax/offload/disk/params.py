@@ -108,7 +108,7 @@ class ParamReader:
 
 
 class DiskParam:
-    """A parameter on disk in a traced program: a :class:`zerojax.collectives.host.Source`.
+    """A parameter on disk in a traced program: a :class:`zerojax.collectives.host.Fetchable`.
 
     Args:
       reader: Reads it.

@@ -1,0 +1,77 @@
+"""Which dimension of an array is sharded, and why one is whole."""
+
+from typing import Any
+
+import pytest
+from jaxprs import Spec
+
+import zerojax
+from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
+
+MESH = zerojax.mesh(axes={"data": 4, "model": 2})
+
+
+@pytest.mark.parametrize(
+    ("shape", "own", "spec"),
+    [
+        ((8, 16), (None, None), (None, "data")),
+        ((16, 8), (None, None), ("data", None)),
+        ((8, 8), (None, None), ("data", None)),  # the first of two alike
+        ((8, 18), (None, None), ("data", None)),  # the largest that divides
+        ((4,), (None,), ("data",)),
+        # A free dimension before one that the user's spec shards, however large that is.
+        ((8, 64), (None, "model"), ("data", "model")),
+        # Else one of those again, by the size of a piece.
+        ((6, 64), (None, "model"), (None, ("model", "data"))),
+        ((16, 24), ("model", None), ("model", "data")),
+    ],
+)
+def test_the_largest_free_dimension_that_divides(
+    shape: tuple[int, ...], own: Spec, spec: Spec
+) -> None:
+    assert shard_spec(shape, own, MESH, "data", 0) == ShardSpec(spec, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "own", "smallest", "reason"),
+    [
+        ((6, 10), (None, None), 0, "no dimension of (6, 10) is divisible by 4"),
+        ((), (), 0, "no dimension of () is divisible by 4"),
+        ((0, 3), (None, None), 0, "no dimension of (0, 3) is divisible by 4"),
+        (
+            (6, 12),
+            (None, "model"),
+            0,
+            "no dimension of (6, 6), a piece of (6, 12), is divisible by 4",
+        ),
+        ((8, 8), ("data", None), 0, "its own spec takes the 'data' axis"),
+        ((8, 8), (("model", "data"), None), 0, "its own spec takes the 'data' axis"),
+        ((8, 8), (None, None), 65, "below stage3_param_persistence_threshold (65 elements)"),
+    ],
+)
+def test_whole_with_a_reason(shape: tuple[int, ...], own: Spec, smallest: int, reason: str) -> None:
+    assert shard_spec(shape, own, MESH, "data", smallest) == ShardSpec(own, reason)
+
+
+def test_an_axis_of_one_device_shards_nothing() -> None:
+    mesh = zerojax.mesh(axes={"data": 1, "model": 8})
+    found = shard_spec((8, 8), (None, None), mesh, "data", 0)
+    assert found == ShardSpec((None, None), "the 'data' axis has one device")
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "message"),
+    [
+        (
+            (8,),
+            ("data", None),
+            r"params\['w'\]: its PartitionSpec .* does not fit its shape \(8,\)",
+        ),
+        ((8, 8), ("data", "data"), "names the axis 'data' twice"),
+        ((8, 8), ("other", None), "names the axis 'other', but the mesh has"),
+        ((8, 6), (None, "data"), r"dimension 1 of \(8, 6\) is not divisible by the 4 devices"),
+    ],
+)
+def test_a_spec_that_does_not_fit_is_refused(shape: Any, spec: Spec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_own_spec("params['w']", shape, spec, MESH)

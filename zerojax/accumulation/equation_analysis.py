@@ -1,0 +1,223 @@
+"""What one equation makes of the rows of the batch, without what programs inside it make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.pairs import EquationPair, scaled
+from zerojax.accumulation.row_rules import OPAQUE, RULES
+from zerojax.accumulation.sum_rules import reduced
+from zerojax.xla import jaxprs
+
+_ZERO_STAYS = frozenset({
+    "broadcast_in_dim", "convert_element_type", "copy", "mul", "name", "neg", "reshape",
+    "sharding_constraint", "squeeze", "transpose", "add", "add_any", "slice", "concatenate",
+    "reduce_sum",
+})  # fmt: skip
+MIXES = "combines rows of the batch with each other"
+
+# A path names an equation: its position in the step, and in each program within.
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A number made of all rows that goes back into the rows.
+
+    Attributes:
+      kind: of the number.
+      backward: it does so in the backward pass.
+      where: the equation.
+    """
+
+    kind: RowKind
+    backward: bool
+    where: str
+
+
+@dataclass
+class Choices:
+    """What is known of a step's numbers of all rows.
+
+    Attributes:
+      first: variables that follow from the batch alone, and are made before the micro-batches.
+      own: reductions that each micro-batch makes for itself.
+    """
+
+    first: set[Any] = field(default_factory=set)
+    own: set[Path] = field(default_factory=set)
+
+
+class EquationAnalysis:
+    """The kinds that equations make of kinds, and what is noted on the way.
+
+    Args:
+      rows: of the whole batch.
+      choices: see :class:`Choices`.
+      hopeful: a conflict is noted, and the pass goes on as if it were resolved.
+
+    Attributes:
+      conflicts: in order.
+      drawn: where noise is drawn in the batch's shape.
+      owners: where the forward pass makes numbers that are a micro-batch's own.
+      backward: by reduction over rows, whether the backward pass makes it.
+    """
+
+    def __init__(self, rows: int, choices: Choices, hopeful: bool) -> None:
+        self.choices, self.hopeful = choices, hopeful
+        self.conflicts: list[Conflict] = []
+        self.drawn: list[str] = []
+        self.owners: list[str] = []
+        self.backward: dict[Path, bool] = {}
+        self._rows = rows
+
+    def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
+        """Numbers that are the same in every micro-batch, and arrays of the batch's size made of
+        them."""
+        eqn, both = pair.whole, together(kinds)
+        if not grows(pair):
+            zero = eqn.primitive.name in _ZERO_STAYS and bool(kinds)
+            product = eqn.primitive.name == "mul"
+            zero = zero and (any if product else all)(k.zero for k in kinds)
+            return [RowKind("fixed", zero=zero, **both)] * len(eqn.outvars)
+        outs = []
+        for w, m in zip(eqn.outvars, pair.micro.outvars, strict=True):
+            dims = scaled(w.aval, m.aval)
+            name = eqn.primitive.name
+            if len(dims) != 1:
+                outs.append(RowKind("fixed", **both) if not dims else mixed(MIXES, where(eqn)))
+            elif name.startswith(("random_", "threefry", "rng_")):
+                self.drawn.append(where(eqn))
+                outs.append(RowKind("rows", dim=dims[0], **both))
+            elif name == "iota":
+                along = jaxprs.param(eqn, "dimension") == dims[0]
+                own = along and w.aval.shape[dims[0]] == self._rows
+                index = "own" if own else "number" if along else ""
+                outs.append(RowKind("rows", dim=dims[0], index=index, **both))
+            elif name == "broadcast_in_dim":
+                outs.append(
+                    RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=both["learned"])
+                )
+            else:
+                outs.append(mixed("makes numbers of the batch's size", where(eqn)))
+        return outs
+
+    def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+        """An equation on rows, or on numbers and with rows in its results."""
+        eqn = pair.whole
+        name, both = eqn.primitive.name, together(kinds)
+        if name == "optimization_barrier":
+            return [k.but(home=None) for k in kinds]
+        adds_up = name in ("scatter-add", "scatter_add") and kinds[0].name == "sum"
+        if numbers := [k for k in kinds[adds_up:] if k.needs_whole]:
+            if self.hopeful:
+                self.conflicts += [Conflict(k, backward, where(eqn)) for k in numbers]
+                kinds = [
+                    RowKind("own", **together([k]))
+                    if k.needs_whole and not (adds_up and i == 0)
+                    else k
+                    for i, k in enumerate(kinds)
+                ]
+            else:
+                return refused(eqn, "uses a number made of all rows within the rows")
+        if name in OPAQUE:
+            return self._opaque(pair, both)
+        if not any(k.rows for k in kinds):
+            return self.of_fixed(pair, kinds)
+        rule = RULES.get(name)
+        out = None if rule is None else rule(eqn, kinds)
+        if out is None:
+            return refused(eqn, MIXES if rule is not None else "is not known to keep rows apart")
+        if name.startswith(("random_", "threefry")) and out.index:
+            self.drawn.append(where(eqn))
+            out = out.but(index="")
+        if out.reduced:
+            self.backward[path] = backward
+            if path in self.choices.own:
+                if not backward:
+                    self.owners.append(where(eqn))
+                adds = backward and out.name == "sum"
+                own = RowKind("own", adds=adds, learned=out.learned, node=Node(path))
+                return [own] * len(eqn.outvars)
+            before = tuple(k.node for k in kinds if k.reduced and k.node is not None)
+            return [out.but(node=Node(path, before))] * len(eqn.outvars)
+        return self._checked(pair, out.but(home=None, guarded=(), node=None))
+
+    def _checked(self, pair: EquationPair, out: RowKind) -> Kinds:
+        """A layout of rows, where it is what the shapes say."""
+        if pair.micro is None:
+            return [out] * len(pair.whole.outvars)
+        outs = []
+        for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
+            same = out.rows and scaled(w.aval, m.aval) == [out.dim]
+            outs.append(out if same else mixed(MIXES, where(pair.whole)))
+        return outs
+
+    def _opaque(self, pair: EquationPair, both: dict[str, Any]) -> Kinds:
+        """The results of a kernel: rows where their shapes say so, else sums over rows."""
+        outs = []
+        for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
+            dims = scaled(w.aval, m.aval)
+            if len(dims) == 1:
+                outs.append(RowKind("rows", dim=dims[0], outer=1, **both))
+            else:
+                outs.append(mixed(MIXES, where(pair.whole)) if dims else RowKind("sum", **both))
+        return outs
+
+    def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
+        """Reductions over rows and what was made of them, without rows."""
+        whole = RowKind("whole", **together(kinds))
+        if any(k.name == "own" for k in kinds):
+            if eqn.primitive.name == "select_n" and kinds[0].needs_whole:
+                return [whole.but(guarded=tuple(eqn.invars[1:]))]
+            # A micro-batch's part of a sum times its own number is its part of another sum.
+            if all(k.name in ("own", "fixed", "sum") for k in kinds) and is_sum(eqn, kinds):
+                return [RowKind("sum", **together(kinds))] * len(eqn.outvars)
+            return refused(eqn, "combines a micro-batch's own number with the whole batch's")
+        if eqn.primitive.name == "optimization_barrier":
+            return [k.but(home=None) for k in kinds]
+        if not any(k.name == "whole" for k in kinds):
+            total = reduced(eqn, kinds)
+            if total is not None:
+                return [total] * len(eqn.outvars)
+        if nested:
+            return refused(eqn, "computes with a number made of all rows inside a loop")
+        if eqn.primitive.name == "select_n":
+            whole = whole.but(guarded=tuple(eqn.invars[1:]))
+        return [whole] * len(eqn.outvars)
+
+    def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
+        """One row at a time, within a loop over them."""
+        both = together(kinds)
+        if not any(k.needs_whole for k in kinds):
+            return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
+        adds = eqn.primitive.name in ("add", "add_any", "scatter-add", "scatter_add")
+        numbers = [k for k in kinds if k.needs_whole]
+        if adds and len(numbers) == 1 and (numbers[0].name == "sum"):
+            return [numbers[0].but(home=None, **both)]
+        return refused(eqn, "loops over the rows and carries numbers along")
+
+
+def refused(eqn: Any, why: str) -> Kinds:
+    """Results that micro-batches cannot reproduce, because of this equation."""
+    return [mixed(why, where(eqn))] * len(eqn.outvars)
+
+
+def is_sum(eqn: Any, kinds: Kinds) -> bool:
+    """Whether the result is a sum over micro-batches, of what each makes with its own numbers."""
+    given = [FIXED if k.name == "own" and not k.adds else k.added for k in kinds]
+    if not any(k.name == "sum" for k in given):
+        return False
+    total = reduced(eqn, given)
+    return total is not None and total.name == "sum"
+
+
+def grows(pair: EquationPair) -> bool:
+    """Whether an array in the equation grows with the number of rows."""
+    if pair.micro is None:
+        return False
+    outs = zip(pair.whole.outvars, pair.micro.outvars, strict=True)
+    return any(w.aval.shape != m.aval.shape for w, m in outs)

@@ -1,0 +1,131 @@
+"""How products, convolutions, lookups and scatters carry the rows of a batch.
+
+As in :mod:`zerojax.accumulation.row_rules`, which has them in its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerojax.accumulation.kinds import Kinds, RowKind, agreed, together
+from zerojax.xla.jaxprs import param
+
+
+def product(eqn: Any, kinds: Kinds) -> RowKind | None:
+    (contracted, batched) = param(eqn, "dimension_numbers")
+    both = together(kinds)
+    places: list[int] = []
+    summed = False
+    for side, (v, kind) in enumerate(zip(eqn.invars, kinds, strict=True)):
+        if not kind.rows:
+            continue
+        other = kinds[1 - side]
+        for dims, adds in ((contracted, True), (batched, False)):
+            if kind.dim in dims[side]:
+                at = list(dims[side]).index(kind.dim)
+                if (
+                    not other.rows
+                    or other.dim != dims[1 - side][at]
+                    or agreed([kind.but(dim=0), other.but(dim=0)]) is None
+                ):
+                    return None
+                summed |= adds
+                if not adds:
+                    places.append(at)
+                break
+        else:
+            taken = {*contracted[side], *batched[side]}
+            free = [d for d in range(v.aval.ndim) if d not in taken]
+            at = len(batched[0]) + free.index(kind.dim)
+            if side:
+                left = eqn.invars[0].aval.ndim
+                at += left - len(contracted[0]) - len(batched[0])
+            places.append(at)
+    if any(k.rows and k.index for k in kinds):
+        return None
+    if summed:
+        return RowKind("sum", learned=both["learned"]) if not places else None
+    if len(set(places)) != 1:
+        return None
+    outers = {k.outer for k in kinds if k.rows} - {None}
+    return RowKind("rows", dim=places[0], outer=next(iter(outers), None), **both)
+
+
+def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
+    left, right = kinds
+    lhs, rhs, out = param(eqn, "dimension_numbers")
+    if left.rows and not right.rows:
+        plain = left.dim == lhs[0] and param(eqn, "batch_group_count") == 1
+        return left.but(dim=out[0], zero=False) if plain else None
+    if left.rows and right.rows and left.dim == lhs[1] and right.dim == rhs[1]:
+        same = agreed([left.but(dim=0), right.but(dim=0)])
+        if same is not None and param(eqn, "feature_group_count") == 1:
+            return RowKind("sum", learned=left.learned or right.learned)
+    return None
+
+
+def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
+    operand, indices = kinds
+    dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
+    ndim = eqn.outvars[0].aval.ndim
+    batch = [d for d in range(ndim) if d not in dn.offset_dims]
+    both = together(kinds)
+    if not operand.rows:
+        if indices.dim >= len(batch):
+            return None
+        return indices.but(dim=batch[indices.dim], zero=False, **both)
+    shape, d = eqn.invars[0].aval.shape, operand.dim
+    if d in dn.operand_batching_dims:
+        at = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
+        if not indices.rows or indices.dim != at:
+            return None
+        return operand.but(dim=batch[at], zero=False, **both)
+    if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
+        window = [
+            i
+            for i in range(len(shape))
+            if i not in dn.collapsed_slice_dims and i not in dn.operand_batching_dims
+        ]
+        if indices.rows:
+            return None
+        return operand.but(dim=dn.offset_dims[window.index(d)], zero=False, **both)
+    if d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d)):
+        return operand.but(dim=batch[indices.dim], zero=False, **both)
+    return None
+
+
+def _at_its_own(indices: RowKind, column: int) -> bool:
+    """Whether these are the numbers of the rows themselves."""
+    return indices.rows and indices.index == "own" and indices.column == column
+
+
+def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
+    operand, indices, updates = kinds
+    dn = param(eqn, "dimension_numbers")
+    both = together(kinds)
+    if not operand.rows:
+        adds = eqn.primitive.name in ("scatter-add", "scatter_add")
+        summed = operand.name == "sum" or (operand.name == "fixed" and operand.zero)
+        if not adds or not summed or updates.index:
+            return None
+        return RowKind("sum", **both)
+    d = operand.dim
+    outer = operand.outer if operand.outer is not None else updates.outer
+    layout = operand.but(outer=outer, zero=False, **both)
+    if d in dn.operand_batching_dims:
+        at = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
+        return layout if indices.rows and indices.dim == at else None
+    if d in dn.inserted_window_dims:
+        own = d in dn.scatter_dims_to_operand_dims and _at_its_own(
+            indices, dn.scatter_dims_to_operand_dims.index(d)
+        )
+        return layout if own else None
+    window = [
+        i
+        for i in range(eqn.invars[0].aval.ndim)
+        if i not in dn.inserted_window_dims and i not in dn.operand_batching_dims
+    ]
+    at = dn.update_window_dims[window.index(d)]
+    whole = eqn.invars[2].aval.shape[at] == eqn.invars[0].aval.shape[d]
+    beside = not indices.rows and (not updates.rows or updates.dim == at)
+    return layout if whole and beside else None

@@ -1,0 +1,161 @@
+"""How a shard becomes whole where it is used, and a gradient a shard where it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.collectives import many
+from zerojax.collectives.host import Host, fetched
+from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.trace import marks
+
+# By the name of a mark: what stands in for it, given its value.
+Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
+
+
+@dataclass
+class Scope:
+    """The stretch of program in which one gather of a parameter may serve several uses.
+
+    One iteration of a loop or one rematerialised block: the gather dies with it. The body
+    itself is no such stretch at stage 3: there each use gathers anew, held apart from the
+    earlier ones by a barrier, so that no gathered parameter lives on to the backward pass.
+
+    Attributes:
+      share: one gather serves all uses in here.
+      replace: what stands in for marks.
+      host: how gradients leave for host memory; None where they stay.
+      gathered: by ``id`` of a shard, the shard and the parameter whole.
+      seen: by ``id``, the shards that were gathered here and not kept.
+      token: an array that the last gather was made for; the next one of the same shard waits for
+        it.
+      reduced: the gradients of each block of the backward pass, in order.
+    """
+
+    share: bool
+    replace: Replacements = field(default_factory=dict)
+    host: Host | None = None
+    gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
+    seen: dict[int, Shard] = field(default_factory=dict)
+    token: jax.Array | None = None
+    reduced: list[list[ReducedGradient]] = field(default_factory=list)
+
+    def inner(self) -> Scope:
+        return Scope(share=True, replace=self.replace, host=self.host)
+
+    def replaces(self, eqn: Any) -> bool:
+        return any(marks.holds(eqn, name) for name in self.replace)
+
+
+class Gatherer:
+    """Gathers parameters and scatters gradients, over one axis of a mesh.
+
+    Args:
+      mesh: the mesh of all specs.
+      axis: the axis over which ZeRO shards.
+      keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
+        used, drops, and gathers again (stage 3).
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
+        self.mesh, self.axis, self.keep = mesh, axis, keep
+
+    def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        """``value``, sharded as a spec says."""
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+    def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
+        made it behind the gather and send twice the bytes."""
+        pinned = self.constrain(value, spec)
+        return self.constrain(pinned, layout.without(spec, self.axis))
+
+    def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
+        """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
+        is set, else the small ones; None for the others."""
+        wholes: list[jax.Array | None] = [None] * len(shards)
+        little: dict[int, Shard] = {}
+        for i, shard in enumerate(shards):
+            if not isinstance(shard, Shard) or shard.host:
+                continue
+            if many.is_small(shard.value.shape, shard.spec, self.axis):
+                little[i] = shard
+            elif self.keep:
+                wholes[i] = self.whole(shard.value, shard.spec)
+        devices = self.mesh.shape[self.axis]
+        together = many.gather_together(list(little.values()), self.axis, devices, self.constrain)
+        for i, whole in zip(little, together, strict=True):
+            wholes[i] = whole
+        return wholes
+
+    def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
+        """One parameter whole, for a use beside the operands ``rest``.
+
+        A scope that shares gathers has one of each parameter."""
+        if shard.whole is not None:
+            return shard.whole
+        if shard.narrow is not None:  # half the bytes
+            return self.gather(shard.narrow, scope, rest).astype(shard.value.dtype)
+        if id(shard) in scope.gathered:
+            return scope.gathered[id(shard)][1]
+        if shard.host:
+            whole = self.whole(fetched(shard.value), shard.spec)
+            if scope.share:
+                scope.gathered[id(shard)] = shard, whole
+            return whole
+        value = shard.value
+        if not scope.share:
+            if id(shard) in scope.seen and scope.token is not None:
+                value, _ = lax.optimization_barrier((value, scope.token))
+            scope.seen[id(shard)] = shard
+            scope.token = next(
+                (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
+            )
+        whole = self.whole(value, shard.spec)
+        if scope.share:
+            scope.gathered[id(shard)] = shard, whole
+        return whole
+
+    def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """Makes a gradient its shard: the sum over the axis becomes a reduce-scatter.
+
+        Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
+        made from as well, and gathers every device's activations or cotangents for it.
+        """
+        whole = self.constrain(gradient, layout.without(spec, self.axis))
+        return self.constrain(whole, spec)
+
+    def on_device(self, v: Shard, scope: Scope) -> Any:
+        """Brings a parameter from host memory to the device: as a shard, or whole."""
+        if layout.without(v.spec, self.axis) == v.spec:
+            return self.gather(v, scope, ())
+        return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
+
+    def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+        """Operands of one equation, the shards among them gathered."""
+        return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
+
+    def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+        """The same for the shards that were gathered in advance; at stages 1 and 2 for all."""
+        if self.keep:
+            return self.all_whole(values, scope)
+        return [v.whole if many.is_whole(v, self.axis) else v for v in values]
+
+
+def is_sharded(spec: Spec, axis: str) -> bool:
+    """Whether a spec names the shard axis."""
+    return layout.without(spec, axis) != spec
+
+
+def plain(value: Any) -> Any:
+    """The array of a shard, as it lies."""
+    return value.value if isinstance(value, Shard) else value

@@ -1,0 +1,98 @@
+"""How the spec of an array follows an equation that moves elements and makes none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla.jaxprs import param
+
+
+def _transpose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    return tuple(spec[i] for i in param(eqn, "permutation"))
+
+
+def _squeeze(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    return tuple(s for i, s in enumerate(spec) if i not in param(eqn, "dimensions"))
+
+
+def _broadcast(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    if math.prod(param(eqn, "shape")) != math.prod(eqn.invars[0].aval.shape):
+        return None  # a true broadcast uses the parameter
+    out: list[Any] = [None] * len(param(eqn, "shape"))
+    for source, target in enumerate(param(eqn, "broadcast_dimensions")):
+        out[target] = spec[source]
+    return tuple(out)
+
+
+def _reshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    return _reshaped(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, spec, mesh)
+
+
+def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
+    out: list[Any] = [None] * len(new)
+    for i, entry in enumerate(spec):
+        if entry is None:
+            continue
+        # Pieces stay pieces where they are of the outermost part of a merged or split dimension.
+        before = math.prod(old[:i])
+        j = next((j for j, n in enumerate(new) if n > 1 and math.prod(new[:j]) == before), None)
+        if j is None or new[j] % layout.parts(entry, mesh):
+            return None
+        out[j] = entry
+    return tuple(out)
+
+
+def _untranspose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    out: list[Any] = [None] * len(spec)
+    for target, source in enumerate(param(eqn, "permutation")):
+        out[source] = spec[target]
+    return tuple(out)
+
+
+def _unreshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, spec, mesh)
+
+
+def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
+    """Whether each device can concatenate its own pieces: all arrays have one spec, which leaves
+    the dimension of the concatenation whole."""
+    first, at = specs[0], param(eqn, "dimension")
+    return first is not None and first[at] is None and all(spec == first for spec in specs)
+
+
+_Rule = Callable[[Any, Spec, Mesh], Spec | None]
+
+FORWARD: Mapping[str, _Rule] = {
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+}
+"""By primitive: from the spec of its operand to that of its result; None where no device could
+keep its piece."""
+
+BACKWARD: Mapping[str, _Rule] = {
+    "transpose": _untranspose,
+    "reshape": _unreshape,
+    "squeeze": _unreshape,
+}
+"""By primitive: from the spec of its result to that of its operand."""
+
+
+def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    """The spec of the result of an equation, from that of its operand; None where no device could
+    keep its piece, or the equation is none of these."""
+    rule = FORWARD.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, spec, mesh)
+
+
+def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    """The spec of the operand of an equation, from that of its result; None likewise."""
+    rule = BACKWARD.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, spec, mesh)

@@ -309,7 +309,7 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
         return False
     first, *_, last = str(error).splitlines()
     assert names_something((first,), file, {*state_tree.named(state_tree.tree_of(state))}), error
-    assert last.startswith("InspectedStep 100 looks whole: restore(abstract_state, step=100)")
+    assert last.startswith("Step 100 looks whole: restore(abstract_state, step=100)")
     return error.whole == 100
 
 

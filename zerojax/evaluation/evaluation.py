@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
-from zerojax.placement.states import States
-from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, returned
+from zerojax.step.call import Call, Form, Rearranged, returned
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.xla.lowered import LoweredProgram
@@ -31,10 +28,6 @@ class Evaluation(Decorated[P, R]):
         the parameters may change in place.
       states: What the config makes of a state.
     """
-
-    def __init__(self, arguments: Arguments, states: States) -> None:
-        super().__init__(arguments, states)
-        self._programs: dict[Any, EvaluationProgram] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mesh = self._states.mesh
@@ -92,12 +85,8 @@ class Evaluation(Decorated[P, R]):
     def _program(
         self, subject: Subject, form: Form, explicit: Explicit | None
     ) -> EvaluationProgram:
-        opened = subject.opened
-        leaves, tree = jax.tree.flatten(opened.parts)
-        shapes = tuple((np.shape(x), x.dtype) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
-        if key not in self._programs:
-            check_memories(self._states.config, self._states.mesh)
-            function = self._arguments.rearranged(form)
-            self._programs[key] = EvaluationProgram(function, self._states, subject, explicit)
-        return self._programs[key]
+        def make(function: Rearranged) -> EvaluationProgram:
+            return EvaluationProgram(function, self._states, subject, explicit)
+
+        program: EvaluationProgram = self._compiled(subject.opened, form, explicit, make)
+        return program

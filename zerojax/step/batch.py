@@ -36,23 +36,16 @@ class BatchLayout:
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
         self.check(batch)
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, [self._place(x) for x in leaves])
+        return jax.tree.map(self._place, batch)
 
     def abstract(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(
-            tree,
-            [
-                jax.ShapeDtypeStruct(
-                    self._divided(x.shape),
-                    x.dtype,
-                    sharding=self._sharding(x),
-                )
-                for x in leaves
-            ],
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                self._divided(x.shape), x.dtype, sharding=self._sharding(x)
+            ),
+            batch,
         )
 
     def check(self, batch: Any) -> None:

@@ -83,12 +83,9 @@ class Body:
         return getattr(self.function, "__name__", "the step")
 
     def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
-        if (
-            isinstance(returned, tuple)
-            and len(returned) == 2
-            and isinstance(returned[0], type(state))
-        ):
-            return returned
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        if pair and isinstance(returned[0], type(state)):
+            return returned  # type: ignore[no-any-return]
         if isinstance(returned, type(state)):
             return returned, Alone()
         raise TypeError(

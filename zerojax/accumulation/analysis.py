@@ -129,15 +129,10 @@ class Analysis(EquationAnalysis):
 
     def _within(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """An equation with programs inside, which meet rows of the batch."""
-        eqn, micro = pair
-        if eqn.primitive is prims.scan_p:
-            return self._scan(pair, kinds, path, backward)
-        if eqn.primitive is prims.while_p:
-            return self._while(pair, kinds, path, backward)
-        if eqn.primitive is prims.cond_p:
-            return self._cond(pair, kinds, path, backward)
-        inner = [jaxprs.called(e) for e in (eqn, micro)]
-        return self._body(inner, kinds, path, backward)
+        inside = {prims.scan_p: self._scan, prims.while_p: self._while, prims.cond_p: self._cond}
+        if run := inside.get(pair.whole.primitive):
+            return run(pair, kinds, path, backward)
+        return self._body(map(jaxprs.called, pair), kinds, path, backward)
 
     def _body(
         self,
@@ -219,8 +214,7 @@ class Analysis(EquationAnalysis):
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):
-            why = "chooses what to do with the rows by a number made of all rows"
-            return refused(eqn, why)
+            return refused(eqn, "chooses what to do with the rows by a number made of all rows")
         both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
         branches = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
         outs = branches[0]

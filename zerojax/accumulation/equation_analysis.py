@@ -196,7 +196,7 @@ class EquationAnalysis:
             return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
         adds = eqn.primitive.name in ("add", "add_any", "scatter-add", "scatter_add")
         numbers = [k for k in kinds if k.needs_whole]
-        if adds and len(numbers) == 1 and (numbers[0].name == "sum"):
+        if adds and [k.name for k in numbers] == ["sum"]:
             return [numbers[0].but(home=None, **both)]
         return refused(eqn, "loops over the rows and carries numbers along")
 

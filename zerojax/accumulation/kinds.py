@@ -154,7 +154,7 @@ def agreed(kinds: Kinds) -> RowKind | None:
 def join(one: RowKind, other: RowKind, where: str) -> RowKind:
     """A value that is one or the other, as what a loop carries."""
     both = together([one, other])
-    if one.name == other.name == "mixed" or one.name == "mixed":
+    if one.name == "mixed":
         return one
     if other.name == "mixed":
         return other

@@ -20,7 +20,6 @@ from zerojax.xla import jaxprs
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
-
 _RESULTS_REMEDY = (
     "Return the sums or means that it follows from, or a number for each row, and finish it "
     "outside the step; or set gradient_accumulation_steps to 1."
@@ -61,10 +60,8 @@ class Roles:
 
 def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
     """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
-    sizes = [len(jax.tree.leaves(part)) for part in given]
-    ends = list(itertools.accumulate(sizes))
-    start = ends[2]
-    rest = list(range(start, ends[3]))
+    ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
+    rest = range(ends[2], ends[3])
     paths = [
         "state." + field + jax.tree_util.keystr(path)
         for field, part in zip(Parts._fields, results[0], strict=True)
@@ -100,7 +97,7 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
         if kind.name == "own" or (kind.name == "fixed" and key):
             carry[i] = out
         elif kind.guarded:
-            new = [v for v in kind.guarded if not isinstance(v, core.Literal) and v is not given]
+            new = [v for v in jaxprs.variables(kind.guarded) if v is not given]
             own = [v for v in new if analysis.kind(v).name == "own"]
             if own or (key and len(new) == 1):
                 carry[i] = (own or new)[0]

@@ -16,6 +16,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
+from zerojax.xla import jaxprs
 
 _RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
 _ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}
@@ -96,6 +97,8 @@ def split(
         for v in chosen.crossing
     ]
     last = list(chosen.last)
+    pairs = list(enumerate(analysis.pairs))
+    prints = {i for i, p in pairs if p.whole.effects and p.micro is not None} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
     # Constants, too, may have been made from the number of rows.
@@ -105,14 +108,14 @@ def split(
     ]
     micro = dataclasses.replace(micro, consts=consts)
     return Split(
-        first=_pruned(whole, [p.whole for p in analysis.pairs], [], early),
+        first=_pruned(whole, [pair.whole for _, pair in pairs], [], early),
         micro=_pruned(
             micro, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
-            keep=_effects(analysis, chosen),
+            keep=prints,
         ),
         once=Flat(
             [*whole.invars, *early, *chosen.crossing, *last],
-            [pair.whole for i, pair in enumerate(analysis.pairs) if i in chosen.eqns],
+            [pair.whole for i, pair in pairs if i in chosen.eqns],
             [whole.outvars[i] for i in done],
             whole.constvars,
             whole.consts,
@@ -143,9 +146,8 @@ class _Once:
         self._passed, self._outvars = passed, whole.outvars
         self._users: dict[Any, list[Any]] = {}
         for pair in analysis.pairs:
-            for v in pair.whole.invars:
-                if not isinstance(v, core.Literal):
-                    self._users.setdefault(v, []).append(pair.whole)
+            for v in jaxprs.variables(pair.whole.invars):
+                self._users.setdefault(v, []).append(pair.whole)
         self.eqns: set[int] = set()
         self.crossing: dict[Any, None] = {}
         self.last: dict[Any, None] = {}
@@ -190,22 +192,14 @@ class _Once:
         if v not in self._producers:
             return None
         eqn = self._analysis.pairs[self._producers[v]].whole
-        numbers = [
-            x
-            for x in eqn.invars
-            if not isinstance(x, core.Literal) and self._analysis.kind(x).reduced
-        ]
-        if any(self._analysis.kind(x).name == "own" for x in eqn.invars):
+        operands = jaxprs.variables(eqn.invars)
+        numbers = [x for x in operands if self._analysis.kind(x).reduced]
+        own = any(self._analysis.kind(x).name == "own" for x in operands)
+        if own or eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1:
             return None
-        if (
-            eqn.primitive.name not in _ONE_TO_ONE
-            or len(numbers) != 1
-            or numbers[0] in self._available
-        ):
-            return None
-        if numbers[0].aval.size != v.aval.size or not _same_sort(numbers[0], v):
-            return None
-        return numbers[0]
+        (number,) = numbers
+        alike = number.aval.size == v.aval.size and _same_sort(number, v)
+        return number if alike and number not in self._available else None
 
     def taken_wide(self, v: Any) -> bool:
         """Whether everything that runs once on it converts it to a wider dtype first."""
@@ -243,11 +237,6 @@ def _same_sort(one: Any, other: Any) -> bool:
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _effects(analysis: Analysis, chosen: _Once) -> set[int]:
-    pairs = enumerate(analysis.pairs)
-    return {i for i, p in pairs if p.whole.effects and i not in chosen.eqns and p.micro is not None}
-
-
 def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
     """From variables of the whole batch's trace to those of the micro-batch's."""
     micro_of = dict(
@@ -273,14 +262,11 @@ def _pruned(
     keep: Collection[int] = (),
 ) -> Flat:
     """The part of a program that makes these results, of its arguments and ``more``."""
-    needed = {v for v in outs if not isinstance(v, core.Literal)}
+    needed = {*jaxprs.variables(outs)}
     given = {*more}
     kept: list[Any] = []
-    for i, eqn in reversed(list(enumerate(eqns))):
-        if eqn is None:
-            continue
-        wanted = any(v in needed and v not in given for v in eqn.outvars)
-        if wanted or i in keep:
+    for i, eqn in reversed([(i, eqn) for i, eqn in enumerate(eqns) if eqn is not None]):
+        if i in keep or any(v in needed and v not in given for v in eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+            needed.update(jaxprs.variables(eqn.invars))
     return Flat([*flat.invars, *more], kept[::-1], list(outs), flat.constvars, flat.consts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import Kinds, RowKind, together
+from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, together
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -17,8 +17,6 @@ _MOVES = frozenset({
 
 _LINEAR = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
 _SUMS = frozenset({"add", "add_any", "sub", "concatenate", "stack"})
-_SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
-_REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
 def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -40,9 +38,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     if name == "convert_element_type":
         return same if _keeps(eqn, kind) else None
     if kind != "sum":
-        if _SAME.get(name) == kind or (_REDUCES.get(name) == kind):
-            return same
-        return None
+        return same if name == kind or REDUCTIONS.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
     nothing = [k.name == "sum" or k.zero for k in kinds]
     if name in _LINEAR or (name in _SUMS and all(nothing)):

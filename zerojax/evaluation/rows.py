@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
@@ -58,8 +57,7 @@ class ByRows:
         """The reductions that a result needs."""
         made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
         needed = self._needed(self._once, made)
-        read = {v for v in (*self._once, *(v for eqn in needed for v in eqn.invars))
-                if not isinstance(v, core.Literal)}  # fmt: skip
+        read = {*jaxprs.variables((*self._once, *(v for eqn in needed for v in eqn.invars)))}
         if any(self._traced.kind(v) is RowKind.ROWS for v in read):
             raise Undivided("a loop over its rows makes a result that has none")
         return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
@@ -147,13 +145,12 @@ class ByRows:
 
     def _needed(self, targets: Sequence[Any], known: Any) -> list[Any]:
         """The equations that make the targets from what is known, in order."""
-        wanted = {v for v in targets if not isinstance(v, core.Literal)} - set(known)
+        wanted = {*jaxprs.variables(targets)} - set(known)
         found = []
         for pair in reversed(self._traced.pairs):
             if not wanted.isdisjoint(pair.whole.outvars):
                 found.append(pair.whole)
-                inputs = {v for v in pair.whole.invars if not isinstance(v, core.Literal)}
-                wanted |= inputs - set(known)
+                wanted |= {*jaxprs.variables(pair.whole.invars)} - set(known)
         return found[::-1]
 
     def _run(self, targets: Sequence[Any], env: dict[Any, Any], *, part: bool) -> dict[Any, Any]:

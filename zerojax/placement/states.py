@@ -63,12 +63,9 @@ class States:
         return self._wrapped[tx]
 
     def _warn_unused(self) -> None:
-        optimizer, scheduler = self.config.optimizer, self.config.scheduler
-        unused = " and ".join(
-            f"{name} ({given.type})"
-            for name, given in (("optimizer", optimizer), ("scheduler", scheduler))
-            if given is not None
-        )
+        optimizer = self.config.optimizer
+        given = {"optimizer": optimizer, "scheduler": self.config.scheduler}
+        unused = " and ".join(f"{name} ({x.type})" for name, x in given.items() if x is not None)
         if unused:
             remedy = (
                 "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
@@ -144,15 +141,12 @@ class States:
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
                 self.specs,
                 params,
-                is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+                is_leaf=_is_spec,
             )
-            given = jax.tree.leaves(
-                spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
-            )
-        leaves = jax.tree.leaves(params)
+            given = jax.tree.leaves(spread, is_leaf=_is_spec)
         return tuple(
             layout.full(spec or self._spec_of(x), len(x.shape))
-            for spec, x in zip(given, leaves, strict=True)
+            for spec, x in zip(given, jax.tree.leaves(params), strict=True)
         )
 
     def _spec_of(self, x: Any) -> PartitionSpec | None:
@@ -284,6 +278,10 @@ def _array(x: Any) -> Any:
 def _copy(x: Any) -> Any:
     # device_put alone may share memory with an array that lies on one of the devices.
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _same_mesh(a: Any, b: Mesh) -> bool:

@@ -38,18 +38,18 @@ class Analysis(EquationAnalysis):
     """One pass over a step.
 
     Args:
-      whole, micro: the step traced on the whole batch and on a micro-batch.
-      given: the kinds of its arguments.
-      choices: see :class:`Choices`.
-      hopeful: a conflict is noted, and the pass goes on as if it were resolved.
+      whole, micro: The step traced on the whole batch and on a micro-batch.
+      given: The kinds of its arguments.
+      choices: See :class:`Choices`.
+      hopeful: A conflict is noted, and the pass goes on as if it were resolved.
 
     Attributes:
-      pairs: the equations of both traces.
-      kinds: by variable of ``whole``.
-      literals: equations that need the micro-batch's own number of rows.
+      pairs: The equations of both traces.
+      kinds: By variable of ``whole``.
+      literals: Equations that need the micro-batch's own number of rows.
 
     Raises:
-      UnevenError: the two programs differ in more than shapes.
+      UnevenError: The two programs differ in more than shapes.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ class Flat:
     """A program without calls, in the form of an open jaxpr.
 
     Attributes:
-      invars, outvars: as in a jaxpr; results may be literals.
-      eqns: equations in order.
-      constvars, consts: arrays that the program brings along, and their variables.
+      invars, outvars: As in a jaxpr; results may be literals.
+      eqns: Equations in order.
+      constvars, consts: Arrays that the program brings along, and their variables.
     """
 
     invars: list[Any]
@@ -46,8 +46,8 @@ def flatten(closed: Any, learned: Collection[int]) -> Flat:
     mask, is made outside it.
 
     Args:
-      closed: a jaxpr with its constants.
-      learned: positions of the arguments that training changes.
+      closed: A jaxpr with its constants.
+      learned: Positions of the arguments that training changes.
     """
     return _Opener(closed, learned).flat
 

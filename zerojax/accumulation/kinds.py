@@ -21,8 +21,8 @@ class Node:
     """A number made of rows, and what it was made from.
 
     Attributes:
-      key: of the reduction over rows, if it is one.
-      parents: the numbers that it is made from.
+      key: Of the reduction over rows, if it is one.
+      parents: The numbers that it is made from.
     """
 
     key: Any = None
@@ -47,7 +47,7 @@ class Problem:
     """Why a value cannot be made from micro-batches.
 
     Attributes:
-      why: what it does.
+      why: What it does.
       where: "primitive (file:line)".
     """
 
@@ -60,7 +60,7 @@ class RowKind:
     """How a value depends on the rows of the batch.
 
     Attributes:
-      name: one of
+      name: One of
 
         - "fixed": not at all; the same number in every micro-batch and in the whole batch;
         - "rows": entry by entry of dimension ``dim``;
@@ -70,18 +70,18 @@ class RowKind:
         - "whole": made from such numbers of the whole batch;
         - "own": a number of the micro-batch alone, such as its batch statistics;
         - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
-      dim, outer: of "rows", the dimension that holds them, and how many stretches of all rows it
+      dim, outer: Of "rows", the dimension that holds them, and how many stretches of all rows it
         holds one behind the other; None where every row is alike.
-      adds: of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
-      zero: all elements are known to be 0.
+      adds: Of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
+      zero: All elements are known to be 0.
       index: "own" where each row holds its number within the batch, in ``column`` if it holds
         others beside it; "negative" where it holds whether that is below 0; "number" where it
         holds something else made from it.
-      learned: depends on the state of the training.
-      node: the reductions over rows that it is made from.
-      home: the variable of the step itself that holds the value.
-      guarded: the two values between which a number of the whole batch chooses.
-      problem: of "mixed".
+      learned: Depends on the state of the training.
+      node: The reductions over rows that it is made from.
+      home: The variable of the step itself that holds the value.
+      guarded: The two values between which a number of the whole batch chooses.
+      problem: Of "mixed".
     """
 
     name: str

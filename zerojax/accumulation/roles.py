@@ -31,13 +31,13 @@ class Roles:
     """Positions among the flat arguments and results of a step.
 
     Attributes:
-      name: of the step.
-      learned: arguments that training changes: parameters, optimizer state, other state.
-      batch: arguments that are leaves of the batch.
-      state, rest: results that are the state after the step, and those of them that are neither
+      name: Of the step.
+      learned: Arguments that training changes: parameters, optimizer state, other state.
+      batch: Arguments that are leaves of the batch.
+      state, rest: Results that are the state after the step, and those of them that are neither
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
-      paths: what to call each result.
+      paths: What to call each result.
     """
 
     name: str
@@ -110,7 +110,7 @@ def per_micro_batch(
     """The results that each micro-batch makes, and those of them that are averaged.
 
     Raises:
-      ValueError: the state, or a result, would not be that of the whole batch.
+      ValueError: The state, or a result, would not be that of the whole batch.
     """
     passed = {*carry.values()}
     state = {*roles.state}

@@ -27,10 +27,10 @@ class Crossing:
     """A number that micro-batches make together.
 
     Attributes:
-      variable: of the step on the whole batch.
+      variable: Of the step on the whole batch.
       how: "sum", "max", "min", "and" or "or".
-      spec: its spec, if it is a gradient.
-      wide: what follows takes it in a wider floating dtype than the micro-batch makes.
+      spec: Its spec, if it is a gradient.
+      wide: What follows takes it in a wider floating dtype than the micro-batch makes.
     """
 
     variable: Any
@@ -44,15 +44,15 @@ class Split:
     """The programs of a step under accumulation, all on the step's own arguments and more.
 
     Attributes:
-      first: on the whole batch; makes ``n_first`` numbers that follow from the batch alone.
-      micro: for each micro-batch; takes those numbers behind its arguments, and makes
+      first: On the whole batch; makes ``n_first`` numbers that follow from the batch alone.
+      micro: For each micro-batch; takes those numbers behind its arguments, and makes
         ``crossing``, the numbers of the last micro-batch that ``once`` needs, ``stacked`` and
         ``carry``.
-      once: takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
-      n_first, n_last: how many there are.
-      stacked: positions among the step's results that each micro-batch makes.
-      carry: positions among the arguments that each micro-batch makes for the next.
-      done: positions among the results that ``once`` makes.
+      once: Takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
+      n_first, n_last: How many there are.
+      stacked: Positions among the step's results that each micro-batch makes.
+      carry: Positions among the arguments that each micro-batch makes for the next.
+      done: Positions among the results that ``once`` makes.
     """
 
     first: Flat
@@ -78,12 +78,12 @@ def split(
     """Splits a step.
 
     Args:
-      whole, micro: traced on the whole batch and on a micro-batch.
-      analysis: of them.
-      first: variables made from the batch alone.
-      stacked: positions of results that each micro-batch makes.
-      carry: by position among the arguments, the variable that holds it for the next micro-batch.
-      wants: the specs of gradients, by variable.
+      whole, micro: Traced on the whole batch and on a micro-batch.
+      analysis: Of them.
+      first: Variables made from the batch alone.
+      stacked: Positions of results that each micro-batch makes.
+      carry: By position among the arguments, the variable that holds it for the next micro-batch.
+      wants: The specs of gradients, by variable.
     """
     producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
     early = [v for v in producers if v in first]

@@ -23,7 +23,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     """The same kind of reduction, if the result of this equation is one; else None.
 
     Args:
-      kinds: of the operands, all of them "fixed" or reductions, at least one a reduction.
+      kinds: Of the operands, all of them "fixed" or reductions, at least one a reduction.
     """
     name = eqn.primitive.name
     names = {k.name for k in kinds if k.reduced}

@@ -75,8 +75,7 @@ class BatchPlacer:
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
-        self._axis, self.devices = axis, mesh.shape[axis]
-        self._mesh = mesh
+        self._mesh, self._axis, self.devices = mesh, axis, mesh.shape[axis]
         self._by_row, self._replicated = self._of(axis), self._of()
 
     def _of(self, *entries: str | None) -> NamedSharding:
@@ -87,9 +86,8 @@ class BatchPlacer:
         return self._by_row if even else self._replicated
 
     def place(self, batch: Any, division: Division | None) -> Any:
-        """Puts a batch on the devices, filled up with copies of its last row where it is division.
-
-        Undivided, arrays whose rows do not divide go to every device."""
+        """Puts a batch on the devices: a divided one filled up with copies of its last row, of
+        another one the arrays whose rows do not divide on every device."""
 
         def put(x: Any) -> jax.Array:
             if division is not None and np.ndim(x) and division.padded != division.rows:

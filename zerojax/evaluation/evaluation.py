@@ -33,24 +33,20 @@ class Evaluation(Decorated[P, R]):
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
-            out: Any = self._run(args, kwargs, names)
+            subject, call = self._opened(args, kwargs)
+            self._check(subject, call)
+            explicit = Explicit.of(names, call.batch)
+            if explicit:
+                call = self._relabelled(call)
+            program = self._program(subject, call.form, explicit)
+            out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
+            if any(x is not None for x in changed):
+                subject.update(changed)
+            program.function.bring_up_to_date(call)
+            out = returned(out, call.objects)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-        subject, call = self._opened(args, kwargs)
-        self._check(subject, call)
-        explicit = Explicit.of(names, call.batch)
-        if explicit:
-            given = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
-            call = call._replace(**relabelled(given, self._states.mesh))
-        program = self._program(subject, call.form, explicit)
-        out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
-        if any(x is not None for x in changed):
-            subject.update(changed)
-        program.function.bring_up_to_date(call)
-        return returned(out, call.objects)
 
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -131,6 +131,7 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
+        """How a state lies over the devices."""
         return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
@@ -162,20 +163,16 @@ class States:
         """The state that ``create(*args)`` makes, with no device ever holding more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
-            return self._born(create, relabelled(args, self.mesh), explicit)
-
-    def _born(
-        self, create: Callable[..., Any], args: Sequence[Any], explicit: tuple[str, ...]
-    ) -> Any:
-        make, opened = self._maker(create, explicit)
-        shapes = jax.eval_shape(make, *args)
-        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
-        if offloads(self.config):
-            check_memories(self.config, self.mesh)
-            parts = self.placer.born(make, args, plan, shapes)
-        else:
-            parts = jax.jit(make, out_shardings=plan.shardings())(*args)
-        return opened[-1].close(parts, opened[-1].tx)
+            args = relabelled(args, self.mesh)
+            make, opened = self._maker(create, explicit)
+            shapes = jax.eval_shape(make, *args)
+            plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+            if offloads(self.config):
+                check_memories(self.config, self.mesh)
+                parts = self.placer.born(make, args, plan, shapes)
+            else:
+                parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+            return opened[-1].close(parts, opened[-1].tx)
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""

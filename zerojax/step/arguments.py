@@ -155,7 +155,7 @@ class Arguments:
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords in the order of the function's parameters, unknown ones last."""
         known = [p.name for p in self._parameters if p.name in kwargs]
-        return {name: kwargs[name] for name in (*known, *(k for k in kwargs if k not in known))}
+        return {name: kwargs[name] for name in known} | kwargs
 
     def _positional(self) -> list[str]:
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -10,10 +10,11 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
+from zerojax.devices.mesh import relabelled
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments, is_train_state
-from zerojax.step.call import Form, Rearranged
+from zerojax.step.call import Call, Form, Rearranged
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -54,6 +55,11 @@ class Decorated(abc.ABC, Generic[P, R]):
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         return next(self.programs(*args, **kwargs)).lowered
+
+    def _relabelled(self, call: Call) -> Call:
+        """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""
+        arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
+        return call._replace(**relabelled(arrays, self._states.mesh))
 
     def _compiled(
         self,

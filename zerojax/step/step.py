@@ -65,8 +65,7 @@ class Step(Decorated[P, R]):
         with automatic_context(mesh) as names:
             explicit = Explicit.of(names, call.batch)
             if explicit:
-                batch, more = relabelled((call.batch, (call.args, call.kwargs)), mesh)
-                call = call._replace(batch=batch, args=more[0], kwargs=more[1])
+                call = self._relabelled(call)
             state, out = self._run(call, explicit)
         if explicit:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
@@ -82,7 +81,12 @@ class Step(Decorated[P, R]):
         program, parts, recognized = self._begin(call, explicit)
         layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
-        _check_alive(parts.step)
+        if parts.step.is_deleted():
+            raise ValueError(
+                "this state was passed to an earlier step, which took over its memory: go on with "
+                "the state that the step returned, or keep both with "
+                "zerojax.zero(..., donate=False)."
+            )
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
         layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
@@ -198,12 +202,4 @@ def _check_concrete(name: str, tree: Any) -> None:
             "eval_shape: it is compiled as a whole, places its state and cannot be part of another "
             "program. Call it in a plain Python loop; what is to be compiled with it goes into "
             "its body, and shapes come from its lower()."
-        )
-
-
-def _check_alive(step: jax.Array) -> None:
-    if step.is_deleted():
-        raise ValueError(
-            "this state was passed to an earlier step, which took over its memory: go on with the "
-            "state that the step returned, or keep both with zerojax.zero(..., donate=False)."
         )

@@ -134,7 +134,7 @@ class MicroBatches:
         split, run, k = self.split, self._inserter, self._k
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         first: list[Any] = []
-        if split.n_first:
+        if split.first.outvars:
             whole = list(args)
             for i in rows:
                 whole[i] = args[i].reshape(-1, *args[i].shape[2:])

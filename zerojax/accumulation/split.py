@@ -44,12 +44,12 @@ class Split:
     """The programs of a step under accumulation, all on the step's own arguments and more.
 
     Attributes:
-      first: On the whole batch; makes ``n_first`` numbers that follow from the batch alone.
+      first: On the whole batch; makes the numbers that follow from the batch alone.
       micro: For each micro-batch; takes those numbers behind its arguments, and makes
         ``crossing``, the numbers of the last micro-batch that ``once`` needs, ``stacked`` and
         ``carry``.
       once: Takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
-      n_first, n_last: How many there are.
+      n_last: How many of the last ones there are.
       stacked: Positions among the step's results that each micro-batch makes.
       carry: Positions among the arguments that each micro-batch makes for the next.
       done: Positions among the results that ``once`` makes.
@@ -59,7 +59,6 @@ class Split:
     micro: Flat
     once: Flat
     crossing: list[Crossing]
-    n_first: int
     n_last: int
     stacked: list[int]
     carry: list[int]
@@ -121,7 +120,6 @@ def split(
             whole.consts,
         ),
         crossing=crossing,
-        n_first=len(early),
         n_last=len(last),
         stacked=list(stacked),
         carry=list(carry),

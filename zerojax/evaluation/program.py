@@ -222,7 +222,15 @@ class EvaluationProgram:
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
-        state = self._entering(values, execution)
+        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        given = [
+            # Division as at rest, else XLA gathers first and casts then.
+            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
+            if x is not None and i < cast_here
+            else x
+            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
+        ]
+        state = enter(self._inserter, self._plan, self._leaves, given, self._reader)
         if execution.division is None:
             traced = self._traced(batch, arrays, static)
             outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
@@ -232,18 +240,6 @@ class EvaluationProgram:
         out, changed = jax.tree.unflatten(structure, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
         return out, [None if x is None else keep(x) for x, keep in pairs]
-
-    def _entering(self, values: list[Any], execution: Execution) -> list[Any]:
-        """The state's arrays for the inserter; None for what the function does not read."""
-        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
-        given = [
-            # Division as at rest, else XLA gathers first and casts then.
-            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
-            if x is not None and i < cast_here
-            else x
-            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
-        ]
-        return enter(self._inserter, self._plan, self._leaves, given, self._reader)
 
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division

@@ -108,12 +108,10 @@ class TwoTraces:
 
     def _match(self, eqn: Any, other: Any) -> bool:
         def same(a: Any, b: Any) -> bool:
-            if isinstance(a, core.Literal) and isinstance(b, core.Literal):
-                # Outside loops those of the whole batch are taken.
+            literals = [isinstance(x, core.Literal) for x in (a, b)]
+            if all(literals):  # outside loops those of the whole batch are taken
                 return not self._inside or _equal(a.val, b.val)
-            if isinstance(a, core.Literal) or isinstance(b, core.Literal):
-                return False
-            return self._same.get(a) is b
+            return not any(literals) and self._same.get(a) is b
 
         return (
             eqn.primitive is other.primitive

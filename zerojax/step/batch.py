@@ -122,10 +122,13 @@ class BatchLayout:
 
     def _place(self, x: Any) -> jax.Array:
         sharding = self._sharding(x)
-        if not np.ndim(x):
-            return jax.device_put(x, sharding)
-        if self.accumulation > 1:
+        if self.accumulation > 1 and np.ndim(x):
             x = x.reshape(self._divided(x.shape))
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        return jax.device_put(x, sharding)
+        return put(x, sharding)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array where ``sharding`` has it; the array itself if it lies there already."""
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    return jax.device_put(x, sharding)

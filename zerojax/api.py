@@ -75,10 +75,8 @@ class Zero:
             follow.
         """
         arguments = Arguments(train_step, static_argnums, static_argnames, batch_argnums)
-        guard = None
-        if self._check_memory:
-            guard = Guard(self.config, self.mesh, self.states.axis, self._other)
-        return Step(arguments, self.states, self._donate, guard)
+        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        return Step(arguments, self.states, self._donate, guard if self._check_memory else None)
 
     def evaluate(
         self,

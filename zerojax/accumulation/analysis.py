@@ -82,7 +82,6 @@ class Analysis(EquationAnalysis):
         matched: list[EquationPair],
     ) -> Kinds:
         """Interprets a program; the kinds of its results."""
-        top = not path
         for w, m in zip(whole.constvars, micro.constvars, strict=True):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(whole.invars, given, strict=True))
@@ -98,7 +97,7 @@ class Analysis(EquationAnalysis):
             later = backward or jaxprs.is_transposed(eqn)
             outs = self._equation(pair, kinds, here, later)
             for v, kind in zip(eqn.outvars, outs, strict=True):
-                if top:
+                if not path:  # the step itself
                     kind = FIXED if v in self.choices.first else kind.but(home=v)
                 env[v] = kind
             if any(k.name == "own" or k.index for k in outs):

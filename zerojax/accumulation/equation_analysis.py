@@ -29,7 +29,7 @@ class Conflict:
 
     Attributes:
       kind: Of the number.
-      backward: It does so in the backward pass.
+      backward: The equation belongs to the backward pass.
       where: The equation.
     """
 

@@ -83,9 +83,8 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
 
 def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Any]:
     """State that each micro-batch hands to the next: what the batch alone changes (batch
-    statistics), and keys. By position among the arguments, the variable that holds it.
-
-    ``rest`` has the positions that :class:`Roles` says."""
+    statistics), and keys. The variable that holds a part of that state, by the part's position
+    among the arguments; ``rest`` as in :class:`Roles`."""
     carry: dict[int, Any] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
@@ -178,9 +177,8 @@ def _some(places: Sequence[str]) -> str:
 def _feeds_noise(flat: Any, start: Any) -> bool:
     """Whether an argument is a key, or a number that keys are made from."""
     dtype = start.aval.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start})
+    key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return key or (dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start}))
 
 
 def _reaches_noise(eqns: Sequence[Any], reached: set[Any]) -> bool:

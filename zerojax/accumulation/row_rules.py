@@ -155,8 +155,7 @@ def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
-    layout = layout.but(dim=layout.dim + (along <= layout.dim))
-    return _beside(eqn, kinds, layout, along)
+    return _beside(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
 
 
 def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -211,9 +210,8 @@ def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds)
-    core = min(2, eqn.invars[0].aval.ndim)
-    return layout if layout is not None and layout.dim < eqn.invars[0].aval.ndim - core else None
+    layout, before = agreed(kinds), eqn.invars[0].aval.ndim - 2
+    return layout if layout is not None and layout.dim < before else None
 
 
 def _fft(eqn: Any, kinds: Kinds) -> RowKind | None:

@@ -29,8 +29,8 @@ class Crossing:
     Attributes:
       variable: Of the step on the whole batch.
       how: "sum", "max", "min", "and" or "or".
-      spec: Its spec, if it is a gradient.
-      wide: What follows takes it in a wider floating dtype than the micro-batch makes.
+      spec: The spec of a gradient; None for other numbers.
+      wide: What follows takes the number in a wider floating dtype than the micro-batch makes.
     """
 
     variable: Any

@@ -32,9 +32,8 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = names
     both = together(kinds)
     same = RowKind(kind, **both)
-    first = kinds[0]
     if name in _MOVES or name in ("dynamic_slice", "gather"):
-        return same if first.reduced and not any(k.reduced for k in kinds[1:]) else None
+        return same if kinds[0].reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
         return same if _keeps(eqn, kind) else None
     if kind != "sum":

@@ -161,20 +161,16 @@ class EvaluationProgram:
             try:
                 self._by_rows(batch, arrays, static, wanted)
             except Undivided as reason:
+                instead = f"not in {wanted.times} micro-batches of {wanted.part}"
+                if wanted.times == 1:
+                    instead = f"on every device, as they do not divide among {wanted.devices}"
                 if wanted.rows > 1:
-                    self._say(wanted, reason)
+                    logging.getLogger("zerojax").warning(
+                        "evaluate: %s runs on all %d rows at once, %s: %s.",
+                        self.function.__name__, wanted.rows, instead, reason,
+                    )  # fmt: skip
                 wanted = None
         return Execution(used, wanted)
-
-    def _say(self, wanted: Division, reason: Undivided) -> None:
-        if wanted.times > 1:
-            instead = f"not in {wanted.times} micro-batches of {wanted.part}"
-        else:
-            instead = f"on every device, as they do not divide among {wanted.devices}"
-        logging.getLogger("zerojax").warning(
-            "evaluate: %s runs on all %d rows at once, %s: %s.",
-            self.function.__name__, wanted.rows, instead, reason,
-        )  # fmt: skip
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:

@@ -74,16 +74,9 @@ class Zero:
           ValueError: The step has no such arguments, or its jit has an option that zerojax cannot
             follow.
         """
-        arguments = Arguments(
-            train_step,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            batch_argnums=batch_argnums,
-        )
-        guard = None
-        if self._check_memory:
-            guard = Guard(self.config, self.mesh, self.states.axis, self._other)
-        return Step(arguments, self.states, self._donate, guard)
+        arguments = Arguments(train_step, static_argnums, static_argnames, batch_argnums)
+        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        return Step(arguments, self.states, self._donate, guard if self._check_memory else None)
 
     def evaluate(
         self,
@@ -125,12 +118,7 @@ class Zero:
           >>> predict(state, np.ones((13, 8))).shape
           (13, 4)
         """
-        arguments = Arguments(
-            function,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            batch_argnums=batch_argnums,
-        )
+        arguments = Arguments(function, static_argnums, static_argnames, batch_argnums)
         return Evaluation(arguments, self.states)
 
     def _other(
@@ -284,12 +272,7 @@ def zero(
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
     if check_finite is not None:
-        resolved = _checking(resolved, check_finite)
+        notes = tuple(note for note in resolved.notes if note.key != "check_finite")
+        resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
     devices = all_devices() if mesh is None else mesh
     return Zero(resolved, devices, specs, donate, check_memory)
-
-
-def _checking(config: ZeroConfig, check_finite: bool) -> ZeroConfig:
-    """A config with another ``check_finite``."""
-    notes = tuple(note for note in config.notes if note.key != "check_finite")
-    return dataclasses.replace(config, check_finite=check_finite, notes=notes)

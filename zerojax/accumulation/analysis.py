@@ -38,18 +38,18 @@ class Analysis(EquationAnalysis):
     """One pass over a step.
 
     Args:
-      whole, micro: the step traced on the whole batch and on a micro-batch.
-      given: the kinds of its arguments.
-      choices: see :class:`Choices`.
-      hopeful: a conflict is noted, and the pass goes on as if it were resolved.
+      whole, micro: The step traced on the whole batch and on a micro-batch.
+      given: The kinds of its arguments.
+      choices: See :class:`Choices`.
+      hopeful: A conflict is noted, and the pass goes on as if it were resolved.
 
     Attributes:
-      pairs: the equations of both traces.
-      kinds: by variable of ``whole``.
-      literals: equations that need the micro-batch's own number of rows.
+      pairs: The equations of both traces.
+      kinds: By variable of ``whole``.
+      literals: Equations that need the micro-batch's own number of rows.
 
     Raises:
-      UnevenError: the two programs differ in more than shapes.
+      UnevenError: The two programs differ in more than shapes.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Analysis(EquationAnalysis):
         matched: list[EquationPair],
     ) -> Kinds:
         """Interprets a program; the kinds of its results."""
-        top = not path
         for w, m in zip(whole.constvars, micro.constvars, strict=True):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(whole.invars, given, strict=True))
@@ -98,7 +97,7 @@ class Analysis(EquationAnalysis):
             later = backward or jaxprs.is_transposed(eqn)
             outs = self._equation(pair, kinds, here, later)
             for v, kind in zip(eqn.outvars, outs, strict=True):
-                if top:
+                if not path:  # the step itself
                     kind = FIXED if v in self.choices.first else kind.but(home=v)
                 env[v] = kind
             if any(k.name == "own" or k.index for k in outs):
@@ -129,15 +128,10 @@ class Analysis(EquationAnalysis):
 
     def _within(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """An equation with programs inside, which meet rows of the batch."""
-        eqn, micro = pair
-        if eqn.primitive is prims.scan_p:
-            return self._scan(pair, kinds, path, backward)
-        if eqn.primitive is prims.while_p:
-            return self._while(pair, kinds, path, backward)
-        if eqn.primitive is prims.cond_p:
-            return self._cond(pair, kinds, path, backward)
-        inner = [jaxprs.called(e) for e in (eqn, micro)]
-        return self._body(inner, kinds, path, backward)
+        inside = {prims.scan_p: self._scan, prims.while_p: self._while, prims.cond_p: self._cond}
+        if run := inside.get(pair.whole.primitive):
+            return run(pair, kinds, path, backward)
+        return self._body(map(jaxprs.called, pair), kinds, path, backward)
 
     def _body(
         self,
@@ -219,8 +213,7 @@ class Analysis(EquationAnalysis):
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):
-            why = "chooses what to do with the rows by a number made of all rows"
-            return refused(eqn, why)
+            return refused(eqn, "chooses what to do with the rows by a number made of all rows")
         both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
         branches = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
         outs = branches[0]

@@ -28,9 +28,9 @@ class Conflict:
     """A number made of all rows that goes back into the rows.
 
     Attributes:
-      kind: of the number.
-      backward: it does so in the backward pass.
-      where: the equation.
+      kind: Of the number.
+      backward: The equation belongs to the backward pass.
+      where: The equation.
     """
 
     kind: RowKind
@@ -43,8 +43,8 @@ class Choices:
     """What is known of a step's numbers of all rows.
 
     Attributes:
-      first: variables that follow from the batch alone, and are made before the micro-batches.
-      own: reductions that each micro-batch makes for itself.
+      first: Variables that follow from the batch alone, and are made before the micro-batches.
+      own: Reductions that each micro-batch makes for itself.
     """
 
     first: set[Any] = field(default_factory=set)
@@ -55,15 +55,15 @@ class EquationAnalysis:
     """The kinds that equations make of kinds, and what is noted on the way.
 
     Args:
-      rows: of the whole batch.
-      choices: see :class:`Choices`.
-      hopeful: a conflict is noted, and the pass goes on as if it were resolved.
+      rows: Of the whole batch.
+      choices: See :class:`Choices`.
+      hopeful: A conflict is noted, and the pass goes on as if it were resolved.
 
     Attributes:
-      conflicts: in order.
-      drawn: where noise is drawn in the batch's shape.
-      owners: where the forward pass makes numbers that are a micro-batch's own.
-      backward: by reduction over rows, whether the backward pass makes it.
+      conflicts: In order.
+      drawn: Where noise is drawn in the batch's shape.
+      owners: Where the forward pass makes numbers that are a micro-batch's own.
+      backward: By reduction over rows, whether the backward pass makes it.
     """
 
     def __init__(self, rows: int, choices: Choices, hopeful: bool) -> None:
@@ -196,7 +196,7 @@ class EquationAnalysis:
             return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
         adds = eqn.primitive.name in ("add", "add_any", "scatter-add", "scatter_add")
         numbers = [k for k in kinds if k.needs_whole]
-        if adds and len(numbers) == 1 and (numbers[0].name == "sum"):
+        if adds and [k.name for k in numbers] == ["sum"]:
             return [numbers[0].but(home=None, **both)]
         return refused(eqn, "loops over the rows and carries numbers along")
 

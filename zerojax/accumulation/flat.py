@@ -27,9 +27,9 @@ class Flat:
     """A program without calls, in the form of an open jaxpr.
 
     Attributes:
-      invars, outvars: as in a jaxpr; results may be literals.
-      eqns: equations in order.
-      constvars, consts: arrays that the program brings along, and their variables.
+      invars, outvars: As in a jaxpr; results may be literals.
+      eqns: Equations in order.
+      constvars, consts: Arrays that the program brings along, and their variables.
     """
 
     invars: list[Any]
@@ -46,8 +46,8 @@ def flatten(closed: Any, learned: Collection[int]) -> Flat:
     mask, is made outside it.
 
     Args:
-      closed: a jaxpr with its constants.
-      learned: positions of the arguments that training changes.
+      closed: A jaxpr with its constants.
+      learned: Positions of the arguments that training changes.
     """
     return _Opener(closed, learned).flat
 
@@ -107,15 +107,14 @@ class _Opener:
         learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
         counted: set[Any] = set()  # numbers that reductions make
         for each in inner.eqns:
-            operands = [v for v in each.invars if not isinstance(v, core.Literal)]
-            if any(v in learned for v in operands):
+            if not learned.isdisjoint(jaxprs.variables(each.invars)):
                 learned.update(each.outvars)
             elif len(each.outvars) == 1 and (_reduces(each) or _small(each, counted)):
                 counted.update(each.outvars)
         numbers: dict[Any, None] = {}
         for each in inner.eqns:
             if counted.isdisjoint(each.outvars):
-                operands = [v for v in each.invars if not isinstance(v, core.Literal)]
+                operands = jaxprs.variables(each.invars)
                 numbers.update(dict.fromkeys(v for v in operands if v in counted))
         if not numbers:
             return eqn, values
@@ -140,7 +139,7 @@ def _reduces(eqn: Any) -> bool:
 
 def _small(eqn: Any, counted: Collection[Any]) -> bool:
     """Whether it makes one number of each of those ``counted`` that it is given."""
-    given = [v.aval.size for v in eqn.invars if not isinstance(v, core.Literal) and v in counted]
+    given = [v.aval.size for v in jaxprs.variables(eqn.invars) if v in counted]
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 

@@ -21,15 +21,15 @@ class Node:
     """A number made of rows, and what it was made from.
 
     Attributes:
-      key: of the reduction over rows, if it is one.
-      parents: the numbers that it is made from.
+      key: The path of the reduction over rows that makes the number; None where none does.
+      parents: The numbers that this one is made from.
     """
 
     key: Any = None
     parents: tuple[Node, ...] = ()
 
     def roots(self) -> set[Any]:
-        """Keys of all reductions over rows that it is made from."""
+        """Keys of all reductions over rows that the number is made from."""
         roots, seen, left = set(), {id(self)}, [self]
         while left:
             node = left.pop()
@@ -47,7 +47,7 @@ class Problem:
     """Why a value cannot be made from micro-batches.
 
     Attributes:
-      why: what it does.
+      why: What the equation does, a verb first: "combines rows of the batch with each other".
       where: "primitive (file:line)".
     """
 
@@ -60,7 +60,7 @@ class RowKind:
     """How a value depends on the rows of the batch.
 
     Attributes:
-      name: one of
+      name: One of
 
         - "fixed": not at all; the same number in every micro-batch and in the whole batch;
         - "rows": entry by entry of dimension ``dim``;
@@ -70,18 +70,18 @@ class RowKind:
         - "whole": made from such numbers of the whole batch;
         - "own": a number of the micro-batch alone, such as its batch statistics;
         - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
-      dim, outer: of "rows", the dimension that holds them, and how many stretches of all rows it
+      dim, outer: Of "rows", the dimension that holds them, and how many stretches of all rows it
         holds one behind the other; None where every row is alike.
-      adds: of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
-      zero: all elements are known to be 0.
+      adds: Of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
+      zero: All elements are known to be 0.
       index: "own" where each row holds its number within the batch, in ``column`` if it holds
         others beside it; "negative" where it holds whether that is below 0; "number" where it
         holds something else made from it.
-      learned: depends on the state of the training.
-      node: the reductions over rows that it is made from.
-      home: the variable of the step itself that holds the value.
-      guarded: the two values between which a number of the whole batch chooses.
-      problem: of "mixed".
+      learned: Depends on the state of the training.
+      node: The reductions over rows that the value is made from.
+      home: The variable of the step itself that holds the value.
+      guarded: The two values between which a number of the whole batch chooses.
+      problem: Of "mixed".
     """
 
     name: str
@@ -107,12 +107,12 @@ class RowKind:
 
     @property
     def needs_whole(self) -> bool:
-        """Whether its number is known once all micro-batches are done."""
+        """Whether the number is known once all micro-batches are done."""
         return self.reduced or self.name == "whole"
 
     @property
     def added(self) -> RowKind:
-        """What it is once the micro-batches are done."""
+        """The kind of the value once the micro-batches are done."""
         return self.but(name="sum", adds=False) if self.adds else self
 
     def but(self, **changes: Any) -> RowKind:
@@ -130,7 +130,7 @@ def mixed(why: str, where: str) -> RowKind:
 
 
 def together(kinds: Kinds) -> dict[str, Any]:
-    """What a value has of everything that it is made from: ``learned`` and ``node``."""
+    """What a value has of everything that made it: ``learned`` and ``node``."""
     nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
     node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
     return {"learned": any(k.learned for k in kinds), "node": node}
@@ -154,7 +154,7 @@ def agreed(kinds: Kinds) -> RowKind | None:
 def join(one: RowKind, other: RowKind, where: str) -> RowKind:
     """A value that is one or the other, as what a loop carries."""
     both = together([one, other])
-    if one.name == other.name == "mixed" or one.name == "mixed":
+    if one.name == "mixed":
         return one
     if other.name == "mixed":
         return other

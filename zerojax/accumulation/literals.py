@@ -38,24 +38,19 @@ def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     eqn = micro
     if any(changes[name] is not micro.params[name] for name in changes):
         eqn = eqn.replace(params=micro.params | changes)
-    if path in analysis.literals:
-        return eqn
     atoms = list(zip(whole.invars, micro.invars, strict=True))
-    if not any(_differ(w, m) for w, m in atoms):
+    if path in analysis.literals or not any(_differ(w, m) for w, m in atoms):
         return eqn
     return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])
 
 
 def _body(whole: Any, micro: Any, path: Path, analysis: Analysis) -> Any:
     inside, outside = jaxprs.open_jaxpr(micro)[0], jaxprs.open_jaxpr(whole)[0]
-    eqns = []
-    for i, pair in enumerate(pairs(outside.eqns, inside.eqns)):
-        if pair.micro is not None:
-            eqns.append(_equation(pair, (*path, i), analysis))
+    both = enumerate(pairs(outside.eqns, inside.eqns))
+    eqns = [_equation(pair, (*path, i), analysis) for i, pair in both if pair.micro is not None]
     if all(new is old for new, old in zip(eqns, inside.eqns, strict=True)):
         return micro
-    changed = inside.replace(eqns=eqns)
-    return jaxprs.with_body(micro, changed)
+    return jaxprs.with_body(micro, inside.replace(eqns=eqns))
 
 
 def _differ(whole: Any, micro: Any) -> bool:

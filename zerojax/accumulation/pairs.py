@@ -13,8 +13,8 @@ class EquationPair(NamedTuple):
     """One equation in both.
 
     Attributes:
-      whole: on the whole batch.
-      micro: on a micro-batch; None where a micro-batch of one row needs no such equation.
+      whole: On the whole batch.
+      micro: On a micro-batch; None where a micro-batch of one row needs no such equation.
     """
 
     whole: Any
@@ -29,7 +29,7 @@ def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[EquationPair]:
     """The equations of both programs, matched.
 
     Raises:
-      UnevenError: they differ in more than shapes.
+      UnevenError: They differ in more than shapes.
     """
     left = iter(micro)
     here = next(left, None)

@@ -5,6 +5,7 @@ As in :mod:`zerojax.accumulation.row_rules`, which has them in its table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zerojax.accumulation.kinds import Kinds, RowKind, agreed, together
@@ -81,17 +82,18 @@ def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
             return None
         return operand.but(dim=batch[at], zero=False, **both)
     if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
-        window = [
-            i
-            for i in range(len(shape))
-            if i not in dn.collapsed_slice_dims and i not in dn.operand_batching_dims
-        ]
         if indices.rows:
             return None
+        window = _window(len(shape), dn.collapsed_slice_dims, dn.operand_batching_dims)
         return operand.but(dim=dn.offset_dims[window.index(d)], zero=False, **both)
     if d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d)):
         return operand.but(dim=batch[indices.dim], zero=False, **both)
     return None
+
+
+def _window(ndim: int, left_out: Sequence[int], batching: Sequence[int]) -> list[int]:
+    """The operand's dimensions that each slice has."""
+    return [d for d in range(ndim) if d not in left_out and d not in batching]
 
 
 def _at_its_own(indices: RowKind, column: int) -> bool:
@@ -120,11 +122,8 @@ def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
             indices, dn.scatter_dims_to_operand_dims.index(d)
         )
         return layout if own else None
-    window = [
-        i
-        for i in range(eqn.invars[0].aval.ndim)
-        if i not in dn.inserted_window_dims and i not in dn.operand_batching_dims
-    ]
+    ndim = eqn.invars[0].aval.ndim
+    window = _window(ndim, dn.inserted_window_dims, dn.operand_batching_dims)
     at = dn.update_window_dims[window.index(d)]
     whole = eqn.invars[2].aval.shape[at] == eqn.invars[0].aval.shape[d]
     beside = not indices.rows and (not updates.rows or updates.dim == at)

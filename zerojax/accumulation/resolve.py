@@ -22,12 +22,12 @@ def analyse(
       what the backward pass makes for it.
 
     Args:
-      whole, micro: the step traced on the whole batch and on a micro-batch.
-      given: the kinds of its arguments.
-      rest: positions among the results of the state beside parameters and optimizer.
+      whole, micro: The step traced on the whole batch and on a micro-batch.
+      given: The kinds of its arguments.
+      rest: Positions among the results of the state beside parameters and optimizer.
 
     Raises:
-      UnevenError: the two programs differ in more than shapes.
+      UnevenError: The two programs differ in more than shapes.
     """
     choices = Choices()
     while True:

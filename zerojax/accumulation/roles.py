@@ -20,7 +20,6 @@ from zerojax.xla import jaxprs
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
-
 _RESULTS_REMEDY = (
     "Return the sums or means that it follows from, or a number for each row, and finish it "
     "outside the step; or set gradient_accumulation_steps to 1."
@@ -32,13 +31,13 @@ class Roles:
     """Positions among the flat arguments and results of a step.
 
     Attributes:
-      name: of the step.
-      learned: arguments that training changes: parameters, optimizer state, other state.
-      batch: arguments that are leaves of the batch.
-      state, rest: results that are the state after the step, and those of them that are neither
+      name: Of the step.
+      learned: Arguments that training changes: parameters, optimizer state, other state.
+      batch: Arguments that are leaves of the batch.
+      state, rest: Results that are the state after the step, and those of them that are neither
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
-      paths: what to call each result.
+      paths: What to call each result.
     """
 
     name: str
@@ -61,10 +60,8 @@ class Roles:
 
 def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
     """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
-    sizes = [len(jax.tree.leaves(part)) for part in given]
-    ends = list(itertools.accumulate(sizes))
-    start = ends[2]
-    rest = list(range(start, ends[3]))
+    ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
+    rest = range(ends[2], ends[3])
     paths = [
         "state." + field + jax.tree_util.keystr(path)
         for field, part in zip(Parts._fields, results[0], strict=True)
@@ -86,9 +83,8 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
 
 def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Any]:
     """State that each micro-batch hands to the next: what the batch alone changes (batch
-    statistics), and keys. By position among the arguments, the variable that holds it.
-
-    ``rest`` has the positions that :class:`Roles` says."""
+    statistics), and keys. The variable that holds a part of that state, by the part's position
+    among the arguments; ``rest`` as in :class:`Roles`."""
     carry: dict[int, Any] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
@@ -100,7 +96,7 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
         if kind.name == "own" or (kind.name == "fixed" and key):
             carry[i] = out
         elif kind.guarded:
-            new = [v for v in kind.guarded if not isinstance(v, core.Literal) and v is not given]
+            new = [v for v in jaxprs.variables(kind.guarded) if v is not given]
             own = [v for v in new if analysis.kind(v).name == "own"]
             if own or (key and len(new) == 1):
                 carry[i] = (own or new)[0]
@@ -113,7 +109,7 @@ def per_micro_batch(
     """The results that each micro-batch makes, and those of them that are averaged.
 
     Raises:
-      ValueError: the state, or a result, would not be that of the whole batch.
+      ValueError: The state, or a result, would not be that of the whole batch.
     """
     passed = {*carry.values()}
     state = {*roles.state}
@@ -181,9 +177,8 @@ def _some(places: Sequence[str]) -> str:
 def _feeds_noise(flat: Any, start: Any) -> bool:
     """Whether an argument is a key, or a number that keys are made from."""
     dtype = start.aval.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start})
+    key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return key or (dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start}))
 
 
 def _reaches_noise(eqns: Sequence[Any], reached: set[Any]) -> bool:

@@ -102,20 +102,11 @@ def _squeeze(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """All of the dimension of rows, or whole stretches."""
     (kind,) = kinds
-    n = eqn.invars[0].aval.shape[kind.dim]
-    strides = param(eqn, "strides")
-    return _stretch(
-        kind,
-        n,
-        param(eqn, "start_indices")[kind.dim],
-        param(eqn, "limit_indices")[kind.dim],
-        1 if strides is None else strides[kind.dim],
-    )
-
-
-def _stretch(kind: RowKind, n: int, start: int, limit: int, stride: int = 1) -> RowKind | None:
-    """Part of the dimension of rows: all of it, or whole stretches."""
+    n, strides = eqn.invars[0].aval.shape[kind.dim], param(eqn, "strides")
+    start, limit = (param(eqn, f"{end}_indices")[kind.dim] for end in ("start", "limit"))
+    stride = 1 if strides is None else strides[kind.dim]
     if (start, limit, stride) == (0, n, 1):
         return kind
     if kind.outer is None:
@@ -139,8 +130,10 @@ def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
 def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout = agreed(kinds)
     along = param(eqn, "dimension")
-    if layout is None or along != layout.dim:
-        return layout if layout is None else _beside(eqn, kinds, layout, along)
+    if layout is None:
+        return None
+    if along != layout.dim:
+        return _beside(eqn, kinds, layout, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
     if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
@@ -162,8 +155,7 @@ def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
-    layout = layout.but(dim=layout.dim + (along <= layout.dim))
-    return _beside(eqn, kinds, layout, along)
+    return _beside(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
 
 
 def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -200,20 +192,6 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-def _last(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds)
-    along = param(eqn, "axis") % eqn.invars[0].aval.ndim
-    return None if layout is None or layout.dim == along else layout
-
-
-def _argument(eqn: Any, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    axes = param(eqn, "axes")
-    if kind.dim in axes:
-        return None
-    return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
-
-
 def _tile(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind if param(eqn, "reps")[kind.dim] == 1 else None
@@ -232,9 +210,8 @@ def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds)
-    core = min(2, eqn.invars[0].aval.ndim)
-    return layout if layout is not None and layout.dim < eqn.invars[0].aval.ndim - core else None
+    layout, before = agreed(kinds), eqn.invars[0].aval.ndim - 2
+    return layout if layout is not None and layout.dim < before else None
 
 
 def _fft(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -262,9 +239,10 @@ def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_LEADING, _leading),
-    **dict.fromkeys([*REDUCTIONS, "reduce_prod", "reduce_xor"], _reduce),
-    **dict.fromkeys(["argmax", "argmin"], _argument),
-    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
+    **dict.fromkeys([*REDUCTIONS, "reduce_prod", "reduce_xor", "argmax", "argmin"], _reduce),
+    **dict.fromkeys(
+        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"], _along("axis")
+    ),
     **dict.fromkeys(["gather"], lookup),
     **dict.fromkeys(
         ["scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
@@ -292,7 +270,6 @@ RULES: dict[str, Rule] = {
     "tile": _tile,
     "approx_top_k": _along("reduction_dimension"),
     "unstack": _unstack,
-    "top_k": _last,
     "transpose": _transpose,
 }  # fmt: skip
 """By primitive."""

@@ -32,13 +32,13 @@ def flat_micro(
     """The step on a micro-batch.
 
     Args:
-      trace: from the batch to the jaxpr of the step, and the shapes of its results.
-      whole: the step on the whole batch.
-      batch: leaves [k, rows, ...].
-      learned: positions of the arguments that training changes.
+      trace: From the batch to the jaxpr of the step, and the shapes of its results.
+      whole: The step on the whole batch.
+      batch: Leaves [k, rows, ...].
+      learned: Positions of the arguments that training changes.
 
     Raises:
-      UnevenError: the two programs differ in more than shapes.
+      UnevenError: The two programs differ in more than shapes.
     """
     (sizes,) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
     k, rows = sizes
@@ -50,19 +50,19 @@ def flat_micro(
 
 def rows_together(batch: Any) -> Any:
     """Shapes of the whole batch; leaves [k, rows, ...] become [k * rows, ...]."""
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) if x.shape else x
-        ),
-        batch,
-    )
+    return _with_rows(batch, lambda k, rows: k * rows)
 
 
 def one_of(batch: Any, rows: int | None = None) -> Any:
     """Shapes of one micro-batch, or of one with so many ``rows``."""
+    return _with_rows(batch, lambda _, own: rows or own)
+
+
+def _with_rows(batch: Any, rows: Callable[[int, int], int]) -> Any:
+    """Leaves [k, rows, ...] as shapes [rows(k, rows), ...]; scalars as they are."""
     return jax.tree.map(
         lambda x: (
-            jax.ShapeDtypeStruct((rows or x.shape[1], *x.shape[2:]), x.dtype) if x.shape else x
+            jax.ShapeDtypeStruct((rows(*x.shape[:2]), *x.shape[2:]), x.dtype) if x.shape else x
         ),
         batch,
     )
@@ -76,17 +76,17 @@ class MicroBatches:
     conditions, results) runs once.
 
     Args:
-      trace: from the batch to the jaxpr of the step, and the shapes of its results.
-      whole: the jaxpr on the whole batch.
-      batch: arrays or their shapes, [k, rows, ...].
-      roles: what the step's arguments and results are.
-      k: micro-batches in a step.
-      inserter: makes parameters whole where they are used.
-      sharded: gradients are reduce-scattered as soon as they are made.
-      dtype: in which gradients are summed; None for their own, float32 at least.
+      trace: From the batch to the jaxpr of the step, and the shapes of its results.
+      whole: The jaxpr on the whole batch.
+      batch: Arrays or their shapes, [k, rows, ...].
+      roles: What the step's arguments and results are.
+      k: Micro-batches in a step.
+      inserter: Makes parameters whole where they are used.
+      sharded: Gradients are reduce-scattered as soon as they are made.
+      dtype: In which gradients are summed; None for their own, float32 at least.
 
     Raises:
-      ValueError: other numbers than those of the whole batch would result.
+      ValueError: Other numbers than those of the whole batch would result.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class MicroBatches:
         """Runs the step.
 
         Args:
-          args: of the step, the batch's [k, rows, ...]; parameters as the inserter takes them.
-          replace: see :class:`zerojax.collectives.Inserter`.
+          args: Of the step, the batch's [k, rows, ...]; parameters as the inserter takes them.
+          replace: See :class:`zerojax.collectives.Inserter`.
 
         Returns:
           The step's results.
@@ -134,7 +134,7 @@ class MicroBatches:
         split, run, k = self.split, self._inserter, self._k
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         first: list[Any] = []
-        if split.n_first:
+        if split.first.outvars:
             whole = list(args)
             for i in rows:
                 whole[i] = args[i].reshape(-1, *args[i].shape[2:])

@@ -16,6 +16,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
+from zerojax.xla import jaxprs
 
 _RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
 _ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}
@@ -26,10 +27,10 @@ class Crossing:
     """A number that micro-batches make together.
 
     Attributes:
-      variable: of the step on the whole batch.
+      variable: Of the step on the whole batch.
       how: "sum", "max", "min", "and" or "or".
-      spec: its spec, if it is a gradient.
-      wide: what follows takes it in a wider floating dtype than the micro-batch makes.
+      spec: The spec of a gradient; None for other numbers.
+      wide: What follows takes the number in a wider floating dtype than the micro-batch makes.
     """
 
     variable: Any
@@ -43,22 +44,21 @@ class Split:
     """The programs of a step under accumulation, all on the step's own arguments and more.
 
     Attributes:
-      first: on the whole batch; makes ``n_first`` numbers that follow from the batch alone.
-      micro: for each micro-batch; takes those numbers behind its arguments, and makes
+      first: On the whole batch; makes the numbers that follow from the batch alone.
+      micro: For each micro-batch; takes those numbers behind its arguments, and makes
         ``crossing``, the numbers of the last micro-batch that ``once`` needs, ``stacked`` and
         ``carry``.
-      once: takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
-      n_first, n_last: how many there are.
-      stacked: positions among the step's results that each micro-batch makes.
-      carry: positions among the arguments that each micro-batch makes for the next.
-      done: positions among the results that ``once`` makes.
+      once: Takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
+      n_last: How many of the last ones there are.
+      stacked: Positions among the step's results that each micro-batch makes.
+      carry: Positions among the arguments that each micro-batch makes for the next.
+      done: Positions among the results that ``once`` makes.
     """
 
     first: Flat
     micro: Flat
     once: Flat
     crossing: list[Crossing]
-    n_first: int
     n_last: int
     stacked: list[int]
     carry: list[int]
@@ -77,12 +77,12 @@ def split(
     """Splits a step.
 
     Args:
-      whole, micro: traced on the whole batch and on a micro-batch.
-      analysis: of them.
-      first: variables made from the batch alone.
-      stacked: positions of results that each micro-batch makes.
-      carry: by position among the arguments, the variable that holds it for the next micro-batch.
-      wants: the specs of gradients, by variable.
+      whole, micro: Traced on the whole batch and on a micro-batch.
+      analysis: Of them.
+      first: Variables made from the batch alone.
+      stacked: Positions of results that each micro-batch makes.
+      carry: By position among the arguments, the variable that holds it for the next micro-batch.
+      wants: The specs of gradients, by variable.
     """
     producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
     early = [v for v in producers if v in first]
@@ -96,6 +96,8 @@ def split(
         for v in chosen.crossing
     ]
     last = list(chosen.last)
+    pairs = list(enumerate(analysis.pairs))
+    prints = {i for i, p in pairs if p.whole.effects and p.micro is not None} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
     # Constants, too, may have been made from the number of rows.
@@ -105,20 +107,19 @@ def split(
     ]
     micro = dataclasses.replace(micro, consts=consts)
     return Split(
-        first=_pruned(whole, [p.whole for p in analysis.pairs], [], early),
+        first=_pruned(whole, [pair.whole for _, pair in pairs], [], early),
         micro=_pruned(
             micro, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
-            keep=_effects(analysis, chosen),
+            keep=prints,
         ),
         once=Flat(
             [*whole.invars, *early, *chosen.crossing, *last],
-            [pair.whole for i, pair in enumerate(analysis.pairs) if i in chosen.eqns],
+            [pair.whole for i, pair in pairs if i in chosen.eqns],
             [whole.outvars[i] for i in done],
             whole.constvars,
             whole.consts,
         ),
         crossing=crossing,
-        n_first=len(early),
         n_last=len(last),
         stacked=list(stacked),
         carry=list(carry),
@@ -143,9 +144,8 @@ class _Once:
         self._passed, self._outvars = passed, whole.outvars
         self._users: dict[Any, list[Any]] = {}
         for pair in analysis.pairs:
-            for v in pair.whole.invars:
-                if not isinstance(v, core.Literal):
-                    self._users.setdefault(v, []).append(pair.whole)
+            for v in jaxprs.variables(pair.whole.invars):
+                self._users.setdefault(v, []).append(pair.whole)
         self.eqns: set[int] = set()
         self.crossing: dict[Any, None] = {}
         self.last: dict[Any, None] = {}
@@ -190,22 +190,14 @@ class _Once:
         if v not in self._producers:
             return None
         eqn = self._analysis.pairs[self._producers[v]].whole
-        numbers = [
-            x
-            for x in eqn.invars
-            if not isinstance(x, core.Literal) and self._analysis.kind(x).reduced
-        ]
-        if any(self._analysis.kind(x).name == "own" for x in eqn.invars):
+        operands = jaxprs.variables(eqn.invars)
+        numbers = [x for x in operands if self._analysis.kind(x).reduced]
+        own = any(self._analysis.kind(x).name == "own" for x in operands)
+        if own or eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1:
             return None
-        if (
-            eqn.primitive.name not in _ONE_TO_ONE
-            or len(numbers) != 1
-            or numbers[0] in self._available
-        ):
-            return None
-        if numbers[0].aval.size != v.aval.size or not _same_sort(numbers[0], v):
-            return None
-        return numbers[0]
+        (number,) = numbers
+        alike = number.aval.size == v.aval.size and _same_sort(number, v)
+        return number if alike and number not in self._available else None
 
     def taken_wide(self, v: Any) -> bool:
         """Whether everything that runs once on it converts it to a wider dtype first."""
@@ -243,11 +235,6 @@ def _same_sort(one: Any, other: Any) -> bool:
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _effects(analysis: Analysis, chosen: _Once) -> set[int]:
-    pairs = enumerate(analysis.pairs)
-    return {i for i, p in pairs if p.whole.effects and i not in chosen.eqns and p.micro is not None}
-
-
 def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
     """From variables of the whole batch's trace to those of the micro-batch's."""
     micro_of = dict(
@@ -273,14 +260,11 @@ def _pruned(
     keep: Collection[int] = (),
 ) -> Flat:
     """The part of a program that makes these results, of its arguments and ``more``."""
-    needed = {v for v in outs if not isinstance(v, core.Literal)}
+    needed = {*jaxprs.variables(outs)}
     given = {*more}
     kept: list[Any] = []
-    for i, eqn in reversed(list(enumerate(eqns))):
-        if eqn is None:
-            continue
-        wanted = any(v in needed and v not in given for v in eqn.outvars)
-        if wanted or i in keep:
+    for i, eqn in reversed([(i, eqn) for i, eqn in enumerate(eqns) if eqn is not None]):
+        if i in keep or any(v in needed and v not in given for v in eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+            needed.update(jaxprs.variables(eqn.invars))
     return Flat([*flat.invars, *more], kept[::-1], list(outs), flat.constvars, flat.consts)

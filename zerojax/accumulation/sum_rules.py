@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import Kinds, RowKind, together
+from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, together
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -17,15 +17,13 @@ _MOVES = frozenset({
 
 _LINEAR = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
 _SUMS = frozenset({"add", "add_any", "sub", "concatenate", "stack"})
-_SAME = {"max": "max", "min": "min", "and": "and", "or": "or"}
-_REDUCES = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
 def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     """The same kind of reduction, if the result of this equation is one; else None.
 
     Args:
-      kinds: of the operands, all of them "fixed" or reductions, at least one a reduction.
+      kinds: Of the operands, all of them "fixed" or reductions, at least one a reduction.
     """
     name = eqn.primitive.name
     names = {k.name for k in kinds if k.reduced}
@@ -34,15 +32,12 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = names
     both = together(kinds)
     same = RowKind(kind, **both)
-    first = kinds[0]
     if name in _MOVES or name in ("dynamic_slice", "gather"):
-        return same if first.reduced and not any(k.reduced for k in kinds[1:]) else None
+        return same if kinds[0].reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
         return same if _keeps(eqn, kind) else None
     if kind != "sum":
-        if _SAME.get(name) == kind or (_REDUCES.get(name) == kind):
-            return same
-        return None
+        return same if name == kind or REDUCTIONS.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
     nothing = [k.name == "sum" or k.zero for k in kinds]
     if name in _LINEAR or (name in _SUMS and all(nothing)):

@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.step.batch import put
+
 
 class Division(NamedTuple):
     """A batch in micro-batches of equal size, the last rows of which may be copies.
@@ -75,8 +77,7 @@ class BatchPlacer:
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
-        self._axis, self.devices = axis, mesh.shape[axis]
-        self._mesh = mesh
+        self._mesh, self._axis, self.devices = mesh, axis, mesh.shape[axis]
         self._by_row, self._replicated = self._of(axis), self._of()
 
     def _of(self, *entries: str | None) -> NamedSharding:
@@ -87,19 +88,15 @@ class BatchPlacer:
         return self._by_row if even else self._replicated
 
     def place(self, batch: Any, division: Division | None) -> Any:
-        """Puts a batch on the devices, filled up with copies of its last row where it is division.
+        """Puts a batch on the devices: a divided one filled up with copies of its last row, of
+        another one the arrays whose rows do not divide on every device."""
 
-        Undivided, arrays whose rows do not divide go to every device."""
-
-        def put(x: Any) -> jax.Array:
+        def filled(x: Any) -> jax.Array:
             if division is not None and np.ndim(x) and division.padded != division.rows:
                 x = x[np.minimum(np.arange(division.padded), division.rows - 1)]
-            sharding = self._sharding(np.shape(x))
-            if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-                return x
-            return jax.device_put(x, sharding)
+            return put(x, self._sharding(np.shape(x)))
 
-        return jax.tree.map(put, batch)
+        return jax.tree.map(filled, batch)
 
     def abstract(self, batch: Any, division: Division | None) -> Any:
         """Shapes, dtypes and shardings of a batch on the devices."""

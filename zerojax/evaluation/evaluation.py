@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
-from zerojax.placement.states import States
-from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, returned
+from zerojax.step.call import Call, Form, Rearranged, returned
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.xla.lowered import LoweredProgram
@@ -32,32 +29,24 @@ class Evaluation(Decorated[P, R]):
       states: What the config makes of a state.
     """
 
-    def __init__(self, arguments: Arguments, states: States) -> None:
-        super().__init__(arguments, states)
-        self._programs: dict[Any, EvaluationProgram] = {}
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
-            out: Any = self._run(args, kwargs, names)
+            subject, call = self._opened(args, kwargs)
+            self._check(subject, call)
+            explicit = Explicit.of(names, call.batch)
+            if explicit:
+                call = self._relabelled(call)
+            program = self._program(subject, call.form, explicit)
+            out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
+            if any(x is not None for x in changed):
+                subject.update(changed)
+            program.function.bring_up_to_date(call)
+            out = returned(out, call.objects)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-        subject, call = self._opened(args, kwargs)
-        self._check(subject, call)
-        explicit = Explicit.of(names, call.batch)
-        if explicit:
-            given = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
-            call = call._replace(**relabelled(given, self._states.mesh))
-        program = self._program(subject, call.form, explicit)
-        out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
-        if any(x is not None for x in changed):
-            subject.update(changed)
-        program.function.bring_up_to_date(call)
-        return returned(out, call.objects)
 
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states)
@@ -92,12 +81,8 @@ class Evaluation(Decorated[P, R]):
     def _program(
         self, subject: Subject, form: Form, explicit: Explicit | None
     ) -> EvaluationProgram:
-        opened = subject.opened
-        leaves, tree = jax.tree.flatten(opened.parts)
-        shapes = tuple((np.shape(x), x.dtype) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
-        if key not in self._programs:
-            check_memories(self._states.config, self._states.mesh)
-            function = self._arguments.rearranged(form)
-            self._programs[key] = EvaluationProgram(function, self._states, subject, explicit)
-        return self._programs[key]
+        def make(function: Rearranged) -> EvaluationProgram:
+            return EvaluationProgram(function, self._states, subject, explicit)
+
+        program: EvaluationProgram = self._compiled(subject.opened, form, explicit, make)
+        return program

@@ -147,7 +147,7 @@ def open_model(objects: tuple[Any, ...]) -> OpenedState:
     )
 
 
-_IDENTITY = optax.identity()
+_IDENTITY = optax.identity()  # one for all, as programs are remembered by their optimizer
 
 
 def _check_kept(before: Any, after: Any) -> None:

@@ -17,9 +17,9 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
-from zerojax.offload.disk.params import DiskParam, ParamReader
+from zerojax.offload.disk.params import DiskParam, ParamReader, beside_disk
 from zerojax.placement.states import States
-from zerojax.plan.places import DISK, reaches_host
+from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Rearranged, Static, divide, join
 from zerojax.step.evaluate_body import enter
@@ -74,20 +74,17 @@ class EvaluationProgram:
         subject: Subject,
         explicit: Explicit | None = None,
     ) -> None:
-        self._explicit = explicit
-        self.function, self._call = function, subject.call
+        self.function, self._call, self._explicit = function, subject.call, explicit
         self._config, parts = states.config, subject.opened.parts
         self._plan = plan = states.plan(subject.opened)
         self._tree = jax.tree.structure(parts)
         self._low = DTYPES[self._config.compute_dtype]
         n = len(plan.compute)
         self._leaves = [*plan.compute, *plan.all_leaves()[n:]]
-        others = [x.dtype for x in jax.tree.leaves(parts)[n:]]
+        dtypes = [x.dtype for x in (*plan.compute, *jax.tree.leaves(parts)[n:])]
         self._shapes = [
             jax.ShapeDtypeStruct(leaf.shape, dtype)
-            for leaf, dtype in zip(
-                self._leaves, [*(leaf.dtype for leaf in plan.compute), *others], strict=True
-            )
+            for leaf, dtype in zip(self._leaves, dtypes, strict=True)
         ]
         self._placer = BatchPlacer(plan.lowering_mesh, plan.axis)
         self._micro = self._config.batch(self._placer.devices).micro
@@ -95,8 +92,7 @@ class EvaluationProgram:
             plan.lowering_mesh, plan.axis, keep=self._config.stage < 3, share=True
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
-        param = self._config.offload_param
-        self._reader = ParamReader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(self._config.offload_param)
         self._state_reader = StateReader(states, plan)
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
@@ -116,18 +112,12 @@ class EvaluationProgram:
         """
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
-        leaves = list(
-            zip(self._state_reader(opened.parts, execution.used), self._leaves, strict=True)
-        )
-        on_disk = [leaf.place == DISK for leaf in self._leaves]
-        self._reader.use({i: x for i, (x, _) in enumerate(leaves) if on_disk[i] and x is not None})
-        values = [None if disk else x for (x, _), disk in zip(leaves, on_disk, strict=True)]
-        made = self._jitted(
-            values, self._placer.place(batch, execution.division), arrays, static, execution
-        )
-        if self._reader.arrays:
-            jax.block_until_ready(made)
-            self._reader.check()
+        values = self._state_reader(opened.parts, execution.used)
+        self._reader.use(values)
+        given = beside_disk(values, self._leaves)
+        placed = self._placer.place(batch, execution.division)
+        made = self._jitted(given, placed, arrays, static, execution)
+        self._reader.check(made)
         return made
 
     def lowered(
@@ -136,26 +126,21 @@ class EvaluationProgram:
         """The one program."""
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
+        copied = self._state_reader.copies is not None
+        taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
-            None
-            if leaf.place == DISK or not used
-            else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._plan.sharding(leaf))
-            for leaf, dtype, used in zip(
-                self._leaves, self._resting(opened), execution.used, strict=True
-            )
+            jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=self._plan.sharding(leaf))
+            if used
+            else None
+            for leaf, x, used in zip(self._leaves, taken, execution.used, strict=True)
         ]
+        values = beside_disk(values, self._leaves)
         shapes = self._placer.abstract(batch, execution.division)
         traced = self._jitted.trace(values, shapes, arrays, static, execution)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
             EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
-
-    def _resting(self, opened: OpenedState) -> list[Any]:
-        """The dtypes in which the program takes the arrays of a state."""
-        if self._state_reader.copies is not None:
-            return [x.dtype for x in self._shapes]
-        return [x.dtype for x in jax.tree.leaves(opened.parts)]
 
     def _execution(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
         leaves, tree = jax.tree.flatten((batch, arrays))
@@ -168,7 +153,7 @@ class EvaluationProgram:
     def _work_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
         rows = rows_of(batch)
         traced = self._traced(_like(batch), arrays, static)
-        jaxpr = jaxprs.open_jaxpr(traced.closed)[0]
+        jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
         wanted = None if rows is None else Division.of(rows, self._micro, self._placer.devices)
@@ -176,20 +161,16 @@ class EvaluationProgram:
             try:
                 self._by_rows(batch, arrays, static, wanted)
             except Undivided as reason:
+                instead = f"not in {wanted.times} micro-batches of {wanted.part}"
+                if wanted.times == 1:
+                    instead = f"on every device, as they do not divide among {wanted.devices}"
                 if wanted.rows > 1:
-                    self._say(wanted, reason)
+                    logging.getLogger("zerojax").warning(
+                        "evaluate: %s runs on all %d rows at once, %s: %s.",
+                        self.function.__name__, wanted.rows, instead, reason,
+                    )  # fmt: skip
                 wanted = None
         return Execution(used, wanted)
-
-    def _say(self, wanted: Division, reason: Undivided) -> None:
-        if wanted.times > 1:
-            instead = f"not in {wanted.times} micro-batches of {wanted.part}"
-        else:
-            instead = f"on every device, as they do not divide among {wanted.devices}"
-        logging.getLogger("zerojax").warning(
-            "evaluate: %s runs on all %d rows at once, %s: %s.",
-            self.function.__name__, wanted.rows, instead, reason,
-        )  # fmt: skip
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
@@ -237,7 +218,15 @@ class EvaluationProgram:
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
-        state = self._entering(values, execution)
+        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        given = [
+            # Division as at rest, else XLA gathers first and casts then.
+            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
+            if x is not None and i < cast_here
+            else x
+            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
+        ]
+        state = enter(self._inserter, self._plan, self._leaves, given, self._reader)
         if execution.division is None:
             traced = self._traced(batch, arrays, static)
             outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
@@ -247,18 +236,6 @@ class EvaluationProgram:
         out, changed = jax.tree.unflatten(structure, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
         return out, [None if x is None else keep(x) for x, keep in pairs]
-
-    def _entering(self, values: list[Any], execution: Execution) -> list[Any]:
-        """The state's arrays for the inserter; None for what the function does not read."""
-        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
-        given = [
-            # Division as at rest, else XLA gathers first and casts then.
-            constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
-            if x is not None and i < cast_here
-            else x
-            for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
-        ]
-        return enter(self._inserter, self._plan, self._leaves, given, self._reader)
 
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division

@@ -108,12 +108,10 @@ class TwoTraces:
 
     def _match(self, eqn: Any, other: Any) -> bool:
         def same(a: Any, b: Any) -> bool:
-            if isinstance(a, core.Literal) and isinstance(b, core.Literal):
-                # Outside loops those of the whole batch are taken.
+            literals = [isinstance(x, core.Literal) for x in (a, b)]
+            if all(literals):  # outside loops those of the whole batch are taken
                 return not self._inside or _equal(a.val, b.val)
-            if isinstance(a, core.Literal) or isinstance(b, core.Literal):
-                return False
-            return self._same.get(a) is b
+            return not any(literals) and self._same.get(a) is b
 
         return (
             eqn.primitive is other.primitive
@@ -180,18 +178,17 @@ class TwoTraces:
             return [RowKind.TOTAL if RowKind.TOTAL in kinds else RowKind.FIXED] * len(outs)
         if RowKind.TOTAL in kinds:
             raise Undivided(f"its {name} takes rows together with a result of all rows")
-        if pair.part is None:
-            return outs
-        if self._runs(pair):
+        if pair.part is None or self._runs(pair):
             return outs
         self._check_params(pair)
-        if RowKind.FIXED not in outs:
-            ins = [self.rows(v) for v in eqn.invars]
-            if not goes_by_rows(eqn, ins, [self.rows(v) for v in eqn.outvars]):
-                raise Undivided(f"its {name} brings rows together{self._inside}")
-            return outs
-        if not self._reduces(eqn) or self._inside:
+        if RowKind.FIXED in outs:
+            apart = self._reduces(eqn) and not self._inside
+        else:
+            apart = goes_by_rows(eqn, [*map(self.rows, eqn.invars)], [*map(self.rows, eqn.outvars)])
+        if not apart:
             raise Undivided(f"its {name} brings rows together{self._inside}")
+        if RowKind.FIXED not in outs:
+            return outs
         self.reductions.append(pair)
         return [RowKind.TOTAL]
 

@@ -43,8 +43,8 @@ def goes_by_rows(eqn: Any, ins: Rows, outs: Rows) -> bool:
     a rule has to lead to the same dimension, with all entries of a row beside each other.
 
     Args:
-      eqn: on the whole batch.
-      ins, outs: the rows of its operands and of its results; all its results have rows.
+      eqn: The equation on the whole batch.
+      ins, outs: The rows of its operands and of its results; all its results have rows.
     """
     if all(rows is None for rows in ins):  # the same in each row
         name = eqn.primitive.name

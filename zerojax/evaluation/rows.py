@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
 from zerojax.evaluation.row_rules import Sizes, Undivided
@@ -47,39 +46,29 @@ class ByRows:
         self._traced.classify([RowKind.ROWS if b else RowKind.FIXED for b in batch])
         self._batch = list(batch)
         self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]
-        if any(
-            kind is not RowKind.ROWS and self._traced.rows(v)
-            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
-        ):
+        pairs = list(zip(self._jaxpr.outvars, self.outs, strict=True))
+        self._by_rows = [v for v, kind in pairs if kind is RowKind.ROWS]
+        self._once = [v for v, kind in pairs if kind is not RowKind.ROWS]
+        if any(map(self._traced.rows, self._once)):
             raise Undivided("it returns an array of the batch's shape that is not made of its rows")
         self._reductions = self._used()
 
     def _used(self) -> list[EquationPair]:
         """The reductions that a result needs."""
         made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
-        targets = self._totals_and_fixed()
-        needed = self._needed(targets, made)
-        read = {v for v in (*targets, *(v for eqn in needed for v in eqn.invars))
-                if not isinstance(v, core.Literal)}  # fmt: skip
+        needed = self._needed(self._once, made)
+        read = {*jaxprs.variables((*self._once, *(v for eqn in needed for v in eqn.invars)))}
         if any(self._traced.kind(v) is RowKind.ROWS for v in read):
             raise Undivided("a loop over its rows makes a result that has none")
         return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
 
-    def _totals_and_fixed(self) -> list[Any]:
-        return [
-            v
-            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
-            if kind is not RowKind.ROWS
-        ]
-
     def zeros(self) -> list[jax.Array]:
         """The totals before the first part."""
-        found = []
-        for pair in self._reductions:
-            aval = pair.whole.outvars[0].aval
-            neutral = _reduction(pair).neutral(aval.dtype)
-            found.append(jnp.full(aval.shape, neutral, _wide(aval.dtype)))
-        return found
+        avals = [pair.whole.outvars[0].aval for pair in self._reductions]
+        return [
+            jnp.full(aval.shape, _reduction(pair).neutral(aval.dtype), _wide(aval.dtype))
+            for pair, aval in zip(self._reductions, avals, strict=True)
+        ]
 
     def add(self, totals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The totals of more parts together."""
@@ -99,18 +88,10 @@ class ByRows:
           The reductions of these rows, and the results that go by rows, each with the rows in
           front.
         """
-        outs = [
-            v
-            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
-            if kind is RowKind.ROWS
-        ]
-        targets = [
-            *(v for p in self._reductions for v in p.whole.invars),
-            *outs,
-        ]
+        targets = [*(v for p in self._reductions for v in p.whole.invars), *self._by_rows]
         env = self._run(targets, dict(zip(self._jaxpr.invars, args, strict=True)), part=True)
         totals = [self._reduced(pair, env, counts) for pair in self._reductions]
-        return totals, [self._in_front(env[v], v) for v in outs]
+        return totals, [self._in_front(env[v], v) for v in self._by_rows]
 
     def _in_front(self, x: Any, v: Any) -> Any:
         d, each = self._traced.rows(v) or (0, 1)
@@ -141,12 +122,8 @@ class ByRows:
           totals: The totals of all parts.
           rows: The results that go by rows, of the whole batch, with the rows in front.
         """
-        env = {
-            v: x
-            for v, x, batch in zip(self._jaxpr.invars, args, self._batch, strict=True)
-            if not batch
-        }
-        targets = self._totals_and_fixed()
+        given = zip(self._jaxpr.invars, args, self._batch, strict=True)
+        env = {v: x for v, x, batch in given if not batch}
         operands = [p.whole.invars[0] for p in self._reductions
                     if p.whole.primitive.name == "scatter-add"]  # fmt: skip
         env |= self._run(operands, env, part=False)
@@ -155,7 +132,7 @@ class ByRows:
             if pair.whole.primitive.name == "scatter-add":
                 total = total + jaxprs.read(pair.whole.invars[0], env)
             env[out] = total.astype(out.aval.dtype)
-        env = self._run(targets, env, part=False)
+        env = self._run(self._once, env, part=False)
         left = iter(rows)
         return [
             self._back(next(left), v) if kind is RowKind.ROWS else jaxprs.read(v, env)
@@ -168,13 +145,12 @@ class ByRows:
 
     def _needed(self, targets: Sequence[Any], known: Any) -> list[Any]:
         """The equations that make the targets from what is known, in order."""
-        wanted = {v for v in targets if not isinstance(v, core.Literal)} - set(known)
+        wanted = {*jaxprs.variables(targets)} - set(known)
         found = []
         for pair in reversed(self._traced.pairs):
             if not wanted.isdisjoint(pair.whole.outvars):
                 found.append(pair.whole)
-                inputs = {v for v in pair.whole.invars if not isinstance(v, core.Literal)}
-                wanted |= inputs - set(known)
+                wanted |= {*jaxprs.variables(pair.whole.invars)} - set(known)
         return found[::-1]
 
     def _run(self, targets: Sequence[Any], env: dict[Any, Any], *, part: bool) -> dict[Any, Any]:
@@ -184,17 +160,12 @@ class ByRows:
             eqn = pair.whole
             if id(eqn) not in needed:
                 continue
-            values = [jaxprs.read(v, env) for v in eqn.invars]
-            if part and RowKind.ROWS in map(self._traced.kind, eqn.outvars):
-                if pair.part is None:
-                    outs: Sequence[Any] = values
-                else:
-                    with jaxprs.context(eqn):
-                        outs = jaxprs.bind(pair.part, values)
-            else:
+            values: Sequence[Any] = [jaxprs.read(v, env) for v in eqn.invars]
+            by_rows = part and RowKind.ROWS in map(self._traced.kind, eqn.outvars)
+            if (run := pair.part if by_rows else eqn) is not None:
                 with jaxprs.context(eqn):
-                    outs = jaxprs.bind(eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
+                    values = jaxprs.bind(run, values)
+            env.update(zip(eqn.outvars, values, strict=True))
         return env
 
 

@@ -42,15 +42,13 @@ class StateReader:
           ValueError: The state lies on another mesh.
         """
         n = len(self._plan.compute)
+        copies = self.copies if any(used[:n]) else None
+        read = used if copies is None else (*[True] * n, *used[n:])  # a copy is made of all or none
         leaves = jax.tree.leaves(parts)
-        if self.copies is not None and any(used[:n]):
-            params = [self._at(i, x) for i, x in enumerate(leaves[:n])]
-            leaves[:n] = self.copies.of(params)
-        else:
-            leaves[:n] = [self._at(i, x) if used[i] else None for i, x in enumerate(leaves[:n])]
-        return leaves[:n] + [
-            self._at(i, x) if used[i] else None for i, x in enumerate(leaves[n:], n)
-        ]
+        placed = [self._at(i, x) if read[i] else None for i, x in enumerate(leaves)]
+        if copies is not None:
+            placed[:n] = copies.of(placed[:n])
+        return placed
 
     def _at(self, i: int, x: Any) -> Any:
         sharding, leaf = self._where[i]

@@ -89,7 +89,7 @@ class Separated:
         invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
         heavy = {v for v, own in zip(invars, self._own, strict=True) if own}
         for eqn in self._jaxpr.eqns:
-            if any(v in heavy for v in _variables(eqn.invars)):
+            if any(v in heavy for v in jaxprs.variables(eqn.invars)):
                 heavy.update(eqn.outvars)
         self._heavy = heavy
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
@@ -150,7 +150,7 @@ class Separated:
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
         # The text of a jaxpr does not tell the values of its constants.
-        used = {v for e in eqns for v in _variables(e.invars)} & constants
+        used = {v for e in eqns for v in jaxprs.variables(e.invars)} & constants
         own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
         return Cluster(ins, outs, elementwise, str(traced) + own)
 
@@ -208,14 +208,10 @@ class Separated:
         return [jaxprs.read(v, env) for v in targets]
 
 
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, core.Literal)]
-
-
 def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
     """Whether rows of the result need no more than the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    if any(v in constants and v.aval.ndim for v in _variables(eqn.invars)):
+    if any(v in constants and v.aval.ndim for v in jaxprs.variables(eqn.invars)):
         return False
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,12 +63,9 @@ class States:
         return self._wrapped[tx]
 
     def _warn_unused(self) -> None:
-        optimizer, scheduler = self.config.optimizer, self.config.scheduler
-        unused = " and ".join(
-            f"{name} ({given.type})"
-            for name, given in (("optimizer", optimizer), ("scheduler", scheduler))
-            if given is not None
-        )
+        optimizer = self.config.optimizer
+        given = {"optimizer": optimizer, "scheduler": self.config.scheduler}
+        unused = " and ".join(f"{name} ({x.type})" for name, x in given.items() if x is not None)
         if unused:
             remedy = (
                 "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
@@ -134,6 +131,7 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
+        """How a state lies over the devices."""
         return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
@@ -144,15 +142,12 @@ class States:
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
                 self.specs,
                 params,
-                is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+                is_leaf=_is_spec,
             )
-            given = jax.tree.leaves(
-                spread, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
-            )
-        leaves = jax.tree.leaves(params)
+            given = jax.tree.leaves(spread, is_leaf=_is_spec)
         return tuple(
             layout.full(spec or self._spec_of(x), len(x.shape))
-            for spec, x in zip(given, leaves, strict=True)
+            for spec, x in zip(given, jax.tree.leaves(params), strict=True)
         )
 
     def _spec_of(self, x: Any) -> PartitionSpec | None:
@@ -168,20 +163,16 @@ class States:
         """The state that ``create(*args)`` makes, with no device ever holding more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
-            return self._born(create, relabelled(args, self.mesh), explicit)
-
-    def _born(
-        self, create: Callable[..., Any], args: Sequence[Any], explicit: tuple[str, ...]
-    ) -> Any:
-        make, opened = self._maker(create, explicit)
-        shapes = jax.eval_shape(make, *args)
-        plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
-        if offloads(self.config):
-            check_memories(self.config, self.mesh)
-            parts = self.placer.born(make, args, plan, shapes)
-        else:
-            parts = jax.jit(make, out_shardings=plan.shardings())(*args)
-        return opened[-1].close(parts, opened[-1].tx)
+            args = relabelled(args, self.mesh)
+            make, opened = self._maker(create, explicit)
+            shapes = jax.eval_shape(make, *args)
+            plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
+            if offloads(self.config):
+                check_memories(self.config, self.mesh)
+                parts = self.placer.born(make, args, plan, shapes)
+            else:
+                parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+            return opened[-1].close(parts, opened[-1].tx)
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
@@ -284,6 +275,10 @@ def _array(x: Any) -> Any:
 def _copy(x: Any) -> Any:
     # device_put alone may share memory with an array that lies on one of the devices.
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _same_mesh(a: Any, b: Mesh) -> bool:

@@ -45,7 +45,6 @@ class Arguments:
     def __init__(
         self,
         function: Callable[..., Any],
-        *,
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
@@ -60,10 +59,9 @@ class Arguments:
         names = self._names(static_argnames)
         self._static = self._both((*nums, *names, *static))
         self._donated = self._both(donated)
-        batch = self._positions("batch_argnums", batch_argnums)
-        self._batch = batch
+        self._batch = self._positions("batch_argnums", batch_argnums)
         self._several = isinstance(batch_argnums, Sequence)
-        for position in batch:
+        for position in self._batch:
             if position in self._static:
                 raise ValueError(
                     f"{self.name}: argument {position} is in batch_argnums and static_argnums; "
@@ -157,7 +155,7 @@ class Arguments:
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords in the order of the function's parameters, unknown ones last."""
         known = [p.name for p in self._parameters if p.name in kwargs]
-        return {name: kwargs[name] for name in (*known, *(k for k in kwargs if k not in known))}
+        return {name: kwargs[name] for name in known} | kwargs
 
     def _positional(self) -> list[str]:
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD

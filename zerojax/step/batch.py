@@ -36,23 +36,16 @@ class BatchLayout:
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
         self.check(batch)
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, [self._place(x) for x in leaves])
+        return jax.tree.map(self._place, batch)
 
     def abstract(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(
-            tree,
-            [
-                jax.ShapeDtypeStruct(
-                    self._divided(x.shape),
-                    x.dtype,
-                    sharding=self._sharding(x),
-                )
-                for x in leaves
-            ],
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                self._divided(x.shape), x.dtype, sharding=self._sharding(x)
+            ),
+            batch,
         )
 
     def check(self, batch: Any) -> None:
@@ -129,10 +122,13 @@ class BatchLayout:
 
     def _place(self, x: Any) -> jax.Array:
         sharding = self._sharding(x)
-        if not np.ndim(x):
-            return jax.device_put(x, sharding)
-        if self.accumulation > 1:
+        if self.accumulation > 1 and np.ndim(x):
             x = x.reshape(self._divided(x.shape))
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        return jax.device_put(x, sharding)
+        return put(x, sharding)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array where ``sharding`` has it; the array itself if it lies there already."""
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    return jax.device_put(x, sharding)

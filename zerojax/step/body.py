@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.placement.states import take_apart
+from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -31,6 +32,7 @@ class Body:
         self, function: Callable[..., Any], opened: OpenedState, once: str, types: Types | None
     ) -> None:
         self.function, self.once, self.types = function, once, types
+        self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
 
     def __call__(
@@ -78,17 +80,10 @@ class Body:
             return self.types.trace(run, parts, batch)
         return jax.make_jaxpr(run, return_shape=True)(parts, batch)
 
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", "the step")
-
     def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
-        if (
-            isinstance(returned, tuple)
-            and len(returned) == 2
-            and isinstance(returned[0], type(state))
-        ):
-            return returned
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        if pair and isinstance(returned[0], type(state)):
+            return returned  # type: ignore[no-any-return]
         if isinstance(returned, type(state)):
             return returned, Alone()
         raise TypeError(

@@ -103,7 +103,8 @@ class Rearranged:
                 f"the batch is over all devices already. jax says: {error}"
             ) from error
         if any(map(is_nnx, given[:n])):
-            out = jax.tree.map(lambda x: _passed(x, given[:n]), out, is_leaf=is_nnx)
+            passed = {id(x): Passed(i) for i, x in reversed([*enumerate(given[:n])])}
+            out = jax.tree.map(lambda x: passed.get(id(x), x), out, is_leaf=is_nnx)
         after = settings(given[:n])
         self.changed[divide(given[n + 1 :], kwargs)[1]] = {
             at: x for at, x in after.items() if at not in before or before[at] != x
@@ -136,10 +137,6 @@ def returned(out: Any, objects: tuple[Any, ...]) -> Any:
         out,
         is_leaf=lambda x: isinstance(x, Passed),
     )
-
-
-def _passed(x: Any, objects: tuple[Any, ...]) -> Any:
-    return next((Passed(i) for i, it in enumerate(objects) if it is x), x)
 
 
 def _value(x: Any) -> Any:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
+import numpy as np
 
+from zerojax.devices.mesh import relabelled
 from zerojax.placement.states import States
+from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments, is_train_state
+from zerojax.step.call import Call, Form, Rearranged
+from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
+from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla.lowered import LoweredProgram
 
 P = ParamSpec("P")
@@ -29,6 +35,7 @@ class Decorated(abc.ABC, Generic[P, R]):
     def __init__(self, arguments: Arguments, states: States) -> None:
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
+        self._programs: dict[Any, Any] = {}
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,6 +55,27 @@ class Decorated(abc.ABC, Generic[P, R]):
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         return next(self.programs(*args, **kwargs)).lowered
+
+    def _relabelled(self, call: Call) -> Call:
+        """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""
+        arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
+        return call._replace(**relabelled(arrays, self._states.mesh))
+
+    def _compiled(
+        self,
+        opened: OpenedState,
+        form: Form,
+        explicit: Explicit | None,
+        make: Callable[[Rearranged], Any],
+    ) -> Any:
+        """The program for states like this one, made when it is first asked for."""
+        leaves, tree = jax.tree.flatten(opened.parts)
+        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
+        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
+        if key not in self._programs:
+            check_memories(self._states.config, self._states.mesh)
+            self._programs[key] = make(self._arguments.rearranged(form))
+        return self._programs[key]
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._attribute = name

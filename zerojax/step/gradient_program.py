@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from zerojax.collectives import Shard
 from zerojax.collectives.host import Host, fetched, on_host, sent
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.disk.params import ParamReader
+from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
-from zerojax.plan.places import DEVICE, DISK
+from zerojax.plan.places import DEVICE
 from zerojax.plan.plan import layout
 from zerojax.step.call import Static, divide
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
@@ -67,20 +67,14 @@ class GradientProgram:
         self._setting, self._update, plan = setting, update, setting.plan
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
         self._tx = collecting(constrainer(plan.on_device(grads)))
-        param = setting.config.offload_param
-        self._reader = ParamReader(2 if param is None else param.buffer_count)
+        self._reader = ParamReader(setting.config.offload_param)
         shardings = plan.shardings()
-        planned = {
-            "grads": [plan.sharding(leaf) for leaf in plan.gradients()],
-            "rest": shardings.rest,
-            "step": shardings.step,
-        }
-        fields: dict[str, Any] = dict.fromkeys(GradientResult._fields) | planned
-        result: Any = GradientResult(**fields)
+        free: Any = GradientResult._make([None] * len(GradientResult._fields))
+        gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
             named(self._run, STATE, BATCH, "arrays", "static"),
             static_argnums=3,
-            out_shardings=result,
+            out_shardings=free._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
             compiler_options=streaming(plan.mesh),
         )
 
@@ -93,13 +87,10 @@ class GradientProgram:
         Raises:
           DiskStateError: A parameter on the disk is not what was written.
         """
-        pairs = zip(parts.params, self._setting.plan.compute, strict=True)
-        self._reader.use({i: x for i, (x, leaf) in enumerate(pairs) if leaf.place == DISK})
+        self._reader.use(parts.params)
         result: GradientResult = self._jitted(self._taken(parts), batch, *divide(args, kwargs))
-        if self._reader.arrays:
-            # Reads and the update's writes share a queue; finish the reads first.
-            jax.block_until_ready((result.grads, result.out))
-            self._reader.check()
+        # Reads and the update's writes share a queue; finish the reads first.
+        self._reader.check((result.grads, result.out))
         return result
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
@@ -110,9 +101,8 @@ class GradientProgram:
 
     def _taken(self, parts: Parts) -> Parts:
         """What the program takes of a state."""
-        pairs = zip(parts.params, self._setting.plan.compute, strict=True)
         return parts._replace(
-            params=[None if leaf.place == DISK else x for x, leaf in pairs],
+            params=beside_disk(parts.params, self._setting.plan.compute),
             opt_state=self._update.numbers(parts.opt_state),
         )
 

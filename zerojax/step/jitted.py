@@ -83,8 +83,7 @@ def _check_no_pmap(function: Any) -> None:
 
 def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     """The arguments of a bound method: positions count from the one after ``self``."""
-    moved = (s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
-    return tuple(moved)
+    return tuple(s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
 
 
 def name_of(function: Any) -> str:

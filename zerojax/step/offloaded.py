@@ -73,5 +73,5 @@ class OffloadedStep:
             params=self._copies.abstract(), opt_state=jax.tree.leaves(parts.opt_state)
         )
         yield self._gradients.lowered(given, batch, args, kwargs)
-        for name, traced, times in self.update.traced():
+        for name, traced, times in self.update.by_groups.traced():
             yield LoweredProgram(name, compat.lower_for(traced, plan.mesh), times)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -153,13 +153,10 @@ class OptimizerUpdate:
           grads: The gradients; the list is emptied, so that each goes as soon as it is used.
           scalars: Made by the prelude.
         """
-        arrays = UpdateArrays(
-            grads,
-            [_leaf_of(x) for x in params],
-            [_leaf_of(x) for x in opt_state],
-            [None] * len(grads),
-            [_leaf_of(x) for x in self._copies.take()],
-        ).flat()
+        given = UpdateArrays(grads, params, opt_state, [None] * len(grads), self._copies.take())
+        # What the update replaces: an array itself, or its place on the disk.
+        arrays = [x.leaf if isinstance(x, DiskArray) else x for x in given.flat()]
+        del given
         grads.clear()
         on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
         try:
@@ -172,12 +169,3 @@ class OptimizerUpdate:
         after = self._placements.like(arrays)
         self._copies.keep(after.params, after.copies)
         return [*after.params], [*after.opt_state]
-
-    def traced(self) -> Iterator[tuple[str, Any, int]]:
-        """See :meth:`zerojax.offload.update.Update.traced`."""
-        return self.by_groups.traced()
-
-
-def _leaf_of(x: Any) -> Any:
-    """What the update replaces: an array itself, or its place on the disk."""
-    return x.leaf if isinstance(x, DiskArray) else x

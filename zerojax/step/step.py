@@ -13,10 +13,10 @@ from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
 from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
-from zerojax.plan.places import check_memories, offloads
+from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Alone
-from zerojax.step.call import Call, Form, returned
+from zerojax.step.call import Call, Form, Rearranged, returned
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.last import LastObjects, LastState, Recognized
 from zerojax.step.offloaded import OffloadedStep
@@ -55,7 +55,6 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
-        self._programs: dict[Any, StepProgram] = {}
         self._last: LastStep | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,8 +65,7 @@ class Step(Decorated[P, R]):
         with automatic_context(mesh) as names:
             explicit = Explicit.of(names, call.batch)
             if explicit:
-                batch, more = relabelled((call.batch, (call.args, call.kwargs)), mesh)
-                call = call._replace(batch=batch, args=more[0], kwargs=more[1])
+                call = self._relabelled(call)
             state, out = self._run(call, explicit)
         if explicit:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
@@ -83,7 +81,12 @@ class Step(Decorated[P, R]):
         program, parts, recognized = self._begin(call, explicit)
         layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
-        _check_alive(parts.step)
+        if parts.step.is_deleted():
+            raise ValueError(
+                "this state was passed to an earlier step, which took over its memory: go on with "
+                "the state that the step returned, or keep both with "
+                "zerojax.zero(..., donate=False)."
+            )
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
         layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
@@ -137,23 +140,16 @@ class Step(Decorated[P, R]):
         return None, returned(result.out, call.objects), left
 
     def _program(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
-        """The program for states like this one, compiled when it is first called."""
-        leaves, tree = jax.tree.flatten(opened.parts)
-        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
-        if key not in self._programs:
-            config = self._states.config
-            check_memories(config, self._states.mesh)
-            setting = StepSetting(
-                self._arguments.rearranged(form),
-                self._states,
-                opened,
-                explicit,
-                self._donate,
-                self._after_step.signals,
+        kind = OffloadedStep if offloads(self._states.config) else ResidentStep
+
+        def make(function: Rearranged) -> StepProgram:
+            signals = self._after_step.signals
+            return kind(
+                StepSetting(function, self._states, opened, explicit, self._donate, signals)
             )
-            self._programs[key] = (OffloadedStep if offloads(config) else ResidentStep)(setting)
-        return self._programs[key]
+
+        program: StepProgram = self._compiled(opened, form, explicit, make)
+        return program
 
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
@@ -206,12 +202,4 @@ def _check_concrete(name: str, tree: Any) -> None:
             "eval_shape: it is compiled as a whole, places its state and cannot be part of another "
             "program. Call it in a plain Python loop; what is to be compiled with it goes into "
             "its body, and shapes come from its lower()."
-        )
-
-
-def _check_alive(step: jax.Array) -> None:
-    if step.is_deleted():
-        raise ValueError(
-            "this state was passed to an earlier step, which took over its memory: go on with the "
-            "state that the step returned, or keep both with zerojax.zero(..., donate=False)."
         )

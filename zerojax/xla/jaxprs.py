@@ -8,7 +8,7 @@ All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -158,6 +158,11 @@ def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
         name_stack=call.name_stack + inside.name_stack,
         traceback=inside.traceback if own_line else call.traceback,
     )
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals, in order."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def read(atom: Any, env: Mapping[Any, Any]) -> Any:

@@ -31,9 +31,9 @@ class Stored:
         store.wait()
         self.array: DiskArray = leaf.advance()
         self.store = store
-        self.reader = ParamReader(2)
+        self.reader = ParamReader(None)
         self.param = DiskParam(self.reader, 3, VALUES.shape, VALUES.dtype, SHARDING)
-        self.reader.use({3: self.array})
+        self.reader.use([None, None, None, self.array])
 
 
 @pytest.fixture
@@ -78,5 +78,5 @@ def test_what_cannot_be_read(stored: Stored) -> None:
     assert sum(not shard.any() for shard in shards) == 1
     with pytest.raises(DiskStateError, match="is damaged"):
         stored.reader.check()
-    stored.reader.use({3: stored.array})
+    stored.reader.use([None, None, None, stored.array])
     stored.reader.check()

@@ -18,7 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.config import OffloadParam
 from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.places import DISK
+from zerojax.plan.plan import Leaf
 
 _WHOLE = -1
 """In place of an entry: the whole parameter."""
@@ -42,34 +45,39 @@ class ParamReader:
     """Serves a program's reads, and reads the next entry of a stack ahead, in either direction.
 
     Args:
-      buffer_count: The most reads under way.
+      config: Its ``buffer_count`` is the most reads under way; None where no parameter is
+        offloaded.
 
     Attributes:
       arrays: The parameters of the present run, by number.
     """
 
-    def __init__(self, buffer_count: int) -> None:
+    def __init__(self, config: OffloadParam | None) -> None:
         self.arrays: dict[int, DiskArray] = {}
-        self._pool = ThreadPoolExecutor(buffer_count, "zerojax-params")
+        self._pool = ThreadPoolExecutor(
+            2 if config is None else config.buffer_count, "zerojax-params"
+        )
         self._lock = threading.Lock()
         self._ahead: dict[_Read, Future[np.ndarray]] = {}
         self._last: dict[tuple[int, int], int] = {}
         self._failed: Exception | None = None
 
-    def use(self, arrays: dict[int, DiskArray]) -> None:
-        """Sets the parameters of the next run, by number."""
+    def use(self, values: Sequence[Any]) -> None:
+        """Sets the arrays of the next run, those of ``values`` that lie on disk."""
         with self._lock:
-            self.arrays = arrays
+            self.arrays = {i: x for i, x in enumerate(values) if isinstance(x, DiskArray)}
             self._ahead.clear()
             self._last.clear()
             self._failed = None
 
-    def check(self) -> None:
-        """Raises the first error of the last run, once its results are there.
+    def check(self, results: Any = None) -> None:
+        """Waits for the results of a run that reads the disk, and raises its first error.
 
         Raises:
-          DiskStateError: a parameter's bytes are not those that were written.
+          DiskStateError: A parameter's bytes are not those that were written.
         """
+        if self.arrays:
+            jax.block_until_ready(results)
         if self._failed is not None:
             raise self._failed
 
@@ -105,6 +113,11 @@ class ParamReader:
         if wanted.entry == _WHOLE:
             return array.read_slice(index)
         return array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
+
+
+def beside_disk(values: Sequence[Any], leaves: Sequence[Leaf]) -> list[Any]:
+    """What a program is given of ``values``: None for those that their leaves have on disk."""
+    return [None if leaf.place == DISK else x for x, leaf in zip(values, leaves, strict=True)]
 
 
 class DiskParam:

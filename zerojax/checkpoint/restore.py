@@ -16,7 +16,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import disk_arrays, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.matching import match, match_params
+from zerojax.checkpoint.matching import match
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
@@ -61,11 +61,11 @@ def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
     if form is None:
         _check_params(abstract_state)
         wanted = _params_alone(abstract_state, present, zero)
-        sources = match_params(wanted.leaves, present, where=str(saved.folder))
+        optimizer = None
     else:
         wanted = _whole_state(abstract_state, form, zero)
         optimizer = state_tree.OPTIMIZER[form]
-        sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
+    sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
@@ -200,9 +200,7 @@ def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
 
 
 def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
-    if wanted is None:
-        return ocp.RestoreArgs()
-    return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
+    return ocp.RestoreArgs() if wanted is None else ocp.ArrayRestoreArgs(sharding=wanted.sharding)
 
 
 def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array]) -> None:

@@ -126,8 +126,8 @@ class Writer:
             step = self._pending.step if self._pending else None
             self._pending = None
             self._discard(step)
-            there = saved.steps(self._directory)
-            kept = f"step {there[-1]} is the last good one" if there else "there is none yet"
+            there = saved.folders(self._directory)
+            kept = f"step {max(there)} is the last good one" if there else "there is none yet"
             raise CheckpointError(
                 f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
             ) from error

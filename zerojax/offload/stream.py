@@ -83,7 +83,7 @@ class GroupPrograms:
     def numbers(self, group: Group, coming: Group) -> GroupArrays:
         """The arrays of the program that updates ``group`` and brings ``coming`` in."""
         outputs = [i for p in group for i in self.targets(p)]
-        written = tuple(i for i in outputs if self._placements[i].place != DISK)
+        written = tuple(i for i in outputs if not self.on_disk(i))
         here = [
             i
             for p in group
@@ -97,7 +97,7 @@ class GroupPrograms:
             read=tuple(read),
             loaded=tuple(i for p in group for i in self.loaded(p)),
             coming=nexts,
-            going=tuple(i for i in outputs if self._placements[i].place == DISK),
+            going=tuple(filter(self.on_disk, outputs)),
         )
 
     def _is(self, i: int, place: str) -> bool:
@@ -105,7 +105,7 @@ class GroupPrograms:
 
     def _streams(self, i: int) -> bool:
         """Whether an array comes in ahead of the update that needs it."""
-        return self._is(i, DISK) or (self._is(i, HOST) and not self._on_host)
+        return self.on_disk(i) or (self._is(i, HOST) and not self._on_host)
 
     def on_disk(self, i: int) -> bool:
         """Whether an array lies on disk."""
@@ -114,7 +114,7 @@ class GroupPrograms:
     def loaded(self, part: GroupRows) -> list[int]:
         """The arrays of which the program takes rows that came in before it runs."""
         if part.rows is None:
-            return [i for i in part.cluster.inputs if self.on_disk(i)]
+            return [*filter(self.on_disk, part.cluster.inputs)]
         return self.streamed(part)
 
     def targets(self, part: GroupRows) -> list[int]:
@@ -164,7 +164,7 @@ class GroupPrograms:
 
     def row_size(self, i: int) -> int:
         """Elements of a row of an array, on each device."""
-        return math.prod(self._placements[i].rows(self._mesh)[1:])
+        return self._placements[i].row_size(self._mesh)
 
     def rows_spec(self, i: int) -> PartitionSpec:
         """The spec of rows of an array: every device's rows under one another."""
@@ -212,7 +212,7 @@ class GroupPrograms:
                     for i in p.cluster.inputs
                 ]
                 for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
-                    if self._is(i, DISK):
+                    if self.on_disk(i):
                         gone[i] = new
                         continue
                     # The next rows leave the array first; otherwise XLA copies it to keep both.
@@ -237,16 +237,7 @@ class GroupPrograms:
             ),
             check_vma=False,
         )
-        return jax.jit(
-            named(mapped, *_ARGUMENTS),
-            donate_argnums=(0,),
-            compiler_options=self._options,
-            out_shardings=GroupResults(
-                [self.sharding(i) for i in numbers.written],
-                [self.rows_sharding(i) for i in numbers.coming],
-                [self.rows_sharding(i) for i in numbers.going],
-            ),
-        )
+        return self._program(mapped, numbers, self.rows_sharding)
 
     def _here(self, x: Any) -> Any:
         return sent(x) if self._on_host else x
@@ -279,14 +270,23 @@ class GroupPrograms:
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]
             )
 
+        return self._program(run, numbers, self.sharding)
+
+    def _program(
+        self,
+        function: Callable[..., GroupResults],
+        numbers: GroupArrays,
+        going: Callable[[int], NamedSharding],
+    ) -> Callable[..., GroupResults]:
+        """Compiles a function, whose results to the disk have the shardings of ``going``."""
         return jax.jit(
-            named(run, *_ARGUMENTS),
+            named(function, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(
                 [self.sharding(i) for i in numbers.written],
-                [],
-                [self.sharding(i) for i in numbers.going],
+                [self.rows_sharding(i) for i in numbers.coming],
+                [going(i) for i in numbers.going],
             ),
         )
 

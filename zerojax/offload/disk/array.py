@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from zerojax.offload.disk.pieces import (
     Index,
@@ -235,13 +235,10 @@ class DiskArray:
             raise ValueError(f"{self!r}: other processes hold some of {wanted}")
         return out
 
-    def load(self, sharding: Sharding | None = None) -> jax.Array:
-        """The array on devices, sharded as on the disk unless ``sharding`` is given."""
+    def load(self) -> jax.Array:
+        """The array on devices, sharded as on the disk."""
         return jax.make_array_from_callback(
-            self.shape,
-            sharding or self.sharding,
-            lambda index: self.read_slice(index or ()),
-            dtype=self.dtype,
+            self.shape, self.sharding, lambda index: self.read_slice(index or ()), dtype=self.dtype
         )
 
     def _boxes(self, i: int, k: int) -> list[Index]:

@@ -156,7 +156,7 @@ class GroupPrograms:
             for present in (numbers.written, numbers.read)
         )
 
-    def sharding(self, i: int) -> NamedSharding:
+    def _sharding(self, i: int) -> NamedSharding:
         """The sharding of an array in its memory."""
         placement = self._placements[i]
         kind = PINNED if placement.place == HOST else None
@@ -166,34 +166,32 @@ class GroupPrograms:
         """Elements of a row of an array, on each device."""
         return self._placements[i].row_size(self._mesh)
 
-    def rows_spec(self, i: int) -> PartitionSpec:
+    def _rows_spec(self, i: int) -> PartitionSpec:
         """The spec of rows of an array: every device's rows under one another."""
         axes = self._placements[i].axes()
         return PartitionSpec(axes) if axes else PartitionSpec()
 
     def _rows_specs(self, numbers: Sequence[int]) -> list[PartitionSpec]:
-        return [self.rows_spec(i) for i in numbers]
+        return [self._rows_spec(i) for i in numbers]
 
-    def rows_sharding(self, i: int) -> NamedSharding:
-        """The same as a sharding on the device."""
-        return NamedSharding(self._mesh, self.rows_spec(i))
+    def _rows_sharding(self, i: int) -> NamedSharding:
+        return NamedSharding(self._mesh, self._rows_spec(i))
 
-    def rows_shape(self, i: int, rows: int) -> tuple[int, ...]:
-        """The shape of so many rows of each shard of an array, over all devices."""
-        devices = math.prod(self._mesh.shape[a] for a in self._placements[i].axes())
-        return (rows * devices, *self._placements[i].rows(self._mesh)[1:])
+    def abstract(self, i: int, rows: int | None = None) -> jax.ShapeDtypeStruct:
+        """An array in its memory; or so many rows of each shard, of all devices, on the device."""
+        x = self._placements[i]
+        if rows is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(i))
+        devices = math.prod(self._mesh.shape[a] for a in x.axes())
+        shape = (rows * devices, *x.rows(self._mesh)[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding(i))
 
     def _advance(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
         numbers, mesh = self.numbers(group, coming), self._mesh
+        here = sent if self._on_host else lambda x: x
 
-        def local(
-            written: list[Any],
-            read: list[Any],
-            loaded: list[Any],
-            starts: Any,
-            next_starts: Any,
-            scalars: list[Any],
-        ) -> GroupResults:
+        def local(*given: Any) -> GroupResults:
+            written, read, loaded, starts, next_starts, scalars = given
             arrays = {
                 i: x.reshape(self._placements[i].rows(mesh))
                 for i, x in zip((*numbers.written, *numbers.read), (*written, *read), strict=True)
@@ -208,7 +206,7 @@ class GroupPrograms:
             gone = {}
             for k, p in enumerate(group):
                 values = [
-                    ready[i] if i in ready else self._here(_rows(arrays[i], starts[k], p.rows))
+                    ready[i] if i in ready else here(_rows(arrays[i], starts[k], p.rows))
                     for i in p.cluster.inputs
                 ]
                 for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
@@ -237,10 +235,7 @@ class GroupPrograms:
             ),
             check_vma=False,
         )
-        return self._program(mapped, numbers, self.rows_sharding)
-
-    def _here(self, x: Any) -> Any:
-        return sent(x) if self._on_host else x
+        return self._jitted(mapped, numbers, self._rows_sharding)
 
     def _run(self, p: GroupRows, values: list[Any], scalars: list[Any]) -> list[Any]:
         c = p.cluster
@@ -253,16 +248,10 @@ class GroupPrograms:
         numbers, c = self.numbers((p,), ()), p.cluster
         targets = self.targets(p)
 
-        def run(
-            written: list[Any],
-            read: list[Any],
-            loaded: list[Any],
-            starts: Any,
-            next_starts: Any,
-            scalars: list[Any],
-        ) -> GroupResults:
-            given = (*numbers.written, *numbers.read, *numbers.loaded)
-            arrays = dict(zip(given, (*written, *read, *loaded), strict=True))
+        def run(*given: Any) -> GroupResults:
+            written, read, loaded, _, _, scalars = given
+            present = (*numbers.written, *numbers.read, *numbers.loaded)
+            arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
             values = [fetched(arrays[i]) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
             updated = dict(zip(targets, results, strict=True))
@@ -270,22 +259,22 @@ class GroupPrograms:
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]
             )
 
-        return self._program(run, numbers, self.sharding)
+        return self._jitted(run, numbers, self._sharding)
 
-    def _program(
+    def _jitted(
         self,
         function: Callable[..., GroupResults],
         numbers: GroupArrays,
         going: Callable[[int], NamedSharding],
     ) -> Callable[..., GroupResults]:
-        """Compiles a function, whose results to the disk have the shardings of ``going``."""
+        """The program of a function whose results to the disk have the shardings of ``going``."""
         return jax.jit(
             named(function, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(
-                [self.sharding(i) for i in numbers.written],
-                [self.rows_sharding(i) for i in numbers.coming],
+                [self._sharding(i) for i in numbers.written],
+                [self._rows_sharding(i) for i in numbers.coming],
                 [going(i) for i in numbers.going],
             ),
         )

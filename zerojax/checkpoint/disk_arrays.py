@@ -92,10 +92,9 @@ class _Transactions:
 
     def create(self, spec: Any, context: Any) -> None:
         """Creates an array."""
-        store = tensorstore.open(
+        tensorstore.open(
             spec, create=True, open=True, context=context, transaction=self._open
-        )
-        store.result()
+        ).result()
 
     def write(self, spec: Any, context: Any, index: Index, block: np.ndarray) -> None:
         """Writes a block, which must not change afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -233,14 +234,13 @@ def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
     total = 0
     for start, block in saved.blocks(leaf.name):
         total += share(block, start)
-        if np.issubdtype(leaf.dtype, np.integer):
-            _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return total % 2**32
 
 
 def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
     """Raises CheckpointError where whole numbers do not fit another dtype."""
-    if (block.astype(dtype) != block).any():
+    if np.issubdtype(leaf.dtype, np.integer) and (block.astype(dtype) != block).any():
         raise CheckpointError(
             f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
             "jax_enable_x64"
@@ -271,34 +271,30 @@ def _to_disk(
     saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
 ) -> dict[Path, DiskArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
-    placer = zero.states.placer
-    targets = {}
-    for path, planned in wanted.on_disk.items():
-        if path in leaves:
-            struct = wanted.leaves[path]
-            targets[path] = placer.disk_leaf(
-                planned.path, struct.shape, struct.dtype, struct.sharding
-            )
+    disk_leaf = zero.states.placer.disk_leaf
+    targets = {
+        path: disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
+        for path, planned in wanted.on_disk.items()
+        if path in leaves
+        for struct in [wanted.leaves[path]]
+    }
     if not targets:
         return {}
     shares = {
-        leaves[path].name: disk_arrays.fill(target, _reader(saved, leaves[path], target.dtype))
+        leaves[path].name: disk_arrays.fill(
+            target, functools.partial(_read_box, saved, leaves[path], target.dtype)
+        )
         for path, target in targets.items()
     }
     _compare(saved, disk_arrays.over_processes(shares))
     return {path: target.advance() for path, target in targets.items()}
 
 
-def _reader(saved: SavedStep, leaf: SavedArray, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
-    """A function of a box that reads an array there; whole numbers must fit ``dtype``."""
-
-    def read(index: Any) -> np.ndarray:
-        values = saved.read(leaf.name, index)
-        if np.issubdtype(leaf.dtype, np.integer):
-            _check_fits(saved, leaf, values, dtype)
-        return values
-
-    return read
+def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
+    """A box of a saved array; whole numbers must fit ``dtype``."""
+    values = saved.read(leaf.name, box)
+    _check_fits(saved, leaf, values, dtype)
+    return values
 
 
 def _fresh(

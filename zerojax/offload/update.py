@@ -70,7 +70,7 @@ class Update:
     Args:
       function: Of flat arguments, with flat results.
       placements: Of each argument, and then of the arrays that are only written.
-      own: For each argument, whether it is one of those of which not all are needed at once.
+      own: For each argument, whether it belongs to the many that are not needed at once.
       target: For each result, the number of the array that it replaces.
       plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
       on_host: Compute on the host.

@@ -129,7 +129,6 @@ def scale_by_orthogonal_momentum(
     def update(
         updates: optax.Updates, state: ScaleByOrthogonalState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByOrthogonalState]:
-        del params
         mean = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.momentum, updates)
         ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
         turned, _ = orthogonal.update(ahead, orthogonal.init(ahead))

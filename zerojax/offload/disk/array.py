@@ -158,34 +158,10 @@ class DiskArray:
 
     def __init__(self, leaf: DiskLeaf) -> None:
         self.leaf, self._generation = leaf, leaf.generation
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.leaf.dtype
-
-    @property
-    def sharding(self) -> NamedSharding:
-        return self.leaf.sharding
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        return self.sharding.is_fully_addressable
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        self.shape, self.dtype, self.sharding = leaf.shape, leaf.dtype, leaf.sharding
+        self.is_fully_addressable = leaf.sharding.is_fully_addressable
+        self.ndim, self.size = len(leaf.shape), math.prod(leaf.shape)
+        self.nbytes = self.size * leaf.dtype.itemsize
 
     def is_deleted(self) -> bool:
         return self.leaf.generation != self._generation

@@ -65,7 +65,7 @@ class ParamReader:
             self._failed = None
 
     def check(self) -> None:
-        """Raises the first error of the last run, once its results are there.
+        """Raises the first error of the last run, once the run's results are ready.
 
         Raises:
           DiskStateError: a parameter's bytes are not those that were written.

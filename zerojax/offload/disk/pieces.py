@@ -154,7 +154,7 @@ def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]
 def flat_piece(x: jax.Array, piece: range) -> Data:
     """A piece of a flattened shard.
 
-    The piece is sliced on the device, where the host would have to fetch the whole shard.
+    An accelerator slices the piece itself, as the host would have to fetch the whole shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:

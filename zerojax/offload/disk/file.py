@@ -61,8 +61,8 @@ def read(path: Path, nbytes: int) -> np.ndarray:
 def checksum(data: np.ndarray) -> int:
     r"""CRC-32 of :math:`\sum_i k_i w_i \bmod 2^{64}` of each 64 words of uint8 [bytes].
 
-    The checksum is as fast as memory. The sum of 64 words differs where one of them does; where more do, for all
-    but :math:`2^{-64}` of random changes.
+    The checksum is as fast as memory. The sum differs where one of its 64 words does; where more
+    words differ, the sum does for all but :math:`2^{-64}` of random changes.
     """
     total = 0
     for start in range(0, data.size, _BLOCK):

@@ -8,7 +8,6 @@ import pathlib
 import re
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
@@ -111,12 +110,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _tb: object) -> None:
         try:
             self.close()
         except CheckpointError as failed:
@@ -225,7 +219,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, oldest first; without one that is still being saved."""
-        return saved.steps(self.directory)
+        return [*saved.folders(self.directory)]
 
     def latest_step(self) -> int | None:
         """The newest complete step; None where none exists."""

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.pieces import Index, boxes, moved, results, shape_of
+from zerojax.offload.disk.pieces import Index, boxes, grid, moved, results, shape_of
 
 CHUNK_BYTES = 64 * 2**20
 """The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
@@ -92,10 +92,9 @@ class _Transactions:
 
     def create(self, spec: Any, context: Any) -> None:
         """Creates an array."""
-        store = tensorstore.open(
+        tensorstore.open(
             spec, create=True, open=True, context=context, transaction=self._open
-        )
-        store.result()
+        ).result()
 
     def write(self, spec: Any, context: Any, index: Index, block: np.ndarray) -> None:
         """Writes a block, which must not change afterwards."""
@@ -148,9 +147,12 @@ def _written(
     for i, shard in enumerate(x.leaf.shards):
         if shard.owner != jax.process_index():
             continue
-        chunks = [*_chunks(shard_shape, chunk)]
+        chunks = [*grid(shard_shape, chunk)]
         sizes = [math.prod(shape_of(box)) for box in chunks]
-        for box, flat in zip(chunks, recut(_pieces(x.leaf, i), sizes), strict=True):
+        # One piece is read ahead.
+        starts = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
+        pieces = (read.view(x.dtype) for read in results(starts, 2))
+        for box, flat in zip(chunks, recut(pieces, sizes), strict=True):
             index, block = moved(box, shard.box), flat.reshape(shape_of(box))
             transactions.write(spec, info.ts_context, index, block)
             yield index, block
@@ -175,22 +177,6 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     if shard[inner] != shape[inner]:  # each shard begins with a chunk of its own
         rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
     return (*[1] * inner, rows, *shard[inner + 1 :])
-
-
-def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
-    """The boxes of an array's chunks, in C order."""
-    steps = [range(0, n, size) for n, size in zip(shape, chunk, strict=True)]
-    for start in itertools.product(*steps):
-        yield tuple(
-            slice(i, min(i + size, n)) for i, size, n in zip(start, chunk, shape, strict=True)
-        )
-
-
-def _pieces(leaf: DiskLeaf, i: int) -> Iterator[np.ndarray]:
-    """A flat shard piece by piece; one piece is read ahead."""
-    reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.pieces)))
-    for read in results(reads, 2):
-        yield read.view(leaf.dtype)
 
 
 def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:

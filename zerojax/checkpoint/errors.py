@@ -8,7 +8,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut or changed; no array of it was used.
+    """Files of a checkpoint are missing, cut or changed; none of its arrays was used.
 
     Attributes:
       whole: The newest other step that looks whole; None where none does, or none was looked for.

@@ -23,14 +23,19 @@ SHOWN = 8
 
 
 def match(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], optimizer: Path, *, where: str
+    wanted: Mapping[Path, Any],
+    saved: Mapping[Path, SavedArray],
+    optimizer: Path | None,
+    *,
+    where: str,
 ) -> dict[Path, Path | None]:
     """Finds each wanted array among the saved ones.
 
     Args:
       wanted: Shapes and dtypes by path.
       saved: The saved arrays by path.
-      optimizer: The path of the optimizer's state.
+      optimizer: The path of the optimizer's state; None where parameters alone are wanted, so that
+        other arrays of the checkpoint are ignored.
       where: The checkpoint, for messages.
 
     Returns:
@@ -40,18 +45,20 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, too many, or differ in shape or kind.
     """
+    whole, optimizer = optimizer is not None, optimizer or ()
     n = len(optimizer)
     wrapped = any(path[: n + 1] == (*optimizer, "steps") for path in saved)
+    fresh = [LOSS_SCALE] if wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
-        source, own = path, path[:n] == optimizer
+        source, own = path, whole and path[:n] == optimizer
         if own and not wrapped and path[n] == INNER:
             source = (*optimizer, *path[n + 1 :])
         if source in saved:
             sources[path] = source
             problems += _mismatch(path, leaf, saved[source])
-        elif 0 in leaf.shape or (own and path[n] in ([LOSS_SCALE] if wrapped else FRESH)):
+        elif whole and (0 in leaf.shape or (own and path[n] in fresh)):
             sources[path] = None
         else:
             problems.append(f"only in the state: {_told(path, leaf)}")
@@ -59,26 +66,11 @@ def match(
     problems += [
         f"only in the checkpoint: {_told(path, leaf)}"
         for path, leaf in saved.items()
-        if path not in used and path[: n + 1] != (*optimizer, LOSS_SCALE)
+        if whole and path not in used and path[: n + 1] != (*optimizer, LOSS_SCALE)
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
     return sources
-
-
-def match_params(
-    wanted: Mapping[Path, Any], saved: Mapping[Path, SavedArray], *, where: str
-) -> dict[Path, Path | None]:
-    """The same for parameters alone; other arrays of the checkpoint are ignored."""
-    problems = []
-    for path, leaf in wanted.items():
-        if path in saved:
-            problems += _mismatch(path, leaf, saved[path])
-        else:
-            problems.append(f"only in the state: {_told(path, leaf)}")
-    if problems:
-        raise CheckpointError(_differences(where, problems))
-    return {path: path for path in wanted}
 
 
 def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:

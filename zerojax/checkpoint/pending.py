@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pydantic_core
 from etils import epath
 from jax.sharding import NamedSharding
 
@@ -158,14 +159,7 @@ def _spec(x: Any) -> Spec | None:
 def _config(config: ZeroConfig) -> dict[str, Any]:
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     del fields["notes"]
-    return {name: _json(value) for name, value in fields.items()}
-
-
-def _json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+    plain: dict[str, Any] = pydantic_core.to_jsonable_python(
+        fields, fallback=lambda x: dict(x) if isinstance(x, Mapping) else repr(x)
+    )
+    return plain

@@ -3,7 +3,7 @@
     STEP/state/...          orbax's
     STEP/zerojax.json       {"format": 1, "sha256": of the rest, "record": {...}}
 
-Written before orbax commits the step, so that both exist or neither does.
+The record is written before orbax commits the step, so that both exist or neither does.
 """
 
 from __future__ import annotations

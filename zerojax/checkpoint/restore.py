@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import disk_arrays, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.matching import match, match_params
+from zerojax.checkpoint.matching import match
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
@@ -61,11 +62,11 @@ def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
     if form is None:
         _check_params(abstract_state)
         wanted = _params_alone(abstract_state, present, zero)
-        sources = match_params(wanted.leaves, present, where=str(saved.folder))
+        optimizer = None
     else:
         wanted = _whole_state(abstract_state, form, zero)
         optimizer = state_tree.OPTIMIZER[form]
-        sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
+    sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
@@ -200,9 +201,7 @@ def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
 
 
 def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
-    if wanted is None:
-        return ocp.RestoreArgs()
-    return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
+    return ocp.RestoreArgs() if wanted is None else ocp.ArrayRestoreArgs(sharding=wanted.sharding)
 
 
 def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array]) -> None:
@@ -235,14 +234,13 @@ def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
     total = 0
     for start, block in saved.blocks(leaf.name):
         total += share(block, start)
-        if np.issubdtype(leaf.dtype, np.integer):
-            _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return total % 2**32
 
 
 def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
     """Raises CheckpointError where whole numbers do not fit another dtype."""
-    if (block.astype(dtype) != block).any():
+    if np.issubdtype(leaf.dtype, np.integer) and (block.astype(dtype) != block).any():
         raise CheckpointError(
             f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
             "jax_enable_x64"
@@ -273,34 +271,30 @@ def _to_disk(
     saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
 ) -> dict[Path, DiskArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
-    placer = zero.states.placer
-    targets = {}
-    for path, planned in wanted.on_disk.items():
-        if path in leaves:
-            struct = wanted.leaves[path]
-            targets[path] = placer.disk_leaf(
-                planned.path, struct.shape, struct.dtype, struct.sharding
-            )
+    disk_leaf = zero.states.placer.disk_leaf
+    targets = {
+        path: disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
+        for path, planned in wanted.on_disk.items()
+        if path in leaves
+        for struct in [wanted.leaves[path]]
+    }
     if not targets:
         return {}
     shares = {
-        leaves[path].name: disk_arrays.fill(target, _reader(saved, leaves[path], target.dtype))
+        leaves[path].name: disk_arrays.fill(
+            target, functools.partial(_read_box, saved, leaves[path], target.dtype)
+        )
         for path, target in targets.items()
     }
     _compare(saved, disk_arrays.over_processes(shares))
     return {path: target.advance() for path, target in targets.items()}
 
 
-def _reader(saved: SavedStep, leaf: SavedArray, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
-    """A function of a box that reads an array there; whole numbers must fit ``dtype``."""
-
-    def read(index: Any) -> np.ndarray:
-        values = saved.read(leaf.name, index)
-        if np.issubdtype(leaf.dtype, np.integer):
-            _check_fits(saved, leaf, values, dtype)
-        return values
-
-    return read
+def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
+    """A box of a saved array; whole numbers must fit ``dtype``."""
+    values = saved.read(leaf.name, box)
+    _check_fits(saved, leaf, values, dtype)
+    return values
 
 
 def _fresh(

@@ -81,16 +81,15 @@ class Retention:
 
     def options(self) -> dict[str, Any]:
         """The same as options of orbax's ``CheckpointManagerOptions``."""
-        policies: list[Any] = [ocp.checkpoint_managers.LatestN(self.keep)]
+        managers = ocp.checkpoint_managers
+        latest = managers.LatestN(self.keep)
         if self.metric is None:
-            return {"preservation_policy": policies[0]}
-        policies.append(
-            ocp.checkpoint_managers.BestN(
-                get_metric_fn=self.score, reverse=self.mode == "min", n=self.keep_best
-            )
+            return {"preservation_policy": latest}
+        best = managers.BestN(
+            get_metric_fn=self.score, reverse=self.mode == "min", n=self.keep_best
         )
         return {
-            "preservation_policy": ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            "preservation_policy": managers.AnyPreservationPolicy([latest, best]),
             "best_fn": self.score,
             "best_mode": self.mode,
         }

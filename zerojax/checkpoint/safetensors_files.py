@@ -16,6 +16,7 @@ file in memory at once, so that it only checks the files that are written here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -97,7 +98,13 @@ def writing(
     if len(groups) == 1:
         names = [SINGLE]
     else:
-        texts[INDEX] = json.dumps(_index(names, groups), indent=2) + "\n"
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {
+                x.name: n for n, group in zip(names, groups, strict=True) for x in group
+            },
+        }
+        texts[INDEX] = json.dumps(index, indent=2) + "\n"
     folder = pathlib.Path(folder)
     with (
         _made_folder(folder),
@@ -137,15 +144,14 @@ class _Files:
         for path, group in groups.items():
             # Wide elements first, so that each starts at a multiple of its size.
             group = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
-            header, sizes = _header(group), [tensor.nbytes for tensor in group]
+            ends = [0, *itertools.accumulate(tensor.nbytes for tensor in group)]
+            header = _header(group, ends)
             with path.open("wb") as file:
                 file.write(header)
-                file.truncate(len(header) + sum(sizes))
-            offset = len(header)
-            for tensor in group:
-                self._places[tensor.name] = _Place(path, offset, tensor)
+                file.truncate(len(header) + ends[-1])
+            for tensor, begin in zip(group, ends, strict=False):
+                self._places[tensor.name] = _Place(path, len(header) + begin, tensor)
                 self._missing[tensor.name] = tensor.nbytes
-                offset += tensor.nbytes
 
     def put(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None:
         """Writes a block; see :class:`Put`."""
@@ -191,17 +197,15 @@ def _made_folder(folder: pathlib.Path) -> Iterator[None]:
         raise
 
 
-def _header(tensors: Sequence[TensorSpec]) -> bytes:
+def _header(tensors: Sequence[TensorSpec], ends: Sequence[int]) -> bytes:
     # transformers refuses a file without a format.
     about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
+    for tensor, offsets in zip(tensors, itertools.pairwise(ends), strict=True):
         about[tensor.name] = {
             "dtype": DTYPES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
+            "shape": tensor.shape,
+            "data_offsets": offsets,
         }
-        at += tensor.nbytes
     text = json.dumps(about, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -219,15 +223,6 @@ def _grouped(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorS
         groups[-1].append(tensor)
         room -= tensor.nbytes
     return groups
-
-
-def _index(names: Sequence[str], groups: Sequence[Sequence[TensorSpec]]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(tensor.nbytes for group in groups for tensor in group)},
-        "weight_map": {
-            tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group
-        },
-    }
 
 
 def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:

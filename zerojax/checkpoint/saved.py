@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -17,6 +16,7 @@ from etils import epath
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, reason
 from zerojax.checkpoint.record import Record
+from zerojax.offload.disk.pieces import grid
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
@@ -123,11 +123,9 @@ class SavedArrays:
         plain = self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
         chunk = None if plain else store.chunk_layout.read_chunk.shape
         sizes = _block(store.shape, chunk, store.dtype.numpy_dtype)
-        steps = [range(0, n, size) for n, size in zip(store.shape, sizes, strict=True)]
         ahead = None
-        for start in itertools.product(*steps):
-            index = tuple(slice(i, i + n) for i, n in zip(start, sizes, strict=True))
-            now, ahead = ahead, (start, store[tuple(map(_within, index, store.shape))].read())
+        for box in grid(store.shape, sizes):
+            now, ahead = ahead, (tuple(s.start for s in box), store[box].read())
             if now:
                 yield now[0], self._result(name, now[1])
         if ahead:
@@ -199,11 +197,6 @@ def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
     return dict(sorted(numbered.items()))
 
 
-def steps(directory: epath.PathLike) -> list[int]:
-    """The complete steps below ``directory``, in order."""
-    return [*folders(directory)]
-
-
 def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     """The folders of the steps at a path, in order: the path itself, or its steps.
 
@@ -266,8 +259,3 @@ def _block(shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtyp
         room = _BLOCK_BYTES // (math.prod(sizes) * dtype.itemsize)
         sizes[d] = max(1, min(shape[d], sizes[d] * max(1, room)))
     return sizes
-
-
-def _within(index: slice, n: int) -> slice:
-    """A slice that ends within ``n``, as tensorstore requires."""
-    return slice(index.start, min(index.stop, n))

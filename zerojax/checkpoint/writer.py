@@ -125,20 +125,16 @@ class Writer:
         except Exception as error:
             step = self._pending.step if self._pending else None
             self._pending = None
-            self._discard(step)
-            there = saved.steps(self._directory)
-            kept = f"step {there[-1]} is the last good one" if there else "there is none yet"
+            self.close()
+            if jax.process_index() == 0:
+                for left in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            self._manager = self._fresh_manager()
+            there = saved.folders(self._directory)
+            kept = f"step {max(there)} is the last good one" if there else "there is none yet"
             raise CheckpointError(
                 f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
             ) from error
-
-    def _discard(self, step: int | None) -> None:
-        """Removes the files of a failed step, and makes a new manager."""
-        self.close()
-        if jax.process_index() == 0:
-            for left in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
-        self._manager = self._fresh_manager()
 
     def _sweep(self) -> None:
         if jax.process_index() == 0:

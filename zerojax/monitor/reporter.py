@@ -98,11 +98,11 @@ class Reporter:
         self._measure(step, times)
         # The steps before are unknown until the first one is done, and count as 0 until then.
         taken = (self._backlog.before or 0) + self._count
-        if config.steps_per_print and taken % config.steps_per_print == 0:
+        due = not config.steps_per_print or taken % config.steps_per_print == 0
+        if due and config.steps_per_print:
             lines.say(self._progress(report, by_tag))
-            self._say_times()
-        elif not config.steps_per_print:
-            self._say_times()
+        if due and (line := self._clock.line()) is not None:
+            lines.say(line)
 
     def close(self) -> None:
         """Writes everything. A later step opens the files again."""
@@ -135,7 +135,3 @@ class Reporter:
         pace = self._pace.per_second(time.perf_counter())
         self._backlog.drain(wait=True)  # all steps are done
         return text if pace is None else f"{text}, samples/sec={pace:.6g}"
-
-    def _say_times(self) -> None:
-        if (line := self._clock.line()) is not None:
-            lines.say(line)

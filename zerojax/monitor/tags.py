@@ -108,10 +108,6 @@ def _names(path: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _part(key: Any) -> str | int:
-    if isinstance(key, jax.tree_util.DictKey):
-        return str(key.key)
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return key.name
-    if isinstance(key, jax.tree_util.SequenceKey):
-        return key.idx
-    return int(key.key) if isinstance(getattr(key, "key", None), int) else str(key)
+    text = jax.tree_util.keystr((key,), simple=True)
+    position = isinstance(key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
+    return int(text) if position else text

@@ -41,20 +41,19 @@ def check(config: ZeroConfig) -> None:
     Raises:
       ImportError: A package is missing or broken, with the command that installs it.
     """
-    if config.tensorboard is not None:
-        _need("tensorboard.summary", "tensorboard", "pip install 'zerojax[monitor]'")
-    if config.wandb is not None:
-        _need("wandb", "wandb", "pip install wandb")
-
-
-def _need(module: str, section: str, install: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"the config's `{section}` needs the package {section}, which cannot be imported "
-            f"({error}). Install it with {install}, or take `{section}` out of the config."
-        ) from error
+    for section, module, install in (
+        ("tensorboard", "tensorboard.summary", "'zerojax[monitor]'"),
+        ("wandb", "wandb", "wandb"),
+    ):
+        try:
+            if getattr(config, section) is not None:
+                importlib.import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                f"the config's `{section}` needs the package {section}, which cannot be imported "
+                f"({error}). Install it with pip install {install}, or take `{section}` out of the "
+                "config."
+            ) from error
 
 
 def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
@@ -139,7 +138,9 @@ class CsvFiles:
             start = file.tell()
             rows: list[Any] = [] if start else [("step", header)]
             rows += ((samples, value) for _, value, samples in events)
-            data = _encoded(rows)
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(rows)
+            data = text.getvalue().encode()
             # A full disk may take a part of the data; half a row would spoil the next one.
             try:
                 if file.write(data) != len(data):
@@ -148,12 +149,6 @@ class CsvFiles:
                 with contextlib.suppress(OSError):
                     file.truncate(start)
                 raise
-
-
-def _encoded(rows: list[Any]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    return text.getvalue().encode()
 
 
 class TensorBoardFile:

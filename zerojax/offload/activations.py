@@ -73,14 +73,11 @@ def remat_policy(policy: str) -> Callable[..., Any]:
         plain: Callable[..., Any] = getattr(policies, _PLAIN[kind])
         return plain
     if kind not in _NAMED or not colon:
-        known = [*_PLAIN, *(f"{name}:a,b" for name in _NAMED)]
-        close = difflib.get_close_matches(kind, [*_PLAIN, *_NAMED], n=1)
-        meant = next((k for k in known if close and k.partition(":")[0] == close[0]), None)
-        raise ValueError(
-            f"no remat policy {policy!r}: "
-            + (f"did you mean {meant!r}? " if meant else "")
-            + f"There are {', '.join(map(repr, known))}."
-        )
+        known = {**{name: name for name in _PLAIN}, **{name: f"{name}:a,b" for name in _NAMED}}
+        close = difflib.get_close_matches(kind, known, n=1)
+        meant = f"did you mean {known[close[0]]!r}? " if close else ""
+        there = ", ".join(map(repr, known.values()))
+        raise ValueError(f"no remat policy {policy!r}: {meant}There are {there}.")
     names = [name.strip() for name in rest.split(",")]
     if not all(names):
         raise ValueError(

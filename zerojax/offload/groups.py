@@ -41,6 +41,10 @@ class ArrayPlacement(NamedTuple):
         local = self.local(mesh)
         return local if len(local) < 2 else (math.prod(local[:-1]), local[-1])
 
+    def row_size(self, mesh: Mesh) -> int:
+        """The elements of such a row."""
+        return math.prod(self.rows(mesh)[1:])
+
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which the array is sharded."""
         return tuple(a for entry in self.spec for a in layout.axes(entry))
@@ -81,20 +85,16 @@ def groups(
     current: list[GroupRows] = []
     left = half
     for part in _split(clusters, placements, mesh, half):
-        alone = part.rows is None
-        size = half if part.rows is None else part.rows * _width(part, placements, mesh)
+        size = half
+        if part.rows is not None:
+            size = part.rows * placements[part.cluster.inputs[0]].row_size(mesh)
         again = any(part.cluster is other.cluster for other in current)
-        if current and (alone or again or size > left):
+        if current and (part.rows is None or again or size > left):
             full.append(tuple(current))
             current, left = [], half
         current.append(part)
-        left = 0 if alone else left - size
+        left -= size
     return [*full, tuple(current)] if current else full
-
-
-def _width(part: GroupRows, placements: Sequence[ArrayPlacement], mesh: Mesh) -> int:
-    """Elements of a row."""
-    return math.prod(placements[part.cluster.inputs[0]].rows(mesh)[1:])
 
 
 def _split(
@@ -111,17 +111,17 @@ def _split(
 
 def disk_pieces(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
     """The pieces of an array's flat shards on a disk, in elements."""
-    width = math.prod(placement.rows(mesh)[1:])
+    width = placement.row_size(mesh)
     rows = _row_ranges(placement, mesh, _half(largest))
     return [range(r.start * width, r.stop * width) for r in rows]
 
 
 def _row_ranges(placement: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[range]:
     """The rows of an array's shards that are updated together."""
-    shape = placement.rows(mesh)
-    rows = _even(shape[0], max(1, half // math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield range(start, min(start + rows, shape[0]))
+    n = placement.rows(mesh)[0]
+    rows = _even(n, max(1, half // placement.row_size(mesh)))
+    for start in range(0, n, rows):
+        yield range(start, min(start + rows, n))
 
 
 def _half(largest: int) -> int:

@@ -82,18 +82,12 @@ class Separated:
         self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
         self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
-        self._own = list(own)
-        self._separate()
-
-    def _separate(self) -> None:
-        invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
-        heavy = {v for v, own in zip(invars, self._own, strict=True) if own}
+        self._heavy = {v for v, heavy in zip(self._jaxpr.invars, own, strict=True) if heavy}
         for eqn in self._jaxpr.eqns:
-            if any(v in heavy for v in jaxprs.variables(eqn.invars)):
-                heavy.update(eqn.outvars)
-        self._heavy = heavy
+            if any(v in self._heavy for v in jaxprs.variables(eqn.invars)):
+                self._heavy.update(eqn.outvars)
+        outvars = self._jaxpr.outvars
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
-        light = [i for i in range(len(outvars)) if i not in leaves]
         groups: list[_Connected] = []
         needed: dict[Any, None] = {}
         for i in leaves:
@@ -105,7 +99,7 @@ class Separated:
                 new.outputs.update(other.outputs)
                 new.eqns.extend(other.eqns)
             groups.append(new)
-        self.shared = tuple(light)
+        self.shared = tuple(i for i in range(len(outvars)) if i not in leaves)
         self.scalars = tuple(needed)
         self.clusters = tuple(map(self._cluster, groups))
 
@@ -118,23 +112,29 @@ class Separated:
 
     def _connected(self, i: int) -> _Connected:
         """The arguments, equations and scalars that a result is made from."""
-        inputs: set[int] = set()
+        eqns, ends = self._made_from([self._jaxpr.outvars[i]], self._is_scalar)
+        scalars = {x: None for x in ends if self._is_scalar(x)}
+        inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
+        return _Connected(inputs, {i}, eqns, scalars)
+
+    def _made_from(
+        self, targets: Sequence[Any], known: Callable[[Any], bool]
+    ) -> tuple[list[Any], list[Any]]:
+        """The equations that make variables of known ones, and the variables they begin with."""
         eqns: dict[int, Any] = {}
-        scalars: dict[Any, None] = {}
-        todo, seen = [self._jaxpr.outvars[i]], set()
+        ends: dict[Any, None] = {}
+        todo, seen = list(targets), set()
         while todo:
             x = todo.pop()
             if isinstance(x, core.Literal) or x in seen:
                 continue
             seen.add(x)
-            if self._is_scalar(x):
-                scalars[x] = None
-            elif x in self._at:
-                inputs.add(self._at[x])
-            elif x in self._maker:
+            if known(x) or x not in self._maker:
+                ends[x] = None
+            else:
                 eqns[id(self._maker[x])] = self._maker[x]
                 todo.extend(self._maker[x].invars)
-        return _Connected(inputs, {i}, list(eqns.values()), scalars)
+        return [*eqns.values()], [*ends]
 
     def _cluster(self, connected: _Connected) -> Cluster:
         eqns = connected.eqns
@@ -189,16 +189,8 @@ class Separated:
         self, targets: Sequence[Any], env: dict[Any, Any], shape: tuple[int, ...] | None
     ) -> list[Any]:
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-        todo, needed = list(targets), dict[int, Any]()
-        while todo:
-            x = todo.pop()
-            if not isinstance(x, core.Literal) and x not in env and x in self._maker:
-                eqn = self._maker[x]
-                if id(eqn) not in needed:
-                    needed[id(eqn)] = eqn
-                    todo.extend(eqn.invars)
-
-        for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
+        needed, _ = self._made_from(targets, env.__contains__)
+        for eqn in sorted(needed, key=lambda e: self._order[id(e)]):
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]

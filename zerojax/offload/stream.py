@@ -83,7 +83,7 @@ class GroupPrograms:
     def numbers(self, group: Group, coming: Group) -> GroupArrays:
         """The arrays of the program that updates ``group`` and brings ``coming`` in."""
         outputs = [i for p in group for i in self.targets(p)]
-        written = tuple(i for i in outputs if self._placements[i].place != DISK)
+        written = tuple(i for i in outputs if not self.on_disk(i))
         here = [
             i
             for p in group
@@ -97,7 +97,7 @@ class GroupPrograms:
             read=tuple(read),
             loaded=tuple(i for p in group for i in self.loaded(p)),
             coming=nexts,
-            going=tuple(i for i in outputs if self._placements[i].place == DISK),
+            going=tuple(filter(self.on_disk, outputs)),
         )
 
     def _is(self, i: int, place: str) -> bool:
@@ -105,7 +105,7 @@ class GroupPrograms:
 
     def _streams(self, i: int) -> bool:
         """Whether an array comes in ahead of the update that needs it."""
-        return self._is(i, DISK) or (self._is(i, HOST) and not self._on_host)
+        return self.on_disk(i) or (self._is(i, HOST) and not self._on_host)
 
     def on_disk(self, i: int) -> bool:
         """Whether an array lies on disk."""
@@ -114,7 +114,7 @@ class GroupPrograms:
     def loaded(self, part: GroupRows) -> list[int]:
         """The arrays of which the program takes rows that came in before it runs."""
         if part.rows is None:
-            return [i for i in part.cluster.inputs if self.on_disk(i)]
+            return [*filter(self.on_disk, part.cluster.inputs)]
         return self.streamed(part)
 
     def targets(self, part: GroupRows) -> list[int]:
@@ -156,7 +156,7 @@ class GroupPrograms:
             for present in (numbers.written, numbers.read)
         )
 
-    def sharding(self, i: int) -> NamedSharding:
+    def _sharding(self, i: int) -> NamedSharding:
         """The sharding of an array in its memory."""
         placement = self._placements[i]
         kind = PINNED if placement.place == HOST else None
@@ -164,36 +164,34 @@ class GroupPrograms:
 
     def row_size(self, i: int) -> int:
         """Elements of a row of an array, on each device."""
-        return math.prod(self._placements[i].rows(self._mesh)[1:])
+        return self._placements[i].row_size(self._mesh)
 
-    def rows_spec(self, i: int) -> PartitionSpec:
+    def _rows_spec(self, i: int) -> PartitionSpec:
         """The spec of rows of an array: every device's rows under one another."""
         axes = self._placements[i].axes()
         return PartitionSpec(axes) if axes else PartitionSpec()
 
     def _rows_specs(self, numbers: Sequence[int]) -> list[PartitionSpec]:
-        return [self.rows_spec(i) for i in numbers]
+        return [self._rows_spec(i) for i in numbers]
 
-    def rows_sharding(self, i: int) -> NamedSharding:
-        """The same as a sharding on the device."""
-        return NamedSharding(self._mesh, self.rows_spec(i))
+    def _rows_sharding(self, i: int) -> NamedSharding:
+        return NamedSharding(self._mesh, self._rows_spec(i))
 
-    def rows_shape(self, i: int, rows: int) -> tuple[int, ...]:
-        """The shape of so many rows of each shard of an array, over all devices."""
-        devices = math.prod(self._mesh.shape[a] for a in self._placements[i].axes())
-        return (rows * devices, *self._placements[i].rows(self._mesh)[1:])
+    def abstract(self, i: int, rows: int | None = None) -> jax.ShapeDtypeStruct:
+        """An array in its memory; or so many rows of each shard, of all devices, on the device."""
+        x = self._placements[i]
+        if rows is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(i))
+        devices = math.prod(self._mesh.shape[a] for a in x.axes())
+        shape = (rows * devices, *x.rows(self._mesh)[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding(i))
 
     def _advance(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
         numbers, mesh = self.numbers(group, coming), self._mesh
+        here = sent if self._on_host else lambda x: x
 
-        def local(
-            written: list[Any],
-            read: list[Any],
-            loaded: list[Any],
-            starts: Any,
-            next_starts: Any,
-            scalars: list[Any],
-        ) -> GroupResults:
+        def local(*given: Any) -> GroupResults:
+            written, read, loaded, starts, next_starts, scalars = given
             arrays = {
                 i: x.reshape(self._placements[i].rows(mesh))
                 for i, x in zip((*numbers.written, *numbers.read), (*written, *read), strict=True)
@@ -208,11 +206,11 @@ class GroupPrograms:
             gone = {}
             for k, p in enumerate(group):
                 values = [
-                    ready[i] if i in ready else self._here(_rows(arrays[i], starts[k], p.rows))
+                    ready[i] if i in ready else here(_rows(arrays[i], starts[k], p.rows))
                     for i in p.cluster.inputs
                 ]
                 for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
-                    if self._is(i, DISK):
+                    if self.on_disk(i):
                         gone[i] = new
                         continue
                     # The next rows leave the array first; otherwise XLA copies it to keep both.
@@ -237,19 +235,7 @@ class GroupPrograms:
             ),
             check_vma=False,
         )
-        return jax.jit(
-            named(mapped, *_ARGUMENTS),
-            donate_argnums=(0,),
-            compiler_options=self._options,
-            out_shardings=GroupResults(
-                [self.sharding(i) for i in numbers.written],
-                [self.rows_sharding(i) for i in numbers.coming],
-                [self.rows_sharding(i) for i in numbers.going],
-            ),
-        )
-
-    def _here(self, x: Any) -> Any:
-        return sent(x) if self._on_host else x
+        return self._jitted(mapped, numbers, self._rows_sharding)
 
     def _run(self, p: GroupRows, values: list[Any], scalars: list[Any]) -> list[Any]:
         c = p.cluster
@@ -262,16 +248,10 @@ class GroupPrograms:
         numbers, c = self.numbers((p,), ()), p.cluster
         targets = self.targets(p)
 
-        def run(
-            written: list[Any],
-            read: list[Any],
-            loaded: list[Any],
-            starts: Any,
-            next_starts: Any,
-            scalars: list[Any],
-        ) -> GroupResults:
-            given = (*numbers.written, *numbers.read, *numbers.loaded)
-            arrays = dict(zip(given, (*written, *read, *loaded), strict=True))
+        def run(*given: Any) -> GroupResults:
+            written, read, loaded, _, _, scalars = given
+            present = (*numbers.written, *numbers.read, *numbers.loaded)
+            arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
             values = [fetched(arrays[i]) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
             updated = dict(zip(targets, results, strict=True))
@@ -279,14 +259,23 @@ class GroupPrograms:
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]
             )
 
+        return self._jitted(run, numbers, self._sharding)
+
+    def _jitted(
+        self,
+        function: Callable[..., GroupResults],
+        numbers: GroupArrays,
+        going: Callable[[int], NamedSharding],
+    ) -> Callable[..., GroupResults]:
+        """The program of a function whose results to the disk have the shardings of ``going``."""
         return jax.jit(
-            named(run, *_ARGUMENTS),
+            named(function, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(
-                [self.sharding(i) for i in numbers.written],
-                [],
-                [self.sharding(i) for i in numbers.going],
+                [self._sharding(i) for i in numbers.written],
+                [self._rows_sharding(i) for i in numbers.coming],
+                [going(i) for i in numbers.going],
             ),
         )
 

@@ -70,7 +70,7 @@ class Update:
     Args:
       function: Of flat arguments, with flat results.
       placements: Of each argument, and then of the arrays that are only written.
-      own: For each argument, whether it is one of those of which not all are needed at once.
+      own: For each argument, whether it belongs to the many that are not needed at once.
       target: For each result, the number of the array that it replaces.
       plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
       on_host: Compute on the host.
@@ -88,7 +88,6 @@ class Update:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = Separated(function, shapes, own)
-        self.placements = placements
         self.programs = GroupPrograms(
             self.separated, placements, target, mesh, streaming(plan.mesh), on_host
         )
@@ -154,27 +153,18 @@ class Update:
             call = same[0]
             program: Any = call.program
             traced = program.trace(
-                [self._abstract(i) for i in call.numbers.written],
-                [self._abstract(i) for i in call.numbers.read],
-                [self._abstract_rows(i, p) for p in call.group for i in self.programs.loaded(p)],
+                [*map(self.programs.abstract, call.numbers.written)],
+                [*map(self.programs.abstract, call.numbers.read)],
+                [
+                    self.programs.abstract(i, p.rows)
+                    for p in call.group
+                    for i in self.programs.loaded(p)
+                ],
                 jax.ShapeDtypeStruct((len(call.group),), jnp.int32),
                 jax.ShapeDtypeStruct((len(call.coming),), jnp.int32),
                 scalars,
             )
             yield TracedUpdate(f"update {number}", traced, len(same))
-
-    def _abstract(self, i: int) -> Any:
-        x = self.placements[i]
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.programs.sharding(i))
-
-    def _abstract_rows(self, i: int, part: GroupRows) -> Any:
-        if part.rows is None:
-            return self._abstract(i)
-        return jax.ShapeDtypeStruct(
-            self.programs.rows_shape(i, part.rows),
-            self.placements[i].dtype,
-            sharding=self.programs.rows_sharding(i),
-        )
 
 
 class _Reads:
@@ -203,15 +193,11 @@ class _Reads:
 
     def _put(self, i: int, part: GroupRows) -> jax.Array:
         leaf, pieces = self._leaves[i], [read.result() for read in self._reads.pop(i)]
-        if part.rows is None:
-            shape, sharding = leaf.shape, leaf.sharding
-        else:
-            shape = self._programs.rows_shape(i, part.rows)
-            sharding = self._programs.rows_sharding(i)
-        local = sharding.shard_shape(shape)
+        like: Any = leaf if part.rows is None else self._programs.abstract(i, part.rows)
+        local = like.sharding.shard_shape(like.shape)
         return jax.make_array_from_single_device_arrays(
-            shape,
-            sharding,
+            like.shape,
+            like.sharding,
             [
                 jax.device_put(_joined([piece[device] for piece in pieces]).reshape(local), device)
                 for device in pieces[0]

@@ -65,11 +65,4 @@ def names_on_path(path: Iterable[Any]) -> tuple[str, ...]:
     # linen's Partitioned and NNX's Variable hold their array as an attribute.
     while keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
         keys.pop()
-    return tuple(
-        str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys
-    )
-
-
-def mask_named(name: str) -> Mask | None:
-    """The mask for a value of `optimizer.params.weight_decay_mask`; None decays everything."""
-    return {"all": None, "no_bias_and_norm": no_bias_and_norm}[name]
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

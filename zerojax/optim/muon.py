@@ -3,6 +3,7 @@
 Shapes: a flax kernel is [..., in, out], the transpose of torch's.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +18,6 @@ from zerojax.optim.decay import is_bias_or_norm, names_on_path
 Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
 """From a leaf's path and the leaf to its matrix axes; None gives the leaf to Adam."""
 
-_LAST_TWO = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 # Whole names of modules or leaves; names that contain "embed" count too.
 _EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
 
@@ -47,7 +47,7 @@ def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
     embedding_or_head = any("embed" in n or n in _EMBEDDING_OR_HEAD for n in map(str.lower, names))
     if leaf.ndim < 2 or embedding_or_head or is_bias_or_norm(names):
         return None
-    return _LAST_TWO
+    return MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
 
 def muon_or_adam(
@@ -115,9 +115,7 @@ def scale_by_orthogonal_momentum(
     """
     b = momentum
 
-    def axes(tree: optax.Updates) -> Any:
-        return jax.tree_util.tree_map_with_path(matrices, tree)
-
+    axes = functools.partial(jax.tree_util.tree_map_with_path, matrices)
     # Without momentum only the orthogonalisation is left, which optax does not export.
     orthogonal = scale_by_muon(beta=0.0, eps=1e-7, nesterov=False, weight_dimension_numbers=axes)
 
@@ -131,7 +129,6 @@ def scale_by_orthogonal_momentum(
     def update(
         updates: optax.Updates, state: ScaleByOrthogonalState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByOrthogonalState]:
-        del params
         mean = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.momentum, updates)
         ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
         turned, _ = orthogonal.update(ahead, orthogonal.init(ahead))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import optax
 
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
-from zerojax.optim.decay import Mask, mask_named
+from zerojax.optim.decay import Mask, no_bias_and_norm
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
 from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
@@ -152,7 +152,8 @@ def _decay(params: Mapping[str, Any], mask: Mask | None) -> Parts:
 
 
 def _mask(params: Mapping[str, Any], mask: Mask | None) -> Mask | None:
-    return mask_named(params["weight_decay_mask"]) if mask is None else mask
+    named = no_bias_and_norm if params["weight_decay_mask"] == "no_bias_and_norm" else None
+    return named if mask is None else mask
 
 
 def _adam(s: _Setting) -> Parts:
@@ -173,10 +174,6 @@ def _sgd(s: _Setting) -> Parts:
         raise ConfigError("optimizer.params.nesterov = true needs momentum; set it above 0")
     trace = [optax.trace(decay=mu, nesterov=nesterov)] if mu else []
     return [*s.decay, *trace]
-
-
-def _adagrad(s: _Setting) -> Parts:
-    return [*s.decay, scale_by_root_sum(eps=s.params["eps"])]
 
 
 def _lamb(s: _Setting) -> Parts:
@@ -209,15 +206,12 @@ def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
 
 
 _WITH_KERNEL = {"Adam", "AdamW", "FusedAdam"}
-_WITH_BETAS = {"Adam", "AdamW", "FusedAdam", "CPUAdam", "Lion", "Lamb"}
+_WITH_BETAS = {*_WITH_KERNEL, "CPUAdam", "Lion", "Lamb"}
 
 _RULES: dict[str, Callable[[_Setting], Parts]] = {
-    "Adam": _adam,
-    "AdamW": _adam,
-    "FusedAdam": _adam,
-    "CPUAdam": _adam,
+    **dict.fromkeys([*_WITH_KERNEL, "CPUAdam"], _adam),
     "Lion": _lion,
     "SGD": _sgd,
-    "Adagrad": _adagrad,
+    "Adagrad": lambda s: [*s.decay, scale_by_root_sum(eps=s.params["eps"])],
     "Lamb": _lamb,
 }

@@ -88,7 +88,9 @@ def adam_in_one_pass(
         b1 = betas[0](adam.count) if callable(betas[0]) else betas[0]
         lr = rate(last.count) if callable(rate) else rate
         scalars = [jnp.asarray(x, jnp.float32) for x in (scale, lr, b1, run)]
-        decays = _decays(params, mask if weight_decay else None)
+        chosen = True if mask is None or not weight_decay else mask
+        chosen = chosen(params) if callable(chosen) else chosen
+        decays = [bool(x) for x in jax.tree.leaves(jax.tree.broadcast(chosen, params))]
 
         def on_shards(scalars: Any, count: Any, *leaves: Any) -> list[Any]:
             scale, lr, b1, run = scalars
@@ -137,9 +139,3 @@ def adam_in_one_pass(
     with_one_pass = WithOnePass(tx.init, optax.with_extra_args_support(tx).update)
     with_one_pass.one_pass = OnePass(wins, update)
     return with_one_pass
-
-
-def _decays(params: Any, mask: Mask | None) -> list[bool]:
-    """Whether each leaf decays."""
-    yes = True if mask is None else mask(params) if callable(mask) else mask
-    return [bool(x) for x in jax.tree.leaves(jax.tree.broadcast(yes, params))]

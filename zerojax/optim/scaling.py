@@ -75,7 +75,6 @@ def scale_by_root_sum(eps: float = 1e-10) -> optax.GradientTransformation:
     def update(
         updates: optax.Updates, state: ScaleByRootSumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByRootSumState]:
-        del params
         total = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, updates)
         scaled = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, total)
         return scaled, ScaleByRootSumState(total)
@@ -112,7 +111,6 @@ def scale_by_raw_adam(
     def update(
         updates: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
-        del params
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
         count = optax.safe_increment(state.count)

@@ -156,10 +156,6 @@ def _warmup_then(params: Params, base_lr: float, after: OfStep) -> OfStep:
     return rate
 
 
-def _warmup_lr(params: Params, base_lr: float) -> OfStep:
-    return _warmup_then(params, base_lr, lambda t: jnp.ones_like(_float(t)))
-
-
 def _warmup_decay_lr(params: Params, base_lr: float) -> OfStep:
     total, w = params["total_num_steps"], max(2, params["warmup_num_steps"])
     return _warmup_then(
@@ -271,7 +267,9 @@ def _cycle(params: Params) -> _Cycle:
 
 
 _RATES: dict[str, Callable[[Params, float], OfStep]] = {
-    "WarmupLR": _warmup_lr,
+    "WarmupLR": lambda params, base_lr: _warmup_then(
+        params, base_lr, lambda t: jnp.ones_like(_float(t))
+    ),
     "WarmupDecayLR": _warmup_decay_lr,
     "WarmupCosineLR": _warmup_cosine_lr,
     "OneCycle": lambda params, base_lr: cycled_rate(params),

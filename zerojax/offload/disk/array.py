@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from zerojax.offload.disk.pieces import (
     Index,
@@ -158,34 +158,10 @@ class DiskArray:
 
     def __init__(self, leaf: DiskLeaf) -> None:
         self.leaf, self._generation = leaf, leaf.generation
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.leaf.dtype
-
-    @property
-    def sharding(self) -> NamedSharding:
-        return self.leaf.sharding
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        return self.sharding.is_fully_addressable
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        self.shape, self.dtype, self.sharding = leaf.shape, leaf.dtype, leaf.sharding
+        self.is_fully_addressable = leaf.sharding.is_fully_addressable
+        self.ndim, self.size = len(leaf.shape), math.prod(leaf.shape)
+        self.nbytes = self.size * leaf.dtype.itemsize
 
     def is_deleted(self) -> bool:
         return self.leaf.generation != self._generation
@@ -235,13 +211,10 @@ class DiskArray:
             raise ValueError(f"{self!r}: other processes hold some of {wanted}")
         return out
 
-    def load(self, sharding: Sharding | None = None) -> jax.Array:
-        """The array on devices, sharded as on the disk unless ``sharding`` is given."""
+    def load(self) -> jax.Array:
+        """The array on devices, sharded as on the disk."""
         return jax.make_array_from_callback(
-            self.shape,
-            sharding or self.sharding,
-            lambda index: self.read_slice(index or ()),
-            dtype=self.dtype,
+            self.shape, self.sharding, lambda index: self.read_slice(index or ()), dtype=self.dtype
         )
 
     def _boxes(self, i: int, k: int) -> list[Index]:

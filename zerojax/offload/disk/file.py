@@ -1,7 +1,7 @@
 """A file that one array fills, written over in place, and a checksum of its bytes.
 
-Not through tensorstore, which writes a new file each time and renames it, and reads into a buffer
-that it then copies: several times the processor time of the disk's own work.
+Tensorstore is not used here: tensorstore writes a new file each time and renames it, and reads into
+a buffer that it then copies, which takes several times the processor time of the disk's own work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WEIGHTS = np.random.default_rng(0).integers(0, 2**64, _WORDS, np.uint64) | np.u
 
 
 def write(path: Path, data: np.ndarray) -> None:
-    """Makes uint8 [bytes] the file's contents; with the operating system on return."""
+    """Makes uint8 [bytes] the file's contents, which the operating system has on return."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         done = 0
@@ -61,8 +61,8 @@ def read(path: Path, nbytes: int) -> np.ndarray:
 def checksum(data: np.ndarray) -> int:
     r"""CRC-32 of :math:`\sum_i k_i w_i \bmod 2^{64}` of each 64 words of uint8 [bytes].
 
-    As fast as memory. The sum of 64 words differs where one of them does; where more do, for all
-    but :math:`2^{-64}` of random changes.
+    The checksum is as fast as memory. The sum differs where one of its 64 words does; where more
+    words differ, the sum does for all but :math:`2^{-64}` of random changes.
     """
     total = 0
     for start in range(0, data.size, _BLOCK):

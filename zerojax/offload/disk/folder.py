@@ -25,7 +25,7 @@ class Folder:
     Folders that dead runs left beside it are removed.
 
     Attributes:
-      path: of the folder.
+      path: Of the folder.
 
     Raises:
       DiskError: the parent does not exist, is no folder, or cannot be written.

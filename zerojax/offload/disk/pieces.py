@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +75,20 @@ def moved(box: Index, by: Index, sign: int = 1) -> Index:
     )
 
 
+def grid(shape: Sequence[int], size: Sequence[int]) -> Iterator[Index]:
+    """The boxes of ``size`` that an array consists of, in C order; the last ones may be smaller.
+
+    Example:
+      >>> [*grid((3,), (2,))]
+      [(slice(0, 2, None),), (slice(2, 3, None),)]
+    """
+    sides = [
+        [slice(i, min(i + step, n)) for i in range(0, n, step)]
+        for n, step in zip(shape, size, strict=True)
+    ]
+    return itertools.product(*sides)
+
+
 class StoredShard(NamedTuple):
     """A part of an array.
 
@@ -111,10 +126,6 @@ class StoredPiece(NamedTuple):
     reads: Sequence[Future[np.ndarray]]
     dtype: np.dtype
 
-    def done(self) -> bool:
-        """Whether every read has ended."""
-        return all(read.done() for read in self.reads)
-
     def result(self) -> dict[jax.Device, np.ndarray]:
         """The piece, flat, for every device of this process; devices with one shard share it.
 
@@ -143,7 +154,7 @@ def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]
 def flat_piece(x: jax.Array, piece: range) -> Data:
     """A piece of a flattened shard.
 
-    The piece is sliced on the device, where the host would have to fetch the whole shard.
+    An accelerator slices the piece itself, as the host would have to fetch the whole shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:

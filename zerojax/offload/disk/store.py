@@ -1,7 +1,7 @@
 """Swap space of one run on a disk: blocks of bytes by key, written behind and read ahead.
 
-No checkpoint: nothing is synced, the checksums lie in memory, and the next run removes what a
-killed one leaves behind.
+A store is no checkpoint: nothing is synced, the checksums lie in memory, and the next run removes
+the files that a killed one leaves behind.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class DiskStore:
     """Blocks of bytes in a folder of its own under ``nvme_path``.
 
     Args:
-      nvme_path: a folder on the disk; runs may share it.
-      buffer_count: blocks under way at most, in each direction.
+      nvme_path: A folder on the disk; runs may share it.
+      buffer_count: The most blocks under way in each direction.
 
     Attributes:
-      path: the folder of this store.
+      path: The folder of this store.
 
     Raises:
       DiskError: ``nvme_path`` does not exist, is no folder, or cannot be written.

@@ -17,7 +17,7 @@ from zerojax.config.json_file import plain, read_file, repeated
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
-from zerojax.foresight.choice import SECTIONS, Choice
+from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
@@ -127,23 +127,6 @@ def fit(
         )
     chosen = ranking[0].choice
     return Fitted(chosen.json(fixed, world), chosen, ranking, cache.misses, cache.hits)
-
-
-def undecided(config: Mapping[str, Any]) -> bool:
-    """Whether a config has an "auto" for the stage or for an offload section.
-
-    :func:`fit` alone resolves these.
-
-    Example:
-      >>> undecided({"zero_optimization": {"stage": "auto"}})
-      True
-      >>> undecided({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"})
-      False
-    """
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return False
-    return "auto" in [zero.get(name) for name in ("stage", *SECTIONS)]
 
 
 def _tell(text: str) -> None:

@@ -3,9 +3,8 @@
 import pytest
 
 from zerojax.config import load
-from zerojax.config.keys import KEYS, sections
+from zerojax.config.keys import ALIASES, KEYS, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.old_names import ALIASES, renamed
 from zerojax.config.named import known_types
 
 TOP = """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zerojax.config import ConfigError, OptimizerConfig, ZeroConfig, load
 from zerojax.config.keys import KEYS, sections
 from zerojax.config.keys.named_types import OPTIMIZERS, SCHEDULERS
-from zerojax.config.keys.value_kinds import ValueKind
+from zerojax.config.keys.row import ValueKind
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 

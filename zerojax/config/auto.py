@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 from zerojax.config.errors import closest, hint, problems_of, shown
 from zerojax.config.frozen import Note
-from zerojax.config.keys import KEYS
-from zerojax.config.keys.old_names import renamed
+from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.named import PARAMS, or_pass
-from zerojax.config.offload import OFFLOAD
+from zerojax.config.sections import OFFLOAD
 
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
 _FIT = "`zerojax.fit` or `python -m zerojax fit`"

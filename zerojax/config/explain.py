@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
-from zerojax.config.keys import KEYS, NULLABLE, sections
+from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.old_names import renamed
 from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type

@@ -5,8 +5,7 @@
 
 from dataclasses import replace
 
-from zerojax.config.keys.row import REQUIRED, NamedType, Param
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.keys.row import (
     ABOVE_ZERO,
     AMOUNT,
     BETA,
@@ -15,7 +14,10 @@ from zerojax.config.keys.value_kinds import (
     INTEGER,
     NUMBER,
     POSITIVE,
+    REQUIRED,
     WHOLE,
+    NamedType,
+    Param,
     choice,
     optional,
 )
@@ -114,9 +116,12 @@ OPTIMIZERS: dict[str, NamedType] = {
     "OneBitLamb": NamedType(refused=_ONE_BIT),
 }
 
-_WARMUP_STEPS = Param(POSITIVE, 1000, loud=True)
-_WARMUP_TYPE = Param(choice("log", "linear"), "log", loud=True)
 _LAST = Param(INTEGER, -1, (-1,), "the step counter in the state says where a run resumes")
+_WARMUP = {
+    "warmup_num_steps": Param(POSITIVE, 1000, loud=True),
+    "warmup_type": Param(choice("log", "linear"), "log", loud=True),
+    "last_batch_iteration": _LAST,
+}
 _TOTAL = Param(
     POSITIVE, REQUIRED, why="only the training loop knows how long it runs; write the number"
 )
@@ -128,9 +133,7 @@ SCHEDULERS: dict[str, NamedType] = {
         {
             "warmup_min_lr": Param(AMOUNT, 0.0),
             "warmup_max_lr": _MAX_LR,
-            "warmup_num_steps": _WARMUP_STEPS,
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
+            **_WARMUP,
         }
     ),
     "WarmupDecayLR": NamedType(
@@ -138,19 +141,16 @@ SCHEDULERS: dict[str, NamedType] = {
             "total_num_steps": _TOTAL,
             "warmup_min_lr": Param(AMOUNT, 0.0),
             "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=True),
-            "warmup_num_steps": _WARMUP_STEPS,
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
+            **_WARMUP,
         }
     ),
     "WarmupCosineLR": NamedType(
         {
             "total_num_steps": _TOTAL,
             "warmup_min_ratio": Param(AMOUNT, 0.0),
-            "warmup_num_steps": _WARMUP_STEPS,
+            "warmup_num_steps": _WARMUP["warmup_num_steps"],
             "cos_min_ratio": Param(AMOUNT, 1e-4, loud=True),
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
+            **_WARMUP,
         }
     ),
     "OneCycle": NamedType(

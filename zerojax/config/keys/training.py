@@ -3,8 +3,7 @@
 from typing import Any
 
 from zerojax.config.errors import shown
-from zerojax.config.keys.row import Key, honoured, left_to_xla, no_effect, off_only, off_section
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.keys.row import (
     AMOUNT,
     ANYTHING,
     COUNT,
@@ -12,14 +11,22 @@ from zerojax.config.keys.value_kinds import (
     FLAG,
     FLAG_OFF,
     OBJECT,
+    OFF,
     POSITIVE,
     POWER,
     SCALE,
     SCALE_OR_ZERO,
     TEXT,
+    Key,
     ValueKind,
     choice,
+    honoured,
+    left_to_xla,
+    no_effect,
+    off_only,
+    off_section,
     optional,
+    setting,
 )
 
 _MASTERS = "master weights and optimizer state stay in fp32, sharded over the devices"
@@ -42,34 +49,31 @@ _SCALING: tuple[tuple[str, ValueKind, Any, str], ...] = (
 
 TRAINING: tuple[Key, ...] = (
     *(
-        honoured(name, POSITIVE, None, field=name, auto="taken from the batch that comes", why=why)
+        setting(name, POSITIVE, None, why, auto="taken from the batch that comes")
         for name, why in _SIZES
     ),
-    honoured(
+    setting(
         "gradient_clipping",
         AMOUNT,
         1.0,
-        field="gradient_clipping",
+        "the largest global norm of the averaged gradient; 0 is off",
         auto="DeepSpeed's default, a global norm of 1.0",
         loud="DeepSpeed clips the global norm to 1.0 unless told otherwise; 0 turns it off",
-        why="the largest global norm of the averaged gradient; 0 is off",
     ),
-    honoured(
+    setting(
         "check_finite",
         FLAG,
         False,
-        field="check_finite",
-        auto="off: not asked for",
-        why="zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
+        "zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
         "does and bf16 with check_grad_overflow; DeepSpeed makes such updates in fp32",
+        auto=OFF,
     ),
-    honoured(
+    setting(
         "data_types.grad_accum_dtype",
         optional(DTYPE),
         None,
-        field="grad_accum_dtype",
+        "dtype of the sum over micro-batches; null is the gradient's own",
         auto="the gradient's own dtype",
-        why="dtype of the sum over micro-batches; null is the gradient's own",
     ),
     *off_only(
         "data_types",
@@ -77,23 +81,21 @@ TRAINING: tuple[Key, ...] = (
         param_dtype=(optional(TEXT), None),
         buffer_dtype=(optional(TEXT), None),
     ),
-    honoured(
+    setting(
         "bf16.enabled",
         FLAG,
         False,
-        field="bf16",
+        "true: the step's body sees parameters in bfloat16",
         auto='off, unless the program asks for it: auto={"bf16.enabled": True}',
-        why="true: the step's body sees parameters in bfloat16",
     ),
-    honoured(
+    setting(
         "bf16.check_grad_overflow",
         FLAG,
         True,
-        field="check_grad_overflow",
+        "true: updates that are not finite are skipped",
         auto="DeepSpeed's default, true",
         loud="DeepSpeed skips updates in bf16 that are not finite unless told otherwise; "
         "false turns it off",
-        why="true: updates that are not finite are skipped",
     ),
     *off_only(
         "bf16", _MASTERS, bf16_master_weights_and_grads=FLAG_OFF, bf16_optimizer_states=FLAG_OFF
@@ -103,32 +105,23 @@ TRAINING: tuple[Key, ...] = (
         "the compiler adds gradients up as they are produced",
         immediate_grad_update=FLAG_OFF,
     ),
-    honoured(
+    setting(
         "fp16.enabled",
         FLAG,
         False,
-        field="fp16",
+        "true: the step's body sees parameters in float16, and the loss is scaled",
         auto='off, unless the program asks for it: auto={"fp16.enabled": True}',
-        why="true: the step's body sees parameters in float16, and the loss is scaled",
     ),
     *(
-        honoured(
-            f"fp16.{name}",
-            kind,
-            default,
-            field=name,
-            auto=f"DeepSpeed's default, {shown(default)}",
-            why=why,
-        )
+        setting(f"fp16.{name}", kind, default, why, auto=f"DeepSpeed's default, {shown(default)}")
         for name, kind, default, why in _SCALING
     ),
-    honoured(
+    setting(
         "fp16.raise_error_at_min_scale",
         FLAG,
         True,
-        field="raise_error_at_min_scale",
+        "zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
         auto="as DeepSpeed does: true",
-        why="zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
     ),
     *off_only("fp16", _MASTERS, fp16_master_weights_and_grads=FLAG_OFF),
     *no_effect("fp16", "it chooses between implementations", fused_mode=(FLAG, True)),
@@ -138,9 +131,9 @@ TRAINING: tuple[Key, ...] = (
         dtype=(choice("bfloat16", "float16"), "bfloat16"),
         lower_precision_safe_modules=(ANYTHING, None),
     ),
-    honoured("optimizer.type", TEXT, None, why="for zero.optimizer()"),
+    honoured("optimizer.type", TEXT, None, "for zero.optimizer()"),
     honoured("optimizer.params", OBJECT, {}),
-    honoured("scheduler.type", TEXT, None, why="for zero.optimizer()"),
+    honoured("scheduler.type", TEXT, None, "for zero.optimizer()"),
     honoured("scheduler.params", OBJECT, {}),
     *off_only("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF),
 )

@@ -2,46 +2,55 @@
 
 from collections.abc import Iterator
 
-from zerojax.config.keys.old_names import OLD_SWITCHES
-from zerojax.config.keys.row import ZERO, Key, honoured, left_to_xla, no_effect, off_only
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.keys.row import (
     BUFFERS,
     FLAG,
     FLAG_OFF,
     FRACTION,
     INTEGER,
     OBJECT,
+    OFF,
     SIZE,
     STAGE,
     TEXT,
     WHOLE,
+    ZERO,
+    Key,
     choice,
+    honoured,
+    left_to_xla,
+    no_effect,
+    off_only,
     optional,
+    setting,
 )
 
+OLD_SWITCHES = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+"""Flags that once said `{"device": "cpu"}`, by section."""
+
 SHARDING: tuple[Key, ...] = (
-    honoured(
+    setting(
         f"{ZERO}.stage",
         STAGE,
         0,
-        field="stage",
-        why="0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
+        "0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
     ),
-    honoured(
+    setting(
         f"{ZERO}.stage3_param_persistence_threshold",
         SIZE,
         100_000,
-        field="stage3_param_persistence_threshold",
+        "parameters of fewer elements stay whole",
         auto="DeepSpeed's default, 100000 elements",
-        why="parameters of fewer elements stay whole",
     ),
-    honoured(
+    setting(
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         FLAG,
         False,
-        field="stage3_gather_16bit_weights_on_model_save",
+        "if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
         auto="DeepSpeed's default, weights in the dtype in which they are saved",
-        why="if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
     ),
     *left_to_xla(
         ZERO,
@@ -114,20 +123,20 @@ def _both(section: str, buffers: int, why: str) -> Iterator[Key]:
     """The keys that `offload_optimizer` and `offload_param` share."""
     path = f"{ZERO}.{section}"
     device = optional(choice("none", "cpu", "nvme"))
-    yield honoured(f"{path}.device", device, "none", auto="none: not asked for", why=why)
+    yield honoured(f"{path}.device", device, "none", why, auto="none: not asked for")
     yield honoured(
         f"{path}.nvme_path",
         optional(TEXT),
         None,
+        "the folder that the files are written to",
         auto='none: only device "nvme" has one',
-        why="the folder that the files are written to",
     )
     yield honoured(
         f"{path}.buffer_count",
         BUFFERS,
         buffers,
+        "so many pieces lie in host memory at a time, read ahead and written behind",
         auto=f"DeepSpeed's default, {buffers}",
-        why="so many pieces lie in host memory at a time, read ahead and written behind",
     )
     yield from no_effect(path, "host memory is always pinned", pin_memory=FLAG_OFF)
 
@@ -151,16 +160,16 @@ OFFLOAD: tuple[Key, ...] = (
         f"{_OPTIMIZER}.ratio",
         FRACTION,
         1.0,
+        "the share that is offloaded; the rest stays on the accelerator",
         auto="DeepSpeed's default, all of it",
-        why="the share that is offloaded; the rest stays on the accelerator",
     ),
     honoured(
         f"{_OPTIMIZER}.compute_on",
         optional(choice("device", "host")),
         None,
-        auto="device: what gives the same bits as without offload",
-        why="zerojax's own: the update streams through the accelerator (device) or is computed by "
+        "zerojax's own: the update streams through the accelerator (device) or is computed by "
         "the host's cores (host); null is device, which gives the same bits as without offload",
+        auto="device: what gives the same bits as without offload",
     ),
     *no_effect(
         _OPTIMIZER,
@@ -182,18 +191,17 @@ OFFLOAD: tuple[Key, ...] = (
         f"{_PARAM}.max_in_cpu",
         SIZE,
         1_000_000_000,
+        "so many elements of the parameters stay in host memory",
         auto="DeepSpeed's default, 1000000000 elements",
-        why="so many elements of the parameters stay in host memory",
     ),
     *no_effect(_PARAM, "sizes come from sub_group_size", buffer_size=(SIZE, 100_000_000)),
-    honoured(
+    setting(
         f"{ZERO}.sub_group_size",
         SIZE,
         1_000_000_000,
-        field="sub_group_size",
-        auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
-        why="an upper bound, in elements, on what is updated at a time under offload: zerojax "
+        "an upper bound, in elements, on what is updated at a time under offload: zerojax "
         "streams in pieces of at most 33,554,432; 0 sets no bound of its own",
+        auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
     ),
     *no_effect(
         ZERO,
@@ -205,8 +213,8 @@ OFFLOAD: tuple[Key, ...] = (
             f"{ZERO}.{name}",
             optional(FLAG),
             None,
-            auto="off: not asked for",
-            why=f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}',
+            f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}',
+            auto=OFF,
         )
         for section, names in OLD_SWITCHES.items()
         for name in names

@@ -163,7 +163,7 @@ class _Table:
     def _params(self, section: str) -> Iterator[Row]:
         given = self.reading.given.get(f"{section}.type")
         name = resolve_type(section, given)[0] if isinstance(given, str) else None
-        for key, param in NAMED_TYPES[section][name].params.items() if name else ():
+        for key, param in NAMED_TYPES[section][name].items() if name else ():
             default = None if param.default is REQUIRED else param.default
             yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
 

@@ -194,7 +194,7 @@ class ConfigReading:
             return None
         values, autos, problems = check_params(section, name, params, json=True)
         self.problems += problems
-        table = NAMED_TYPES[section][name].params
+        table = NAMED_TYPES[section][name]
         for key, value in values.items():
             if key in autos:
                 continue
@@ -299,7 +299,7 @@ def _unknown_key(section: str, name: str) -> str:
     elsewhere += [
         f"{outer}.params.{name}"
         for outer, types in NAMED_TYPES.items()
-        if any(name in named.params for named in types.values())
+        if any(name in params for params in types.values())
     ]
     if elsewhere and len(elsewhere) <= 3:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"

@@ -58,7 +58,7 @@ class Measurement:
       between: Those of an update's arguments that lie on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory beside arguments and results.
-      seconds, computing, flops, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
+      seconds, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
       compiled: False where XLA refused the program for its memory; ``memory`` is then the least
         that the program needs.
     """
@@ -70,8 +70,6 @@ class Measurement:
     host_result: int = 0
     host_temporary: int = 0
     seconds: float = 0.0
-    computing: float = 0.0
-    flops: float = 0.0
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     compile_seconds: float = 0.0
@@ -165,8 +163,6 @@ def _measured(
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
         seconds=spent.seconds,
-        computing=spent.computing,
-        flops=spent.flops,
         forward=spent.forward,
         traffic=traffic,
         compile_seconds=compile_seconds,
@@ -225,8 +221,6 @@ def forecast(
                 memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
                 host=one.host_temporary,
                 seconds=one.seconds,
-                computing=one.computing,
-                flops=one.flops,
                 forward=one.forward,
                 traffic=one.traffic,
                 times=times,

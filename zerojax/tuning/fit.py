@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
-from zerojax.config.json_file import plain, read_file, repeated
+from zerojax.config.json_file import read_json
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
@@ -94,11 +94,8 @@ def fit(
     """
     if jax.process_count() > 1:  # each would end its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
-    raw = read_file(config) if isinstance(config, str | os.PathLike) else config
-    if not isinstance(raw, Mapping):
-        load(config)  # raises with what is wrong
-    twice, raw = repeated(raw), plain(raw)
-    if problems := twice + stand_in(raw, auto or {})[1]:
+    raw, twice = read_json(config)
+    if problems := twice + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh

@@ -10,9 +10,8 @@ from typing import Any
 
 from zerojax.config.keys.others import OTHERS, REPORTS
 from zerojax.config.keys.row import ZERO, Key
-from zerojax.config.keys.training import TRAINING
-from zerojax.config.keys.zero import OFFLOAD, SHARDING
-from zerojax.config.keys.zero import OLD_SWITCHES as OLD_SWITCHES
+from zerojax.config.keys.training import OFFLOAD, SHARDING, TRAINING
+from zerojax.config.keys.training import OLD_SWITCHES as OLD_SWITCHES
 
 _ROWS = (*TRAINING, *SHARDING, *OFFLOAD, *REPORTS, *OTHERS)
 

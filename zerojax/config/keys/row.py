@@ -1,7 +1,7 @@
 """What the tables hold: kinds of values, keys of the JSON, and the types that it may name."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -77,52 +77,51 @@ def choice(*names: str) -> ValueKind:
 
 
 def _float32(value: float) -> float:
-    if value and not 2.0**-126 <= value <= FLOAT32_MAX:
+    if value and not 2.0**-126 <= value <= _FLOAT32_MAX:
         raise ValueError("float32 does not hold it")
     return value
 
 
-FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _INT32_MAX = 2**31 - 1
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Beta = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
+_Beta = Annotated[_Number, Field(ge=0, lt=1)]
+
+
+def _number(says: str, *more: Any, **bounds: Any) -> ValueKind:
+    return ValueKind(says, Annotated[_Number, Field(**bounds), *more])
+
+
+def _whole(says: str, *more: Any, **bounds: Any) -> ValueKind:
+    return ValueKind(says, Annotated[int, Field(strict=True, **bounds), *more])
+
 
 # Guides write "true" in quotes too, which DeepSpeed's pydantic takes.
 FLAG = ValueKind("true or false", Annotated[StrictBool, BeforeValidator(_spelled_bool)])
 ANYTHING = ValueKind("any value", Any)
 TEXT = ValueKind("a string", StrictStr)
 OBJECT = ValueKind("an object", dict[str, Any])
-INTEGER = ValueKind("a whole number", Annotated[int, Field(strict=True)])
-WHOLE = ValueKind("a whole number of at least 0", Annotated[int, Field(strict=True, ge=0)])
-BUFFERS = ValueKind("a whole number of at least 2", Annotated[int, Field(strict=True, ge=2)])
-POSITIVE = ValueKind("a whole number of at least 1", Annotated[int, Field(strict=True, ge=1)])
-STAGE = ValueKind("0, 1, 2 or 3", Annotated[int, Field(strict=True, ge=0, le=3)])
-# Counters on the device are int32.
-COUNT = ValueKind(
-    f"a whole number from 1 to {_INT32_MAX}",
-    Annotated[int, Field(strict=True, ge=1, le=_INT32_MAX), BeforeValidator(_whole_float)],
-)
-POWER = ValueKind("a whole number from 0 to 126", Annotated[int, Field(strict=True, ge=0, le=126)])
+INTEGER = _whole("a whole number")
+WHOLE = _whole("a whole number of at least 0", ge=0)
+POSITIVE = _whole("a whole number of at least 1", ge=1)
+BUFFERS = _whole("a whole number of at least 2", ge=2)
+STAGE = _whole("0, 1, 2 or 3", ge=0, le=3)
+POWER = _whole("a whole number from 0 to 126", ge=0, le=126)
 # Sizes are often written 5e8, which JSON reads as a float.
-SIZE = ValueKind(
-    "a whole number of at least 0 (5e8 will do)",
-    Annotated[int, Field(strict=True, ge=0), BeforeValidator(_whole_float)],
-)
-NUMBER = ValueKind("a finite number", _Number)
-AMOUNT = ValueKind("a finite number of at least 0", Annotated[_Number, Field(ge=0)])
-ABOVE_ZERO = ValueKind("a finite number above 0", Annotated[_Number, Field(gt=0)])
-FRACTION = ValueKind("a number from 0 to 1", Annotated[_Number, Field(ge=0, le=1)])
+_FLOATS_TOO = BeforeValidator(_whole_float)
+SIZE = _whole("a whole number of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
+# Counters on the device are int32.
+COUNT = _whole(f"a whole number from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
+NUMBER = _number("a finite number")
+AMOUNT = _number("a finite number of at least 0", ge=0)
+ABOVE_ZERO = _number("a finite number above 0", gt=0)
+FRACTION = _number("a number from 0 to 1", ge=0, le=1)
 # Loss scales are float32 on the device.
-SCALE = ValueKind(
-    "a number above 0 that float32 holds",
-    Annotated[_Number, Field(gt=0), AfterValidator(_float32)],
-)
-SCALE_OR_ZERO = ValueKind(
-    "0 (dynamic) or a number above 0 that float32 holds",
-    Annotated[_Number, Field(ge=0), AfterValidator(_float32)],
-)
-BETA = ValueKind("a number from 0 to below 1", _Beta)
+_FLOAT32 = AfterValidator(_float32)
+SCALE = _number("a number above 0 that float32 holds", _FLOAT32, gt=0)
+SCALE_OR_ZERO = _number("0 (dynamic) or a number above 0 that float32 holds", _FLOAT32, ge=0)
+BETA = _number("a number from 0 to below 1", ge=0, lt=1)
 BETAS = ValueKind(
     "two numbers from 0 to below 1, as [0.9, 0.999]",
     Annotated[tuple[_Beta, _Beta], BeforeValidator(_as_tuple)],
@@ -253,11 +252,3 @@ class Param:
     why: str = ""
     loud: bool = False
     auto: str = ""
-
-
-@dataclass(frozen=True)
-class NamedType:
-    """One optimizer or schedule: its parameters, or the reason for its refusal."""
-
-    params: Mapping[str, Param] = field(default_factory=dict)
-    refused: str = ""

@@ -1,22 +1,30 @@
-"""Keys of the batch, the precision, clipping, and the named optimizer and schedule."""
+"""Keys of the training step: batch, precision, clipping, sharding and offload."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from zerojax.config.errors import shown
 from zerojax.config.keys.row import (
     AMOUNT,
     ANYTHING,
+    BUFFERS,
     COUNT,
     DTYPE,
     FLAG,
     FLAG_OFF,
+    FRACTION,
+    INTEGER,
     OBJECT,
     OFF,
     POSITIVE,
     POWER,
     SCALE,
     SCALE_OR_ZERO,
+    SIZE,
+    STAGE,
     TEXT,
+    WHOLE,
+    ZERO,
     Key,
     ValueKind,
     choice,
@@ -136,4 +144,203 @@ TRAINING: tuple[Key, ...] = (
     honoured("scheduler.type", TEXT, None, "for zero.optimizer()"),
     honoured("scheduler.params", OBJECT, {}),
     *off_only("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF),
+)
+
+OLD_SWITCHES = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+"""Flags that once said `{"device": "cpu"}`, by section."""
+
+SHARDING: tuple[Key, ...] = (
+    setting(
+        f"{ZERO}.stage",
+        STAGE,
+        0,
+        "0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
+    ),
+    setting(
+        f"{ZERO}.stage3_param_persistence_threshold",
+        SIZE,
+        100_000,
+        "parameters of fewer elements stay whole",
+        auto="DeepSpeed's default, 100000 elements",
+    ),
+    setting(
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        FLAG,
+        False,
+        "if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
+        auto="DeepSpeed's default, weights in the dtype in which they are saved",
+    ),
+    *left_to_xla(
+        ZERO,
+        "the compiler schedules, combines and overlaps the collectives",
+        contiguous_gradients=(FLAG, True),
+        reduce_scatter=(FLAG, True),
+        allgather_partitions=(FLAG, True),
+        reduce_bucket_size=(SIZE, 500_000_000),
+        allgather_bucket_size=(SIZE, 500_000_000),
+        overlap_comm=(optional(FLAG), None),
+        round_robin_gradients=FLAG_OFF,
+        use_multi_rank_bucket_allreduce=(FLAG, True),
+        stage3_prefetch_bucket_size=(SIZE, 50_000_000),
+        stage3_max_live_parameters=(SIZE, 1_000_000_000),
+        stage3_max_reuse_distance=(SIZE, 1_000_000_000),
+        stage3_module_granularity_threshold=(SIZE, 0),
+        stage3_use_all_reduce_for_fetch_params=FLAG_OFF,
+        stage3_allgather_sequential=FLAG_OFF,
+        stage3_partition_stream_chunk_size=(SIZE, 0),
+        memory_efficient_linear=(FLAG, True),
+        parameter_alignment=FLAG_OFF,
+    ),
+    *no_effect(
+        ZERO,
+        "stage3_param_persistence_threshold alone says what stays whole",
+        stage3_model_persistence_threshold=(SIZE, 2**63 - 1),
+    ),
+    *no_effect(
+        ZERO,
+        "checkpoints hold sharded arrays and restore on any number of devices",
+        elastic_checkpoint=FLAG_OFF,
+        load_from_fp32_weights=(FLAG, True),
+        pipeline_loading_checkpoint=FLAG_OFF,
+    ),
+    *no_effect(
+        ZERO,
+        "it steers a PyTorch runtime",
+        override_module_apply=(FLAG, True),
+        log_trace_cache_warnings=FLAG_OFF,
+        enable_sanity_checks=FLAG_OFF,
+        compute_grad_norm=(FLAG, True),
+        leaf_module=(OBJECT, {}),
+    ),
+    *off_only(
+        ZERO,
+        "under jax.grad an unused parameter has a zero gradient and is no error",
+        ignore_unused_parameters=(FLAG, True),
+    ),
+    *off_only(ZERO, "one implementation of stage 1 is enough", legacy_stage1=FLAG_OFF),
+    *off_only(
+        ZERO,
+        "a second, smaller shard group is not there yet",
+        zero_hpz_partition_size=(WHOLE, 1, 0),
+        mics_shard_size=(INTEGER, -1, 0),
+        mics_hierarchical_params_gather=FLAG_OFF,
+    ),
+    *off_only(
+        ZERO,
+        "quantized collectives are not there yet; bf16 halves the bytes moved",
+        zero_quantized_weights=FLAG_OFF,
+        zero_quantized_gradients=FLAG_OFF,
+        zero_quantized_nontrainable_weights=FLAG_OFF,
+        zeropp_loco_param=(optional(OBJECT), None),
+    ),
+    *off_only(ZERO, "ZenFlow is not supported", zenflow=(optional(OBJECT), None)),
+)
+
+
+def _both(section: str, buffers: int, why: str) -> Iterator[Key]:
+    """The keys that `offload_optimizer` and `offload_param` share."""
+    path = f"{ZERO}.{section}"
+    device = optional(choice("none", "cpu", "nvme"))
+    yield honoured(f"{path}.device", device, "none", why, auto="none: not asked for")
+    yield honoured(
+        f"{path}.nvme_path",
+        optional(TEXT),
+        None,
+        "the folder that the files are written to",
+        auto='none: only device "nvme" has one',
+    )
+    yield honoured(
+        f"{path}.buffer_count",
+        BUFFERS,
+        buffers,
+        "so many pieces lie in host memory at a time, read ahead and written behind",
+        auto=f"DeepSpeed's default, {buffers}",
+    )
+    yield from no_effect(path, "host memory is always pinned", pin_memory=FLAG_OFF)
+
+
+_OPTIMIZER = f"{ZERO}.offload_optimizer"
+_PARAM = f"{ZERO}.offload_param"
+
+OFFLOAD: tuple[Key, ...] = (
+    *_both(
+        "offload_optimizer",
+        4,
+        "master weights and moments lie in host memory (cpu) or on disk (nvme)",
+    ),
+    *_both(
+        "offload_param",
+        5,
+        "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "
+        "their use",
+    ),
+    honoured(
+        f"{_OPTIMIZER}.ratio",
+        FRACTION,
+        1.0,
+        "the share that is offloaded; the rest stays on the accelerator",
+        auto="DeepSpeed's default, all of it",
+    ),
+    honoured(
+        f"{_OPTIMIZER}.compute_on",
+        optional(choice("device", "host")),
+        None,
+        "zerojax's own: the update streams through the accelerator (device) or is computed by "
+        "the host's cores (host); null is device, which gives the same bits as without offload",
+        auto="device: what gives the same bits as without offload",
+    ),
+    *no_effect(
+        _OPTIMIZER,
+        "reads ahead and writes behind always run beside the update",
+        pipeline_read=FLAG_OFF,
+        pipeline_write=FLAG_OFF,
+    ),
+    *no_effect(_OPTIMIZER, "zero.init makes the state where it lies", fast_init=FLAG_OFF),
+    *no_effect(
+        _OPTIMIZER,
+        "compute_on says where the update runs",
+        super_offload=FLAG_OFF,
+        cpuadam_cores_perc=(FRACTION, 0.8),
+    ),
+    *no_effect(
+        _OPTIMIZER, "gradients are cast where the update runs", convert_grad_on_cpu=(FLAG, True)
+    ),
+    honoured(
+        f"{_PARAM}.max_in_cpu",
+        SIZE,
+        1_000_000_000,
+        "so many elements of the parameters stay in host memory",
+        auto="DeepSpeed's default, 1000000000 elements",
+    ),
+    *no_effect(_PARAM, "sizes come from sub_group_size", buffer_size=(SIZE, 100_000_000)),
+    setting(
+        f"{ZERO}.sub_group_size",
+        SIZE,
+        1_000_000_000,
+        "an upper bound, in elements, on what is updated at a time under offload: zerojax "
+        "streams in pieces of at most 33,554,432; 0 sets no bound of its own",
+        auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
+    ),
+    *no_effect(
+        ZERO,
+        "momentum moves with the rest of the state",
+        save_muon_momentum_buffer_in_memory=FLAG_OFF,
+    ),
+    *(
+        honoured(
+            f"{ZERO}.{name}",
+            optional(FLAG),
+            None,
+            f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}',
+            auto=OFF,
+        )
+        for section, names in OLD_SWITCHES.items()
+        for name in names
+    ),
+    *no_effect(
+        ZERO, "host memory is always pinned", cpu_offload_use_pin_memory=(optional(FLAG), None)
+    ),
 )

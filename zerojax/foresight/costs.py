@@ -90,7 +90,10 @@ def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
     spent = program_time(program, sent, copied, rates)
     traffic = tuple(_traffic(sent, copied, spent))
-    return _measured(memory, kinds, lying_between(program, in_host(text)), spent, traffic, seconds)
+    measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
+    return dataclasses.replace(
+        measured, seconds=spent.seconds, forward=spent.forward, traffic=traffic
+    )
 
 
 def measure_memory(
@@ -116,7 +119,7 @@ def measure_memory(
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    return _measured(memory, dict(kinds), between, ProgramTime(), (), seconds)
+    return _measured(memory, dict(kinds), between, seconds)
 
 
 def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
@@ -147,14 +150,9 @@ def wanted_bytes(message: str) -> int | None:
 
 
 def _measured(
-    memory: Any,
-    kinds: dict[str, int],
-    between: int,
-    spent: ProgramTime,
-    traffic: tuple[Traffic, ...],
-    compile_seconds: float,
+    memory: Any, kinds: dict[str, int], between: int, compile_seconds: float
 ) -> Measurement:
-    """``memory`` is XLA's ``memory_analysis``."""
+    """The measurement of memory alone; ``memory`` is XLA's ``memory_analysis``."""
     return Measurement(
         memory=kinds,
         arguments=memory.argument_size_in_bytes,
@@ -162,9 +160,6 @@ def _measured(
         between=between,
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
-        seconds=spent.seconds,
-        forward=spent.forward,
-        traffic=traffic,
         compile_seconds=compile_seconds,
     )
 

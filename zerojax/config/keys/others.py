@@ -251,9 +251,6 @@ OTHERS: tuple[Key, ...] = (
     ),
     # The compiler.
     *left_to_xla(
-        "",
-        "every step is one compiled program",
-        graph_harvesting=FLAG_OFF,
-        compile=_EMPTY,
+        "", "every step is one compiled program", graph_harvesting=FLAG_OFF, compile=_EMPTY
     ),
 )

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
-from zerojax.hlo.traffic import collectives, moved_by_kind
+from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn
 
@@ -190,7 +190,7 @@ def measure(case: Case, compiled: Compiled) -> Record:
         expected_resting_bytes=MASTER_BYTES * compiled.parameters // shards,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        moved_bytes=moved_by_kind(moves),
+        moved_bytes=_sum_by((each.kind, each.moved_bytes) for each in moves),
         expected_moved_bytes=expected_moved(case, compiled.parameters),
         collective_dtypes={
             kind: _sum_by(

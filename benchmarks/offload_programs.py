@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 import zerojax
 from benchmarks.measure import Case, create_state_of, train_step_of
+from benchmarks.overlap import ScheduledCopy, scheduled_copies
 from zerojax.foresight.costs import lying_between
 from zerojax.hlo.program import parse
-from zerojax.hlo.transfers import HostCopy, host_copies, in_host
+from zerojax.hlo.transfers import in_host
 from zerojax.offload.groups import LARGEST
 from zerojax.plan.places import DEVICE, HOST
 
@@ -85,7 +86,7 @@ class Footprint:
     result: int
     resting: int
     host_temporary: int
-    copies: tuple[HostCopy, ...] = dataclasses.field(repr=False)
+    copies: tuple[ScheduledCopy, ...] = dataclasses.field(repr=False)
     seconds: float
 
     @property
@@ -177,7 +178,7 @@ def compile_costs(
                 result=result,
                 resting=0 if known else between - lying_between(parse(text), in_host(text)),
                 host_temporary=memory.host_temp_size_in_bytes,
-                copies=host_copies(text),
+                copies=scheduled_copies(text),
                 seconds=seconds,
             )
         )

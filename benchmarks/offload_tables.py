@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.offload_largest import Largest
 from benchmarks.offload_programs import Costs
-from zerojax.hlo.transfers import HostCopy
+from benchmarks.overlap import ScheduledCopy
 
 GIGA = 1e9
 SUB_GROUPS = 2.5  # at most beyond gradients and compute parameters
@@ -135,12 +135,12 @@ class Overlap:
         return [str(self.number), f"{self.bytes / GIGA:.3f}", *shares, str(self.fewest)]
 
 
-def overlap(programs: Sequence[Sequence[HostCopy]], inward: bool) -> Overlap:
+def overlap(programs: Sequence[Sequence[ScheduledCopy]], inward: bool) -> Overlap:
     """Summed up over the copies, both ways, of several programs."""
     mine = [each for copies in programs for each in copies if each.inward == inward]
     total = sum(each.times * each.bytes for each in mine)
 
-    def share(copies: Iterable[HostCopy]) -> float:
+    def share(copies: Iterable[ScheduledCopy]) -> float:
         return sum(each.times * each.bytes for each in copies) / max(1, total)
 
     return Overlap(
@@ -159,9 +159,9 @@ def overlap(programs: Sequence[Sequence[HostCopy]], inward: bool) -> Overlap:
     )
 
 
-def parts(costs: Costs) -> dict[str, list[list[HostCopy]]]:
+def parts(costs: Costs) -> dict[str, list[list[ScheduledCopy]]]:
     """Copies of the gradients program by loop, and of the updates that copy both ways."""
-    groups: dict[str, list[list[HostCopy]]] = {}
+    groups: dict[str, list[list[ScheduledCopy]]] = {}
     for each in costs.gradients.copies:
         loop = "backward loop" if each.backward else "forward loop"
         name = loop if each.times > 1 else "outside loops"

@@ -21,7 +21,7 @@ def cost(name: str = "step", **other: Any) -> ProgramCost:
         Traffic("to the device", (), 7, 3 * GB, 0.02, 0.02),
     )
     made = dict(
-        name=name, memory=sizes, host=0, seconds=2.0, computing=1.5, flops=6e14, forward=2e14,
+        name=name, memory=sizes, host=0, seconds=2.0, forward=2e14,
         traffic=traffic, compile_seconds=12.0,
     )  # fmt: skip
     return ProgramCost(**{**made, **other})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, OptimizerConfig, ZeroConfig, load
 from zerojax.config.keys import KEYS, sections
-from zerojax.config.keys.named_types import OPTIMIZERS, SCHEDULERS
-from zerojax.config.keys.value_kinds import ValueKind
+from zerojax.config.keys.named_types import OPTIMIZERS, REFUSED, SCHEDULERS
+from zerojax.config.keys.row import ValueKind
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 
@@ -331,7 +331,7 @@ LEAVES = (
     | st.booleans()
     | st.integers(-3, 10)
     | st.floats()
-    | st.sampled_from(["auto", "cpu", "x", *OPTIMIZERS, *SCHEDULERS])
+    | st.sampled_from(["auto", "cpu", "x", *OPTIMIZERS, *REFUSED, *SCHEDULERS])
 )
 TREES = st.recursive(
     LEAVES,

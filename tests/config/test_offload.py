@@ -9,7 +9,7 @@ import pytest
 from zerojax.config import ConfigError, OffloadOptimizer, OffloadParam, ZeroConfig, load
 from zerojax.config.explain import explain
 from zerojax.config.keys import KEYS
-from zerojax.config.offload import OFFLOAD
+from zerojax.config.sections import OFFLOAD
 
 ZERO = "zero_optimization"
 DISK = {"device": "nvme", "nvme_path": "/disk"}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -108,3 +109,22 @@ def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
 def test_every_kind_has_its_source() -> None:
     kinds = device_kinds()
     assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common"}
+
+
+def test_no_variable_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libtpu reads its variable while it loads; programs started later do not inherit it."""
+    name = "ALLOW_MULTIPLE_LIBTPU_LOAD"
+    seen = []
+
+    def described(**options: str) -> Any:
+        seen.append(os.environ[name])
+        return SimpleNamespace(devices=jax.devices()[:4])
+
+    monkeypatch.setattr("zerojax.devices.topology._missing", lambda module: False)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
+    monkeypatch.delenv(name, raising=False)
+    topology("v5e", 4)
+    assert (seen, os.environ.get(name)) == (["1"], None)
+    monkeypatch.setenv(name, "0")
+    topology("v5e", 4)
+    assert (seen, os.environ.get(name)) == (["1", "0"], "0")

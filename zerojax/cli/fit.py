@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from zerojax.cli import terminal
-from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
+from zerojax.cli.planning import Auto, Devices, Model, Seq, compile_only
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice
@@ -26,24 +26,17 @@ from zerojax.tuning.search import COMPILES
 
 
 def fit(
-    model: Annotated[
-        str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
-    ],
+    model: Model,
     config: Annotated[
         Path,
         typer.Option(help='A DeepSpeed config; what it leaves out, or has as "auto", is open.'),
     ],
-    devices: Annotated[
-        str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")
-    ],
+    devices: Devices,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of an update, over all devices; else open.")
     ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 1024,
-    auto: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
-    ] = None,
+    seq: Seq = 1024,
+    auto: Auto = None,
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from zerojax.cli import plan_picture
-from zerojax.cli.compiling import compile_only
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
+from zerojax.cli.planning import Auto, Devices, Model, Seq, compile_only
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import spinner
 from zerojax.config import load
@@ -22,22 +21,16 @@ from zerojax.foresight.remedies import remedies
 from zerojax.models.registry import find, takes
 from zerojax.tuning.study import Study
 
-Note = Callable[[str], None]
-
 
 def plan(
-    model: Annotated[
-        str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
-    ],
+    model: Model,
     config: Annotated[Path, typer.Option(help="A DeepSpeed config in JSON.")],
-    devices: Annotated[
-        str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")
-    ],
+    devices: Devices,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Rows of an update, over all devices; else the config's."),
     ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 1024,
+    seq: Seq = 1024,
     remat: Annotated[
         bool | None,
         typer.Option(
@@ -45,10 +38,7 @@ def plan(
             help="Blocks keep their input only, where the model takes it; on by default.",
         ),
     ] = None,
-    auto: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
-    ] = None,
+    auto: Auto = None,
     look: Annotated[
         bool,
         typer.Option("--remedies/--no-remedies", help="Where it does not fit, look for what does."),
@@ -73,13 +63,29 @@ def plan(
         def note(text: str) -> None:
             progress.update(task, description=f"compiling {text}")
 
-        study = _study(model, config, devices, batch, seq, remat, auto or [], picture, note)
         try:
-            planned = _planned(study, model, str(config), seq, look, picture is not None)
+            if picture is not None:
+                plan_picture.check(picture)
+            read, function = load(config, auto=stand_ins(auto or [])), find(model)
+            if remat is not None and not takes(function, "remat"):
+                raise ValueError(
+                    f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
+                )
+            mesh, rates = parse_devices(devices)
+            on = remat is not False
+            study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
+        except (ValueError, ImportError, RuntimeError) as error:
+            raise _bad(explained(error) or str(error)) from None
+        try:
+            found = study.forecast(study.given)
+            others = tuple(remedies(study)) if look and not found.fits else None
+            choices = plan_picture.by_stage(study.given) if picture is not None else ()
+            stages = {name: study.forecast(choice) for name, choice in choices}
         except Exception as error:
             if (said := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
             raise _bad(said) from None
+    planned = Planned(model, str(config), seq, study.given, found, others, stages)
     if picture is not None:
         title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
         plan_picture.draw(picture, title, planned.stages)
@@ -89,42 +95,6 @@ def plan(
         show(planned)
     if not planned.forecast.fits:
         raise typer.Exit(3)
-
-
-def _study(
-    model: str,
-    config: Path,
-    devices: str,
-    batch: int | None,
-    seq: int,
-    remat: bool | None,
-    auto: list[str],
-    picture: Path | None,
-    note: Note,
-) -> Study:
-    """The study that the options ask for; wrong options end the command before any compile."""
-    try:
-        if picture is not None:
-            plan_picture.check(picture)
-        read = load(config, auto=stand_ins(auto))
-        function = find(model)
-        if remat is not None and not takes(function, "remat"):
-            raise ValueError(f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`")
-        mesh, rates = parse_devices(devices)
-        on = remat is not False
-        return Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise _bad(explained(error) or str(error)) from None
-
-
-def _planned(
-    study: Study, model: str, config: str, seq: int, look: bool, pictured: bool
-) -> Planned:
-    found = study.forecast(study.given)
-    others = tuple(remedies(study)) if look and not found.fits else None
-    choices: Any = plan_picture.by_stage(study.given) if pictured else ()
-    stages = {name: study.forecast(choice) for name, choice in choices}
-    return Planned(model, config, seq, study.given, found, others, stages)
 
 
 def _bad(message: str) -> typer.Exit:

@@ -50,29 +50,17 @@ def show(found: Report) -> None:
     """Print tables of devices, versions, settings, extras and what works."""
     console = terminal.console()
     if found.problem is None:
-        console.print(
-            _table(("device", "platform", "how many", "says"), map(_device, found.devices))
-        )
+        heads = ("device", "platform", "how many", "says")
+        console.print(_table(heads, map(_device, found.devices)))
     versions = [("python", found.python, "", "")]
     for package in found.packages:
         absent = "run from its folder" if package.name == "zerojax" else "not installed"
         versions.append((package.name, package.version or absent, package.wanted, package.remedy))
     console.print(_table(("package", "version", "wanted", "remedy"), versions))
-    console.print(
-        _table(
-            ("environment", "value", "says"),
-            ((s.name, s.value or "", s.says) for s in found.settings),
-        )
-    )
-    console.print(
-        _table(
-            ("extra", "installed", "remedy", "missing"),
-            (
-                (extra.name, _yes(extra.installed), extra.remedy, ", ".join(extra.missing))
-                for extra in found.extras
-            ),
-        )
-    )
+    settings = ((s.name, s.value or "", s.says) for s in found.settings)
+    console.print(_table(("environment", "value", "says"), settings))
+    extras = ((e.name, _yes(e.installed), e.remedy, ", ".join(e.missing)) for e in found.extras)
+    console.print(_table(("extra", "installed", "remedy", "missing"), extras))
     if found.problem is None:
         checks = (
             (check.name, _yes(check.works), f"{check.seconds:.1f} s", check.says)

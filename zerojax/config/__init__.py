@@ -5,9 +5,9 @@ from zerojax.config.errors import ConfigError as ConfigError
 from zerojax.config.frozen import Note as Note
 from zerojax.config.frozen import ZeroConfig as ZeroConfig
 from zerojax.config.load import load as load
-from zerojax.config.monitors import MonitorConfig as MonitorConfig
-from zerojax.config.monitors import WandbConfig as WandbConfig
 from zerojax.config.named import OptimizerConfig as OptimizerConfig
 from zerojax.config.named import SchedulerConfig as SchedulerConfig
-from zerojax.config.offload import OffloadOptimizer as OffloadOptimizer
-from zerojax.config.offload import OffloadParam as OffloadParam
+from zerojax.config.sections import MonitorConfig as MonitorConfig
+from zerojax.config.sections import OffloadOptimizer as OffloadOptimizer
+from zerojax.config.sections import OffloadParam as OffloadParam
+from zerojax.config.sections import WandbConfig as WandbConfig

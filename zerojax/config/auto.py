@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 from zerojax.config.errors import closest, hint, problems_of, shown
 from zerojax.config.frozen import Note
-from zerojax.config.keys import KEYS
-from zerojax.config.keys.old_names import renamed
+from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
-from zerojax.config.named import PARAMS, or_pass
-from zerojax.config.offload import OFFLOAD
+from zerojax.config.named import or_pass
+from zerojax.config.sections import OFFLOAD
 
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
 _FIT = "`zerojax.fit` or `python -m zerojax fit`"
@@ -62,9 +61,11 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
 def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each path whose value is "auto", with the dict that contains it."""
     for name, value in raw.items():
+        if "." in name:  # an unknown key, whatever its path looks like
+            continue
         if isinstance(value, dict):
             yield from _autos(value, f"{section}{name}.")
-        elif isinstance(value, str) and value == "auto" and "." not in name:
+        elif isinstance(value, str) and value == "auto":
             yield f"{section}{name}", raw
 
 
@@ -87,31 +88,22 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
       (1.0, {})
     """
     resolved = Resolved([], [])
-    _resolve_section(raw, "", resolved)
-    return resolved
-
-
-def _resolve_section(raw: dict[str, Any], section: str, resolved: Resolved) -> None:
-    for name, value in list(raw.items()):
-        path = f"{section}{name}"
-        if "." in name:  # an unknown key, whatever its path looks like
-            continue
-        if isinstance(value, dict) and path not in PARAMS:
-            _resolve_section(value, f"{path}.", resolved)
-        elif value == "auto" and path in _SEARCHED:
-            del raw[name]
+    for path, section in list(_autos(raw, "")):
+        key = KEYS.get(path)
+        if path in _SEARCHED:
             resolved.problems.append(
                 f'{path}: "auto" takes a search with the model: {_FIT}; or write the object, '
                 "or take it out"
             )
-        elif value == "auto" and path in KEYS:
-            del raw[name]
-            key = KEYS[path]
-            if key.auto is None:
-                resolved.problems.append(_unresolved(key))
-            else:
-                holds = None if key.treatment in ("left to XLA", "no effect") else key.default
-                resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
+        elif key is None:  # among `params`, or unknown
+            continue
+        elif key.auto is None:
+            resolved.problems.append(_unresolved(key))
+        else:
+            holds = None if key.treatment in ("left to XLA", "no effect") else key.default
+            resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
+        del section[path.rpartition(".")[2]]
+    return resolved
 
 
 def _unresolved(key: Key) -> str:

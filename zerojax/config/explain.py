@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
-from zerojax.config.keys import KEYS, NULLABLE, sections
+from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.old_names import renamed
 from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type
@@ -164,7 +163,7 @@ class _Table:
     def _params(self, section: str) -> Iterator[Row]:
         given = self.reading.given.get(f"{section}.type")
         name = resolve_type(section, given)[0] if isinstance(given, str) else None
-        for key, param in NAMED_TYPES[section][name].params.items() if name else ():
+        for key, param in NAMED_TYPES[section][name].items() if name else ():
             default = None if param.default is REQUIRED else param.default
             yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
 

@@ -1,19 +1,44 @@
 """The frozen configuration, which every part of zerojax behind the JSON works with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self
 
 from zerojax.config.batch import BatchSizes, solve
-from zerojax.config.effects import contradictions, idle
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
-from zerojax.config.monitors import MONITORS, MonitorConfig, WandbConfig, monitor
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
-from zerojax.config.offload import OFFLOAD, OffloadOptimizer, OffloadParam, offload
+from zerojax.config.sections import (
+    MONITORS,
+    OFFLOAD,
+    MonitorConfig,
+    OffloadOptimizer,
+    OffloadParam,
+    WandbConfig,
+    from_keyword,
+)
 
 Status = Literal["honoured", "left to XLA", "default", "resolved", "no effect"]
+
+
+_DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+    "raise_error_at_min_scale",
+)
+"""Fields of a dynamic loss scale."""
+
+_OFFLOADS = (
+    ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
+    ("offload_param", 3, "stage 3, where parameters are sharded"),
+)
+"""Each offload section, its first stage, and the requirement in words."""
+
+_BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
 class Note(NamedTuple):
@@ -171,7 +196,8 @@ class ZeroConfig:
             if keywords.get(name) is None:
                 continue
             try:
-                keywords[name] = _section(name, keywords.pop(name))
+                given, named = keywords.pop(name), NAMED.get(name)
+                keywords[name] = named.of(given) if named else from_keyword(name, given)
             except ConfigError as error:
                 problems.extend(error.problems)
         try:
@@ -202,14 +228,81 @@ class ZeroConfig:
         )
 
 
+def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
+    """One problem for each contradiction.
+
+    Args:
+      values: Right values by field of `ZeroConfig`; wrong ones are absent.
+      name: The name of a field in a message, such as "fp16.enabled" for `fp16`.
+
+    Example:
+      >>> list(contradictions({"fp16": True, "bf16": True}))
+      ['fp16: bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16 or bf16 to false']
+    """
+    if values.get("fp16") and values.get("bf16"):
+        fp16, bf16 = name("fp16"), name("bf16")
+        yield f"{fp16}: {_BOTH}; set {fp16} or {bf16} to false"
+    scale = values.get("loss_scale", 0)
+    smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
+    if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
+        yield (
+            f"{name('min_loss_scale')} = {shown(smallest)} lies above the initial scale, "
+            f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
+        )
+
+    stage = values.get("stage")
+    for section, first, needs in _OFFLOADS:
+        given = values.get(section)
+        if given is not None and stage is not None and stage < first:
+            yield (
+                f"{name(section)}: {shown(given.device)} needs {needs}, and the stage is {stage}; "
+                f"set {name('stage')} to {first}, or the device to none"
+            )
+    optimizer = values.get("optimizer")
+    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
+        for section in OFFLOAD:
+            if values.get(section) is not None:
+                yield (
+                    'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
+                    f"and {name(section)} has the state elsewhere; leave out one of them"
+                )
+
+
+def idle(values: Mapping[str, Any]) -> dict[str, str]:
+    """The reason for each field that has no effect beside the others, by name.
+
+    Args:
+      values: Values by field of `ZeroConfig`.
+
+    Example:
+      >>> idle({"fp16": True, "loss_scale": 128.0})["hysteresis"]
+      'the loss scale is static: loss_scale is not 0'
+    """
+    fp16, bf16 = bool(values.get("fp16")), bool(values.get("bf16"))
+    reasons: dict[str, str] = {}
+    if not fp16:
+        reasons |= dict.fromkeys(("loss_scale", *_DYNAMIC), "fp16 is off")
+    elif values.get("loss_scale"):
+        reasons |= dict.fromkeys(_DYNAMIC, "the loss scale is static: loss_scale is not 0")
+    if not fp16 and not bf16:
+        reasons["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
+    if fp16:
+        reasons |= dict.fromkeys(
+            ("check_grad_overflow", "check_finite"),
+            "fp16 skips every update that is not finite anyhow",
+        )
+    elif not bf16:
+        reasons["check_grad_overflow"] = "bf16 is off"
+    elif values.get("check_finite"):
+        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+    if values.get("stage") != 3:
+        reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    if not any(values.get(section) for section in OFFLOAD):
+        reasons["sub_group_size"] = "nothing is offloaded"
+    return reasons
+
+
 _CLASSES: dict[str, type] = {**NAMED, **MONITORS, **OFFLOAD}
-
-
-def _section(name: str, given: Any) -> Any:
-    """The config of a section from a keyword."""
-    if name in NAMED:
-        return NAMED[name].of(given)
-    return (monitor if name in MONITORS else offload)(name, given)
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:

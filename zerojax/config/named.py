@@ -13,7 +13,7 @@ from zerojax.config.errors import (
     spelled,
     suggestion,
 )
-from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.named_types import NAMED_TYPES, REFUSED
 from zerojax.config.keys.row import REQUIRED, Param
 
 
@@ -24,20 +24,20 @@ def or_pass(path: str) -> str:
 
 def known_types(section: str) -> str:
     """The supported types of a section, for a message."""
-    return ", ".join(name for name, named in NAMED_TYPES[section].items() if not named.refused)
+    return ", ".join(NAMED_TYPES[section])
 
 
 def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     """The type as the table spells it, given in any case, and its problems."""
-    types = NAMED_TYPES[section]
+    types = [*NAMED_TYPES[section], *(REFUSED if section == "optimizer" else ())]
     name = {known.lower(): known for known in types}.get(given.lower())
     if name is None:
         guess = closest(given, types)
         likely = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
         foreign = f" ({letters})" if (letters := foreign_letters(given)) else ""
         return None, [f"{section}.type: unknown {section} {shown(given)}; {likely}{foreign}"]
-    if types[name].refused:
-        return None, [f"{section}.type = {shown(name)} is not supported: {types[name].refused}"]
+    if name in REFUSED:
+        return None, [f"{section}.type = {shown(name)} is not supported: {REFUSED[name]}"]
     return name, []
 
 
@@ -67,7 +67,7 @@ def check_params(
       json: Whether they come from a JSON, where "auto" is resolved and omitted parameters have
         DeepSpeed's defaults.
     """
-    table = NAMED_TYPES[section][name].params
+    table = NAMED_TYPES[section][name]
     unknown = [str(key) for key in given if key not in table]
     problems = problems_of(unknown, lambda key: _unknown(section, key, name, table))
     checked = CheckedParams({}, [], problems)
@@ -187,7 +187,7 @@ class _Named:
 
     def with_defaults(self) -> dict[str, Any]:
         """The parameters, with DeepSpeed's defaults for those not given."""
-        table = NAMED_TYPES[self._section][self.type].params
+        table = NAMED_TYPES[self._section][self.type]
         return {name: self.params.get(name, param.default) for name, param in table.items()}
 
 

@@ -9,6 +9,7 @@ collectives and time are then those of the named device. The figures of each dev
 ``device_kinds.json``.
 """
 
+import contextlib
 import difflib
 import functools
 import importlib.metadata
@@ -16,7 +17,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -175,12 +176,28 @@ def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
         )
     if _missing("libtpu"):
         raise ImportError(f"compiling for {name!r} needs libtpu: pip install 'zerojax[tpu]'")
-    # libtpu locks the machine for one process; compiling holds no chip, so there is no need.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     torus = "x".join(map(str, _torus(devices, figures["torus_rank"])))
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{name.lower()}:{torus}"
-    ).devices
+    with _libtpu_unlocked():
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{name.lower()}:{torus}"
+        ).devices
+
+
+@contextlib.contextmanager
+def _libtpu_unlocked() -> Iterator[None]:
+    """The variable that lets several processes load libtpu, set for the load alone.
+
+    libtpu reads the variable from the process's environment, and otherwise locks the machine for
+    one process; a compile holds no chip and needs no lock.
+    """
+    name = "ALLOW_MULTIPLE_LIBTPU_LOAD"
+    absent = name not in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if absent:
+            del os.environ[name]
 
 
 def torus(kind: str, devices: int) -> tuple[int, ...]:

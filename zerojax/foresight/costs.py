@@ -58,7 +58,7 @@ class Measurement:
       between: Those of an update's arguments that lie on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory beside arguments and results.
-      seconds, computing, flops, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
+      seconds, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
       compiled: False where XLA refused the program for its memory; ``memory`` is then the least
         that the program needs.
     """
@@ -70,8 +70,6 @@ class Measurement:
     host_result: int = 0
     host_temporary: int = 0
     seconds: float = 0.0
-    computing: float = 0.0
-    flops: float = 0.0
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     compile_seconds: float = 0.0
@@ -92,7 +90,10 @@ def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
     spent = program_time(program, sent, copied, rates)
     traffic = tuple(_traffic(sent, copied, spent))
-    return _measured(memory, kinds, lying_between(program, in_host(text)), spent, traffic, seconds)
+    measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
+    return dataclasses.replace(
+        measured, seconds=spent.seconds, forward=spent.forward, traffic=traffic
+    )
 
 
 def measure_memory(
@@ -118,7 +119,7 @@ def measure_memory(
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    return _measured(memory, dict(kinds), between, ProgramTime(), (), seconds)
+    return _measured(memory, dict(kinds), between, seconds)
 
 
 def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
@@ -149,14 +150,9 @@ def wanted_bytes(message: str) -> int | None:
 
 
 def _measured(
-    memory: Any,
-    kinds: dict[str, int],
-    between: int,
-    spent: ProgramTime,
-    traffic: tuple[Traffic, ...],
-    compile_seconds: float,
+    memory: Any, kinds: dict[str, int], between: int, compile_seconds: float
 ) -> Measurement:
-    """``memory`` is XLA's ``memory_analysis``."""
+    """The measurement of memory alone; ``memory`` is XLA's ``memory_analysis``."""
     return Measurement(
         memory=kinds,
         arguments=memory.argument_size_in_bytes,
@@ -164,11 +160,6 @@ def _measured(
         between=between,
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
-        seconds=spent.seconds,
-        computing=spent.computing,
-        flops=spent.flops,
-        forward=spent.forward,
-        traffic=traffic,
         compile_seconds=compile_seconds,
     )
 
@@ -225,8 +216,6 @@ def forecast(
                 memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
                 host=one.host_temporary,
                 seconds=one.seconds,
-                computing=one.computing,
-                flops=one.flops,
                 forward=one.forward,
                 traffic=one.traffic,
                 times=times,

@@ -56,9 +56,8 @@ class ProgramCost:
       memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`.
       host: Host memory beside what lies there between programs.
       seconds: Predicted time of one run.
-      computing: Those of the seconds that kernels take.
-      flops: Floating-point operations of matrix products.
-      forward: Those of the forward pass, without what the backward pass repeats.
+      forward: Floating-point operations of the forward pass's matrix products, without what the
+        backward pass repeats.
       traffic: Collectives, then copies.
       compile_seconds: Time of the compile, on this machine.
       times: Runs in a step.
@@ -70,8 +69,6 @@ class ProgramCost:
     memory: Mapping[str, int]
     host: int
     seconds: float
-    computing: float
-    flops: float
     forward: float
     traffic: tuple[Traffic, ...]
     compile_seconds: float

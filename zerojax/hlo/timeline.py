@@ -41,16 +41,12 @@ class ProgramTime:
 
     Attributes:
       seconds: From the first instruction to the last.
-      computing: Those of them in kernels.
-      flops: Floating-point operations of matrix products.
-      forward: Those of them in the forward pass.
+      forward: Floating-point operations of the forward pass's matrix products.
       waited: Seconds waited for each transfer, a collective or a copy.
       under_way: Seconds for which each transfer was under way, waited for or not.
     """
 
     seconds: float = 0.0
-    computing: float = 0.0
-    flops: float = 0.0
     forward: float = 0.0
     waited: dict[Place, float] = dataclasses.field(default_factory=dict)
     under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
@@ -58,8 +54,6 @@ class ProgramTime:
     def add(self, other: ProgramTime, times: int = 1) -> None:
         """Append another part, which runs ``times`` times."""
         self.seconds += times * other.seconds
-        self.computing += times * other.computing
-        self.flops += times * other.flops
         self.forward += times * other.forward
         for mine, theirs in ((self.waited, other.waited), (self.under_way, other.under_way)):
             for key, seconds in theirs.items():
@@ -138,8 +132,6 @@ def _compute(
     work = work_of(program, computation, each)
     seconds = rates.compute_seconds(work.flops, work.bytes)
     spent.seconds += seconds
-    spent.computing += seconds
-    spent.flops += sum(work.flops.values())
     spent.forward += work.forward
     # TPUs' compiler puts a collective into the fusion that hides it.
     for inside in program.callees(each):

@@ -7,7 +7,7 @@ for each in collectives(compiled.as_text()):
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 
@@ -89,14 +89,6 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """
     program = parse(text)
     return tuple(_walk(program, program.entry, times=1, exact=True))
-
-
-def moved_by_kind(sent: Iterable[Collective]) -> dict[str, int]:
-    """Sum of ``moved_bytes`` by kind, of the kinds that occur."""
-    moved: dict[str, int] = {}
-    for each in sent:
-        moved[each.kind] = moved.get(each.kind, 0) + each.moved_bytes
-    return moved
 
 
 def _walk(

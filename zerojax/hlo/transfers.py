@@ -1,22 +1,18 @@
-"""Copies between device and host memory in a compiled step, and what runs beside them.
+"""Copies between device and host memory in a compiled step.
 
 for each in host_copies(compiled.as_text()):
-    print(each.computation, each.inward, each.bytes, each.spans)
-
-Positions are indices in the scheduled instructions of one computation: the entry or a loop's body.
+    print(each.computation, each.inward, each.bytes)
 """
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
-from zerojax.hlo.work import FREE
 
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # not tuples: an array's own layout
 _HOST = ":S(5)"
 _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
-_IDLE = FREE - {"while", "conditional", "call"}  # which compute inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,40 +21,19 @@ class HostCopy:
 
     Attributes:
       name: Name of the instruction that starts the copy.
+      end: Name of the one at which the copy is over; ``name`` for a synchronous copy.
       computation: Name of its computation, the entry or a loop's body.
       inward: Whether the copy goes to the device.
       bytes: Bytes moved in one run.
       times: Runs in a step; a loop whose trip count is not known counts once.
-      issued: Position at which the copy starts.
-      done: Position at which the copy is over; that of ``issued`` for a synchronous copy.
-      spans: How many fusions, library calls and loops are issued in between. Fusions that copy
-        themselves do not count, nor does arithmetic on an index.
-      products: How many matrix products are among them.
-      of: How many matrix products the whole computation has.
-      op_name: Origin of the copy in the traced Python, or "".
     """
 
     name: str
+    end: str
     computation: str
     inward: bool
     bytes: int
     times: int
-    issued: int
-    done: int
-    spans: int
-    products: int
-    of: int
-    op_name: str
-
-    @property
-    def backward(self) -> bool:
-        return "transpose(" in self.op_name
-
-    def beside(self, other: "HostCopy") -> bool:
-        """Whether the two copies are under way at the same time."""
-        if self.computation != other.computation or self.name == other.name:
-            return False
-        return self.issued < other.done and other.issued < self.done
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
@@ -80,58 +55,23 @@ def in_host(text: str) -> frozenset[str]:
 def _walk(
     program: HloProgram, computation: Computation, host: frozenset[str], times: int
 ) -> Iterator[HostCopy]:
-    copies = {}
     for each in computation.instructions:
-        if each.operation in _MOVES and not each.opcode.endswith(("-done", "-update")):
-            end = _end(computation, each)
-            came = any(name in host for name in each.operands)
-            if came or end.name in host:
-                copies[each.name] = end
-    computing = _computing(computation, copies)
-    products = [at for at in computing if _multiplies(program, computation.instructions[at])]
-    for name, end in copies.items():
-        start = computation[name]
-        issued, done = computation.position[name], computation.position[end.name]
-        yield HostCopy(
-            name=name,
-            computation=computation.name,
-            inward=end.name not in host,
-            bytes=_moved(computation, start, end, host),
-            times=times,
-            issued=issued,
-            done=done,
-            spans=sum(issued < at < done for at in computing),
-            products=sum(issued < at < done for at in products),
-            of=len(products),
-            op_name=start.op_name or end.op_name,
-        )
+        if each.operation not in _MOVES or each.opcode.endswith(("-done", "-update")):
+            continue
+        end = _end(computation, each)
+        if end.name in host or any(name in host for name in each.operands):
+            yield HostCopy(
+                name=each.name,
+                end=end.name,
+                computation=computation.name,
+                inward=end.name not in host,
+                bytes=_moved(computation, each, end, host),
+                times=times,
+            )
     for each in computation.instructions:
         trips = (program.trips(each) or 1) if each.opcode == "while" else 1
         for callee in program.nested(each):
             yield from _walk(program, callee, host, times * trips)
-
-
-def _computing(computation: Computation, copies: Mapping[str, Instruction]) -> list[int]:
-    """Positions of the instructions that compute."""
-    return [
-        at
-        for at, each in enumerate(computation.instructions)
-        if each.opcode not in _IDLE
-        and each.operation not in ("copy", "async")
-        and not each.opcode.endswith(("-start", "-update", "-done"))
-        and each.name not in copies
-        and "AllocateBuffer" not in each.attributes
-        and any(shape.dims or "f" in shape.dtype for shape in each.shapes)
-    ]
-
-
-def _multiplies(program: HloProgram, each: Instruction) -> bool:
-    if each.opcode == "custom-call":
-        return "gemm" in each.attributes
-    inside = (i for callee in program.callees(each) for i in callee.instructions)
-    return each.opcode == "dot" or (
-        each.opcode == "fusion" and any(i.opcode == "dot" for i in inside)
-    )
 
 
 def _end(computation: Computation, start: Instruction) -> Instruction:

@@ -160,17 +160,13 @@ def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> 
 def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
     """Bytes that a fusion reads of one operand: the slices, where it takes nothing but slices."""
     parameter = inside.parameter(number)
-    users = inside.users[parameter.name] if parameter else ()
+    name = parameter.name if parameter else ""
     total = 0
-    for user in users:
+    for user in inside.users.get(name, ()):
         if user.opcode in ("dynamic-slice", "slice", "gather"):
             total += _size(user.shapes)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == (
-            parameter.name if parameter else ""
-        ):
-            continue  # written in place: the rest is not touched
-        else:
-            return _size(shapes)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+            return _size(shapes)  # one that is written in place is not read
     return min(total, _size(shapes))
 
 

@@ -11,68 +11,32 @@ Llama has no such table.
 True
 """
 
+from functools import partial
+from typing import Any
+
 from zerojax.models import gpt, llama
-from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.models.llama import Llama, LlamaConfig
 
 
-def mini(seq: int = 128, remat: bool = True, scan: bool = True) -> GPT:
-    """1.3 million parameters, byte-level: the model of the main job."""
-    return _gpt("mini", seq, remat, scan)
+def _gpt(name: str, seq: int = 0, remat: bool = True, scan: bool = True) -> gpt.GPT:
+    return gpt.GPT(gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan))
 
 
-def gpt2(seq: int = 1024, remat: bool = True, scan: bool = True) -> GPT:
-    """124 million parameters."""
-    return _gpt("small", seq, remat, scan)
+def _llama(name: str, seq: int = 0, remat: bool = True, scan: bool = True) -> llama.Llama:
+    size = _longer(llama.SIZES[name], seq)
+    return llama.Llama(llama.LlamaConfig(**size, remat=remat, scan=scan))
 
 
-def gpt2_medium(seq: int = 1024, remat: bool = True, scan: bool = True) -> GPT:
-    """355 million parameters."""
-    return _gpt("medium", seq, remat, scan)
+def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:
+    return size | {"block_size": max(seq, size["block_size"])}
 
 
-def gpt2_large(seq: int = 1024, remat: bool = True, scan: bool = True) -> GPT:
-    """774 million parameters."""
-    return _gpt("large", seq, remat, scan)
-
-
-def gpt2_xl(seq: int = 1024, remat: bool = True, scan: bool = True) -> GPT:
-    """1.56 billion parameters."""
-    return _gpt("gpt2-xl", seq, remat, scan)
-
-
-def llama_7b(seq: int = 2048, remat: bool = True, scan: bool = True) -> Llama:
-    """6.74 billion parameters."""
-    return _llama("llama-7b", seq, remat, scan)
-
-
-def llama_13b(seq: int = 2048, remat: bool = True, scan: bool = True) -> Llama:
-    """13.0 billion parameters."""
-    return _llama("llama-13b", seq, remat, scan)
-
-
-def llama_30b(seq: int = 2048, remat: bool = True, scan: bool = True) -> Llama:
-    """32.5 billion parameters."""
-    return _llama("llama-30b", seq, remat, scan)
-
-
-def llama_65b(seq: int = 2048, remat: bool = True, scan: bool = True) -> Llama:
-    """65.3 billion parameters."""
-    return _llama("llama-65b", seq, remat, scan)
-
-
-def llama_70b(seq: int = 4096, remat: bool = True, scan: bool = True) -> Llama:
-    """69.0 billion parameters, with grouped queries."""
-    return _llama("llama-70b", seq, remat, scan)
-
-
-def _gpt(name: str, seq: int, remat: bool, scan: bool) -> GPT:
-    size = gpt.SIZES[name]
-    longest = {"block_size": max(seq, size["block_size"])}
-    return GPT(GPTConfig(**size | longest, remat=remat, scan=scan))
-
-
-def _llama(name: str, seq: int, remat: bool, scan: bool) -> Llama:
-    size = llama.SIZES[name]
-    longest = {"block_size": max(seq, size["block_size"])}
-    return Llama(LlamaConfig(**size | longest, remat=remat, scan=scan))
+mini = partial(_gpt, "mini")  # 1.3 million parameters, byte-level: the model of the main job
+gpt2 = partial(_gpt, "small")  # 124 million
+gpt2_medium = partial(_gpt, "medium")  # 355 million
+gpt2_large = partial(_gpt, "large")  # 774 million
+gpt2_xl = partial(_gpt, "gpt2-xl")  # 1.56 billion
+llama_7b = partial(_llama, "llama-7b")  # 6.74 billion
+llama_13b = partial(_llama, "llama-13b")  # 13.0 billion
+llama_30b = partial(_llama, "llama-30b")  # 32.5 billion
+llama_65b = partial(_llama, "llama-65b")  # 65.3 billion
+llama_70b = partial(_llama, "llama-70b")  # 69.0 billion, with grouped queries

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
-from zerojax.config.json_file import plain, read_file, repeated
+from zerojax.config.json_file import read_json
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
-from zerojax.foresight.choice import SECTIONS, Choice
+from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
@@ -94,11 +94,8 @@ def fit(
     """
     if jax.process_count() > 1:  # each would end its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
-    raw = read_file(config) if isinstance(config, str | os.PathLike) else config
-    if not isinstance(raw, Mapping):
-        load(config)  # raises with what is wrong
-    twice, raw = repeated(raw), plain(raw)
-    if problems := twice + stand_in(raw, auto or {})[1]:
+    raw, twice = read_json(config)
+    if problems := twice + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh
@@ -127,23 +124,6 @@ def fit(
         )
     chosen = ranking[0].choice
     return Fitted(chosen.json(fixed, world), chosen, ranking, cache.misses, cache.hits)
-
-
-def undecided(config: Mapping[str, Any]) -> bool:
-    """Whether a config has an "auto" for the stage or for an offload section.
-
-    :func:`fit` alone resolves these.
-
-    Example:
-      >>> undecided({"zero_optimization": {"stage": "auto"}})
-      True
-      >>> undecided({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"})
-      False
-    """
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return False
-    return "auto" in [zero.get(name) for name in ("stage", *SECTIONS)]
 
 
 def _tell(text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError
-from zerojax.config.keys.old_names import OLD_SWITCHES, rename
+from zerojax.config.keys import OLD_SWITCHES, rename
 from zerojax.foresight.choice import BATCH, OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
 
 LARGEST = 1024  # rows of a device in a micro-batch

@@ -6,9 +6,9 @@ made.train_step, made.batch
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -186,46 +186,46 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     return Workload(create_state, train_step, batch, rows * seq)
 
 
-def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[:, 1:]
-    )
-    return losses.mean()
+def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> Any:
+    """The logits [B, T, V] that ``call`` gives for tokens [B, T].
 
-
-@contextlib.contextmanager
-def _called_with_tokens(model: Any, tokens: jax.Array) -> Iterator[None]:
-    """Say of an error in ``model(tokens)`` that the model was called as a language model."""
+    Raises:
+      ModelError: The call fails, or gives no logits: the model is no language model.
+    """
+    name, given = type(model).__name__, f"tokens {tokens.dtype}{list(tokens.shape)}"
     try:
-        yield
+        logits = call(tokens)
     except Exception as error:
-        name = type(model).__name__
         raise ModelError(
-            f"{name} fails on tokens {tokens.dtype}{list(tokens.shape)}:\n"
+            f"{name} fails on {given}:\n"
             f"{type(error).__name__}: {error}\n{_TAKEN_AS.format(name=name)}"
         ) from error
-
-
-def _check_logits(model: Any, tokens: jax.Array, logits: Any) -> None:
-    """Refuse what is no array of logits [B, T, V] for tokens [B, T]."""
-    shape = getattr(logits, "shape", ())
-    if shape[:-1] != tokens.shape:
-        name = type(model).__name__
-        given = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
+    if getattr(logits, "shape", ())[:-1] != tokens.shape:
+        made = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
         raise ModelError(
-            f"{name} gives {given} for tokens {tokens.dtype}{list(tokens.shape)}, which are no "
-            f"logits.\n{_TAKEN_AS.format(name=name)}"
+            f"{name} gives {made} for {given}, which are no logits.\n{_TAKEN_AS.format(name=name)}"
         )
+    return logits
+
+
+def _loss(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy of the next token, in float32."""
+    logits = _logits(model, call, tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def _linen(
     model: linen.Module, tx: optax.GradientTransformation, seq: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def create_state(key: jax.Array) -> TrainState:
-        tokens = jnp.zeros((1, seq), jnp.int32)
-        with _called_with_tokens(model, tokens):
-            logits, variables = model.init_with_output(key, tokens)
-        _check_logits(model, tokens, logits)
+        variables: dict[str, Any] = {}
+
+        def init(tokens: jax.Array) -> Any:
+            logits, made = model.init_with_output(key, tokens)
+            variables.update(made)
+            return logits
+
+        _logits(model, init, jnp.zeros((1, seq), jnp.int32))
         if more := set(variables) - {"params"}:
             name = type(model).__name__
             raise ModelError(
@@ -235,12 +235,8 @@ def _linen(
         return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        tokens = batch["tokens"]
-
         def loss(params: Any) -> jax.Array:
-            with _called_with_tokens(model, tokens[:, :-1]):
-                logits = state.apply_fn({"params": params}, tokens[:, :-1])
-            return _loss(logits, tokens)
+            return _loss(model, partial(state.apply_fn, {"params": params}), batch["tokens"])
 
         value, grads = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -256,15 +252,7 @@ def _nnx(
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        tokens = batch["tokens"]
-
-        def loss(model: Any) -> jax.Array:
-            with _called_with_tokens(model, tokens[:, :-1]):
-                logits = model(tokens[:, :-1])
-            _check_logits(model, tokens[:, :-1], logits)
-            return _loss(logits, tokens)
-
-        value, grads = value_and_grad(loss)(model)
+        value, grads = value_and_grad(lambda model: _loss(model, model, batch["tokens"]))(model)
         optimizer.update(model, grads)
         return {"loss": value}
 

@@ -1,16 +1,17 @@
 """Every key of the JSON: its kind, DeepSpeed's default, and what zerojax does with it.
 
 The loader, `explain` and `ZeroConfig` all read this one table. To teach zerojax a key, add a row to
-one of the tables below.
+one of the tables of this folder.
 """
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
-from zerojax.config.keys.others import OTHERS
-from zerojax.config.keys.reports import REPORTS
-from zerojax.config.keys.row import Key
-from zerojax.config.keys.training import TRAINING
-from zerojax.config.keys.zero import OFFLOAD, SHARDING
+from zerojax.config.keys.others import OTHERS, REPORTS
+from zerojax.config.keys.row import ZERO, Key
+from zerojax.config.keys.training import OFFLOAD, SHARDING, TRAINING
+from zerojax.config.keys.training import OLD_SWITCHES as OLD_SWITCHES
 
 _ROWS = (*TRAINING, *SHARDING, *OFFLOAD, *REPORTS, *OTHERS)
 
@@ -19,8 +20,30 @@ KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 
 assert len(KEYS) == len(_ROWS), "a key stands in the tables twice"
 
-NULLABLE = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
+NULLABLE = frozenset(f"{ZERO}.{section}" for section in OLD_SWITCHES)
 """Sections that may be null, which means the same as leaving them out."""
+
+ALIASES = {
+    "bfloat16": "bf16",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+    ),
+} | {
+    f"{ZERO}.{name}": f"{ZERO}.stage3_{name}"
+    for name in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+        "partition_stream_chunk_size",
+    )
+}
+"""Present names by old ones, as dotted paths; DeepSpeed takes those of stage 3 without prefix."""
 
 BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field}
 """The key of each field of `ZeroConfig` that one key sets."""
@@ -38,3 +61,46 @@ def sections() -> dict[str, list[str]]:
             if name not in siblings:
                 siblings.append(name)
     return names_in
+
+
+def renamed(path: str) -> str:
+    """The present name of a key.
+
+    Example:
+      >>> renamed("bfloat16.enabled")
+      'bf16.enabled'
+    """
+    for old, new in ALIASES.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path[len(old) :]
+    return path
+
+
+def rename(raw: dict[str, Any]) -> Iterator[str]:
+    """Gives every key its present name, in place; yields one problem for each key given twice.
+
+    `"zero_optimization": true` is read as stage 1, false as stage 0.
+
+    Args:
+      raw: A config in plain dicts.
+
+    Example:
+      >>> raw = {"zero_optimization": True, "bfloat16": {}}
+      >>> list(rename(raw))
+      []
+      >>> raw
+      {'zero_optimization': {'stage': 1}, 'bf16': {}}
+    """
+    if isinstance(switch := raw.get(ZERO), bool):
+        raw[ZERO] = {"stage": int(switch)}
+    for old, new in ALIASES.items():
+        section, _, old_name = old.rpartition(".")
+        where = raw.get(section) if section else raw
+        if not isinstance(where, dict) or old_name not in where:
+            continue
+        new_name = new.rpartition(".")[2]
+        if new_name in where:
+            yield f"{old}: means the same as `{new}`; keep one of them"
+            del where[old_name]
+        else:
+            where[new_name] = where.pop(old_name)

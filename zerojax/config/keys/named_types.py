@@ -5,8 +5,7 @@
 
 from dataclasses import replace
 
-from zerojax.config.keys.row import REQUIRED, NamedType, Param
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.keys.row import (
     ABOVE_ZERO,
     AMOUNT,
     BETA,
@@ -15,7 +14,9 @@ from zerojax.config.keys.value_kinds import (
     INTEGER,
     NUMBER,
     POSITIVE,
+    REQUIRED,
     WHOLE,
+    Param,
     choice,
     optional,
 )
@@ -51,136 +52,117 @@ _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
 # AdamW decouples the decay by name, whatever the mode says.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
 
-_ONE_BIT = "1-bit compression is not there yet; use AdamW or Lamb"
-
-OPTIMIZERS: dict[str, NamedType] = {
-    "Adam": NamedType(_ADAM),
-    "AdamW": NamedType(_ADAMW),
-    "FusedAdam": NamedType(_ADAM),
-    "CPUAdam": NamedType({k: v for k, v in _ADAM.items() if k != "implementation"}),
-    "Lion": NamedType({"lr": _LR, "betas": Param(BETAS, (0.9, 0.99)), **_DECAY}),
-    "SGD": NamedType(
-        {
-            "lr": _LR,
-            "momentum": Param(BETA, 0.0),
-            "nesterov": Param(FLAG, False),
-            **_DECAY,
-            "dampening": Param(AMOUNT, 0.0, (0.0,), "dampening is not supported; leave it out"),
-        }
-    ),
-    "Adagrad": NamedType(
-        {
-            "lr": Param(AMOUNT, 1e-2, loud=True),
-            "eps": Param(AMOUNT, 1e-10),
-            **_DECAY,
-            "amsgrad": _NO_AMSGRAD,
-        }
-    ),
-    "Lamb": NamedType(
-        {
-            "lr": _LR,
-            "betas": _BETAS,
-            "eps": _EPS,
-            **_DECAY,
-            "bias_correction": Param(FLAG, True),
-            "max_coeff": Param(ABOVE_ZERO, 10.0),
-            "min_coeff": Param(AMOUNT, 0.01),
-            "eps_inside_sqrt": Param(FLAG, False),
-            "amsgrad": _NO_AMSGRAD,
-        }
-    ),
-    "Muon": NamedType(
-        {
-            # Where it is not given: this for the matrices, 3e-4 for what Adam updates.
-            "lr": Param(AMOUNT, 2e-2, loud=True),
-            "muon_lr": Param(optional(AMOUNT), None),
-            "adam_lr": Param(optional(AMOUNT), None),
-            "momentum": Param(BETA, 0.95),
-            "betas": Param(BETAS, (0.9, 0.95)),
-            "eps": Param(AMOUNT, 1e-10),
-            **_DECAY,
-            # Two ways to compute one formula.
-            "ns_method": Param(choice("gram", "standard"), "gram"),
-            "per_head_muon": Param(
-                FLAG,
-                False,
-                (False,),
-                "orthogonalising each head by itself is not there yet; leave it out",
-            ),
-        }
-    ),
-    "OneBitAdam": NamedType(refused=_ONE_BIT),
-    "ZeroOneAdam": NamedType(refused=_ONE_BIT),
-    "OneBitLamb": NamedType(refused=_ONE_BIT),
+OPTIMIZERS: dict[str, dict[str, Param]] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAMW,
+    "FusedAdam": _ADAM,
+    "CPUAdam": {k: v for k, v in _ADAM.items() if k != "implementation"},
+    "Lion": {"lr": _LR, "betas": Param(BETAS, (0.9, 0.99)), **_DECAY},
+    "SGD": {
+        "lr": _LR,
+        "momentum": Param(BETA, 0.0),
+        "nesterov": Param(FLAG, False),
+        **_DECAY,
+        "dampening": Param(AMOUNT, 0.0, (0.0,), "dampening is not supported; leave it out"),
+    },
+    "Adagrad": {
+        "lr": Param(AMOUNT, 1e-2, loud=True),
+        "eps": Param(AMOUNT, 1e-10),
+        **_DECAY,
+        "amsgrad": _NO_AMSGRAD,
+    },
+    "Lamb": {
+        "lr": _LR,
+        "betas": _BETAS,
+        "eps": _EPS,
+        **_DECAY,
+        "bias_correction": Param(FLAG, True),
+        "max_coeff": Param(ABOVE_ZERO, 10.0),
+        "min_coeff": Param(AMOUNT, 0.01),
+        "eps_inside_sqrt": Param(FLAG, False),
+        "amsgrad": _NO_AMSGRAD,
+    },
+    "Muon": {
+        # Where it is not given: this for the matrices, 3e-4 for what Adam updates.
+        "lr": Param(AMOUNT, 2e-2, loud=True),
+        "muon_lr": Param(optional(AMOUNT), None),
+        "adam_lr": Param(optional(AMOUNT), None),
+        "momentum": Param(BETA, 0.95),
+        "betas": Param(BETAS, (0.9, 0.95)),
+        "eps": Param(AMOUNT, 1e-10),
+        **_DECAY,
+        # Two ways to compute one formula.
+        "ns_method": Param(choice("gram", "standard"), "gram"),
+        "per_head_muon": Param(
+            FLAG,
+            False,
+            (False,),
+            "orthogonalising each head by itself is not there yet; leave it out",
+        ),
+    },
 }
 
-_WARMUP_STEPS = Param(POSITIVE, 1000, loud=True)
-_WARMUP_TYPE = Param(choice("log", "linear"), "log", loud=True)
 _LAST = Param(INTEGER, -1, (-1,), "the step counter in the state says where a run resumes")
+_WARMUP = {
+    "warmup_num_steps": Param(POSITIVE, 1000, loud=True),
+    "warmup_type": Param(choice("log", "linear"), "log", loud=True),
+    "last_batch_iteration": _LAST,
+}
 _TOTAL = Param(
     POSITIVE, REQUIRED, why="only the training loop knows how long it runs; write the number"
 )
 _MAX_LR = Param(optional(AMOUNT), None, auto="the optimizer's learning rate")
 _CYCLE_LR = Param(AMOUNT, REQUIRED, why="DeepSpeed has no default for it; write the number")
 
-SCHEDULERS: dict[str, NamedType] = {
-    "WarmupLR": NamedType(
-        {
-            "warmup_min_lr": Param(AMOUNT, 0.0),
-            "warmup_max_lr": _MAX_LR,
-            "warmup_num_steps": _WARMUP_STEPS,
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
-        }
-    ),
-    "WarmupDecayLR": NamedType(
-        {
-            "total_num_steps": _TOTAL,
-            "warmup_min_lr": Param(AMOUNT, 0.0),
-            "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=True),
-            "warmup_num_steps": _WARMUP_STEPS,
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
-        }
-    ),
-    "WarmupCosineLR": NamedType(
-        {
-            "total_num_steps": _TOTAL,
-            "warmup_min_ratio": Param(AMOUNT, 0.0),
-            "warmup_num_steps": _WARMUP_STEPS,
-            "cos_min_ratio": Param(AMOUNT, 1e-4, loud=True),
-            "warmup_type": _WARMUP_TYPE,
-            "last_batch_iteration": _LAST,
-        }
-    ),
-    "OneCycle": NamedType(
-        {
-            "cycle_min_lr": _CYCLE_LR,
-            "cycle_max_lr": _CYCLE_LR,
-            "decay_lr_rate": Param(AMOUNT, 0.0),
-            "cycle_first_step_size": Param(POSITIVE, 2000, loud=True),
-            "cycle_second_step_size": Param(optional(POSITIVE), None),
-            # DeepSpeed stores the stairs and never uses them: no effect there, none here.
-            "cycle_first_stair_count": Param(optional(WHOLE), 0),
-            "cycle_second_stair_count": Param(optional(WHOLE), None),
-            "decay_step_size": Param(WHOLE, 0),
-            "cycle_momentum": Param(FLAG, True, loud=True),
-            "cycle_min_mom": Param(BETA, 0.8),
-            "cycle_max_mom": Param(BETA, 0.9),
-            "decay_mom_rate": Param(NUMBER, 0.0),
-            "last_batch_iteration": _LAST,
-        }
-    ),
-    "LRRangeTest": NamedType(
-        {
-            "lr_range_test_min_lr": Param(AMOUNT, 1e-3, loud=True),
-            "lr_range_test_step_size": Param(POSITIVE, 2000, loud=True),
-            "lr_range_test_step_rate": Param(NUMBER, 1.0, loud=True),
-            "lr_range_test_staircase": Param(FLAG, False),
-            "last_batch_iteration": _LAST,
-        }
-    ),
+SCHEDULERS: dict[str, dict[str, Param]] = {
+    "WarmupLR": {
+        "warmup_min_lr": Param(AMOUNT, 0.0),
+        "warmup_max_lr": _MAX_LR,
+        **_WARMUP,
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": _TOTAL,
+        "warmup_min_lr": Param(AMOUNT, 0.0),
+        "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=True),
+        **_WARMUP,
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": _TOTAL,
+        "warmup_min_ratio": Param(AMOUNT, 0.0),
+        "warmup_num_steps": _WARMUP["warmup_num_steps"],
+        "cos_min_ratio": Param(AMOUNT, 1e-4, loud=True),
+        **_WARMUP,
+    },
+    "OneCycle": {
+        "cycle_min_lr": _CYCLE_LR,
+        "cycle_max_lr": _CYCLE_LR,
+        "decay_lr_rate": Param(AMOUNT, 0.0),
+        "cycle_first_step_size": Param(POSITIVE, 2000, loud=True),
+        "cycle_second_step_size": Param(optional(POSITIVE), None),
+        # DeepSpeed stores the stairs and never uses them: no effect there, none here.
+        "cycle_first_stair_count": Param(optional(WHOLE), 0),
+        "cycle_second_stair_count": Param(optional(WHOLE), None),
+        "decay_step_size": Param(WHOLE, 0),
+        "cycle_momentum": Param(FLAG, True, loud=True),
+        "cycle_min_mom": Param(BETA, 0.8),
+        "cycle_max_mom": Param(BETA, 0.9),
+        "decay_mom_rate": Param(NUMBER, 0.0),
+        "last_batch_iteration": _LAST,
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": Param(AMOUNT, 1e-3, loud=True),
+        "lr_range_test_step_size": Param(POSITIVE, 2000, loud=True),
+        "lr_range_test_step_rate": Param(NUMBER, 1.0, loud=True),
+        "lr_range_test_staircase": Param(FLAG, False),
+        "last_batch_iteration": _LAST,
+    },
 }
 
 NAMED_TYPES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
-"""The types of each section, by name."""
+"""The parameters of each type, by section and type."""
+
+REFUSED = dict.fromkeys(
+    ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+    "1-bit compression is not there yet; use AdamW or Lamb",
+)
+"""The reason for each optimizer of DeepSpeed's that zerojax refuses."""

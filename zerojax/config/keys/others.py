@@ -1,51 +1,124 @@
-"""Keys of what zerojax leaves to others or does not do."""
+"""Keys of what is printed and written, and of what zerojax leaves to others or does not do."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from zerojax.config.keys.row import Key, honoured, left_to_xla, no_effect, off_only, off_section
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.errors import shown
+from zerojax.config.keys.row import (
     ANYTHING,
     FLAG,
     FLAG_OFF,
+    INTEGER,
     NUMBER,
     OBJECT,
+    OFF,
     POSITIVE,
     SIZE,
     TEXT,
     TEXT_OR_NULL,
     WHOLE,
+    Key,
     ValueKind,
     choice,
+    free,
+    honoured,
+    left_to_xla,
+    no_effect,
+    off_only,
+    off_section,
     optional,
+    setting,
 )
 
-_FREE: tuple[ValueKind, Any] = (ANYTHING, None)
 _EMPTY: tuple[ValueKind, Any] = (OBJECT, {})
-
 _AUTOTUNING = (
-    "fast",
-    "results_dir",
-    "exps_dir",
-    "overwrite",
-    "start_profile_step",
-    "end_profile_step",
-    "metric",
-    "metric_path",
-    "tuner_type",
-    "num_tuning_micro_batch_sizes",
-    "tuner_early_stopping",
-    "tuner_num_trials",
-    "arg_mappings",
-    "max_train_batch_size",
-    "min_train_batch_size",
-    "max_train_micro_batch_size_per_gpu",
-    "min_train_micro_batch_size_per_gpu",
-    "model_info",
-    "mp_size",
+    "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
+    "metric_path tuner_type num_tuning_micro_batch_sizes tuner_early_stopping "
+    "tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
+    "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu model_info mp_size"
 )
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 _EXPERTS = "experts are sharded by the model's own specs"
 _INPUT = "the input pipeline is the user's own"
+
+
+def _monitor(section: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+    why = f"true: metrics are written to {section}"
+    yield honoured(f"{section}.enabled", FLAG, False, why, auto=OFF)
+    for name, (kind, default) in keys.items():
+        auto, why = f"DeepSpeed's default, {shown(default)}", f"for {section}"
+        yield honoured(f"{section}.{name}", kind, default, why, auto=auto)
+
+
+REPORTS: tuple[Key, ...] = (
+    setting(
+        "steps_per_print",
+        optional(WHOLE),
+        None,
+        "a line is printed every so many updates; 0 or null prints none",
+        auto=OFF,
+    ),
+    setting(
+        "wall_clock_breakdown",
+        FLAG,
+        False,
+        "true: the time of a step, blocked on the device, is told with each line",
+        auto=OFF,
+    ),
+    *no_effect(
+        "",
+        "train_step.lower(...).compile().memory_analysis() has the bytes before the run",
+        memory_breakdown=FLAG_OFF,
+    ),
+    *no_effect("", "`python -m zerojax explain` shows the config", dump_state=FLAG_OFF),
+    *no_effect(
+        "",
+        "it sets DeepSpeed's own logger",
+        log_level=(choice("info", "debug", "warning", "error", "critical"), "info"),
+    ),
+    *no_effect(
+        "timers.throughput",
+        "wall_clock_breakdown times the steps",
+        enabled=(FLAG, True),
+        synchronized=(FLAG, True),
+    ),
+    *_monitor("tensorboard", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
+    *_monitor("csv_monitor", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
+    *_monitor("wandb", group=TEXT_OR_NULL, team=TEXT_OR_NULL, project=(TEXT, "deepspeed")),
+    *no_effect(
+        "wandb",
+        "wandb tells runs apart by group, team and project",
+        output_path=TEXT_OR_NULL,
+        job_name=TEXT_OR_NULL,
+    ),
+    *off_section(
+        "comet",
+        "use tensorboard, csv_monitor or wandb",
+        **free(
+            "samples_log_interval project workspace api_key experiment_name "
+            "experiment_key online mode"
+        ),
+    ),
+    *off_section("trackio", "use tensorboard, csv_monitor or wandb", **free("project")),
+    *off_section(
+        "comms_logger",
+        "read the collectives in the compiled text: train_step.lower(...).compile().as_text()",
+        verbose=FLAG_OFF,
+        prof_all=(FLAG, True),
+        debug=FLAG_OFF,
+        prof_ops=(ANYTHING, []),
+    ),
+    *off_section(
+        "flops_profiler",
+        "use jax.profiler, or cost_analysis() of the compiled step",
+        profile_step=(WHOLE, 1),
+        module_depth=(INTEGER, -1),
+        top_modules=(WHOLE, 1),
+        detailed=(FLAG, True),
+        output_file=TEXT_OR_NULL,
+        recompute_fwd_factor=(NUMBER, 0.0),
+    ),
+)
 
 OTHERS: tuple[Key, ...] = (
     # The model.
@@ -58,13 +131,12 @@ OTHERS: tuple[Key, ...] = (
         synchronize_checkpoint_boundary=FLAG_OFF,
         profile=FLAG_OFF,
     ),
-    honoured(
+    setting(
         "activation_checkpointing.cpu_checkpointing",
         FLAG,
         False,
-        field="cpu_checkpointing",
-        auto="off: not asked for",
-        why="true: residuals of rematerialised blocks in a scan are kept in host memory",
+        "true: residuals of rematerialised blocks in a scan are kept in host memory",
+        auto=OFF,
     ),
     *off_only(
         "", "sparse attention belongs in the model", sparse_attention=(optional(OBJECT), None)
@@ -82,12 +154,7 @@ OTHERS: tuple[Key, ...] = (
         "eigenvalue",
         "it is not supported",
         verbose=FLAG_OFF,
-        max_iter=_FREE,
-        tol=_FREE,
-        stability=_FREE,
-        gas_boundary_resolution=_FREE,
-        layer_name=_FREE,
-        layer_num=_FREE,
+        **free("max_iter tol stability gas_boundary_resolution layer_name layer_num"),
     ),
     *no_effect("", "the model knows its own", vocabulary_size=(optional(WHOLE), None)),
     # Parallelism other than ZeRO.
@@ -113,7 +180,7 @@ OTHERS: tuple[Key, ...] = (
     *off_section(
         "autotuning",
         "autotuning is not supported; compile the step for each setting and compare",
-        **dict.fromkeys(_AUTOTUNING, _FREE),
+        **free(_AUTOTUNING),
     ),
     # Gradients.
     *off_only(
@@ -133,7 +200,7 @@ OTHERS: tuple[Key, ...] = (
         "the decorated step cuts the batch into micro-batches itself",
         managed_gradient_accumulation=(FLAG, True),
     ),
-    *off_section("amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', opt_level=_FREE),
+    *off_section("amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', **free("opt_level")),
     *no_effect(
         "",
         "any optax optimizer may be sharded",
@@ -148,16 +215,15 @@ OTHERS: tuple[Key, ...] = (
         load_universal=FLAG_OFF,
         use_node_local_storage=FLAG_OFF,
         parallel_write=_EMPTY,
-        writer=_FREE,
+        **free("writer"),
     ),
     *off_section(
         "nebula",
         "orbax saves and restores, asynchronously too",
-        persistent_storage_path=_FREE,
-        persistent_time_interval=_FREE,
-        num_of_version_in_retention=_FREE,
-        enable_nebula_load=_FREE,
-        load_path=_FREE,
+        **free(
+            "persistent_storage_path persistent_time_interval num_of_version_in_retention "
+            "enable_nebula_load load_path"
+        ),
     ),
     *no_effect(
         "aio",
@@ -173,22 +239,18 @@ OTHERS: tuple[Key, ...] = (
     # Data.
     *off_only("", _INPUT, dataloader_drop_last=FLAG_OFF),
     *off_section(
-        "data_efficiency", _INPUT, seed=(WHOLE, 1234), data_sampling=_FREE, data_routing=_FREE
+        "data_efficiency", _INPUT, seed=(WHOLE, 1234), **free("data_sampling data_routing")
     ),
     *off_section(
         "curriculum_learning",
         _INPUT,
         curriculum_type=TEXT_OR_NULL,
-        min_difficulty=_FREE,
-        max_difficulty=_FREE,
+        **free("min_difficulty max_difficulty"),
         schedule_type=TEXT_OR_NULL,
-        schedule_config=_FREE,
+        **free("schedule_config"),
     ),
     # The compiler.
     *left_to_xla(
-        "",
-        "every step is one compiled program",
-        graph_harvesting=FLAG_OFF,
-        compile=_EMPTY,
+        "", "every step is one compiled program", graph_harvesting=FLAG_OFF, compile=_EMPTY
     ),
 )

@@ -1,11 +1,136 @@
-"""What the tables hold: keys of the JSON, and the optimizers and schedules that it may name."""
+"""What the tables hold: kinds of values, keys of the JSON, and the types that it may name."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from zerojax.config.errors import shown
-from zerojax.config.keys.value_kinds import FLAG, ValueKind
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from zerojax.config.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """A type that pydantic checks, and its name in a message.
+
+    Attributes:
+      says: The words after "expected".
+      annotation: The type for pydantic.
+
+    Example:
+      >>> SIZE.check(5e8)
+      500000000
+      >>> WHOLE.check("3")
+      Traceback (most recent call last):
+      zerojax.config.errors.ConfigError: expected a whole number of at least 0, got "3"
+    """
+
+    says: str
+    annotation: Any
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.annotation)
+
+    def check(self, value: Any) -> Any:
+        """The value, converted to the type: a list of two numbers to a tuple, 5e8 to an int.
+
+        Raises:
+          ConfigError: "expected ..., got ...", without the key.
+        """
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError:
+            raise ConfigError(f"expected {self.says}, got {shown(value)}") from None
+
+
+def _whole_float(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _spelled_bool(value: Any) -> Any:
+    words = {"true": True, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def optional(kind: ValueKind) -> ValueKind:
+    """The same kind, or null."""
+    return ValueKind(f"{kind.says} or null", kind.annotation | None)
+
+
+def choice(*names: str) -> ValueKind:
+    """One of a few strings."""
+    return ValueKind("one of " + ", ".join(f'"{n}"' for n in names), Literal[names])
+
+
+def _float32(value: float) -> float:
+    if value and not 2.0**-126 <= value <= _FLOAT32_MAX:
+        raise ValueError("float32 does not hold it")
+    return value
+
+
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+_INT32_MAX = 2**31 - 1
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Beta = Annotated[_Number, Field(ge=0, lt=1)]
+
+
+def _number(says: str, *more: Any, **bounds: Any) -> ValueKind:
+    return ValueKind(says, Annotated[_Number, Field(**bounds), *more])
+
+
+def _whole(says: str, *more: Any, **bounds: Any) -> ValueKind:
+    return ValueKind(says, Annotated[int, Field(strict=True, **bounds), *more])
+
+
+# Guides write "true" in quotes too, which DeepSpeed's pydantic takes.
+FLAG = ValueKind("true or false", Annotated[StrictBool, BeforeValidator(_spelled_bool)])
+ANYTHING = ValueKind("any value", Any)
+TEXT = ValueKind("a string", StrictStr)
+OBJECT = ValueKind("an object", dict[str, Any])
+INTEGER = _whole("a whole number")
+WHOLE = _whole("a whole number of at least 0", ge=0)
+POSITIVE = _whole("a whole number of at least 1", ge=1)
+BUFFERS = _whole("a whole number of at least 2", ge=2)
+STAGE = _whole("0, 1, 2 or 3", ge=0, le=3)
+POWER = _whole("a whole number from 0 to 126", ge=0, le=126)
+# Sizes are often written 5e8, which JSON reads as a float.
+_FLOATS_TOO = BeforeValidator(_whole_float)
+SIZE = _whole("a whole number of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
+# Counters on the device are int32.
+COUNT = _whole(f"a whole number from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
+NUMBER = _number("a finite number")
+AMOUNT = _number("a finite number of at least 0", ge=0)
+ABOVE_ZERO = _number("a finite number above 0", gt=0)
+FRACTION = _number("a number from 0 to 1", ge=0, le=1)
+# Loss scales are float32 on the device.
+_FLOAT32 = AfterValidator(_float32)
+SCALE = _number("a number above 0 that float32 holds", _FLOAT32, gt=0)
+SCALE_OR_ZERO = _number("0 (dynamic) or a number above 0 that float32 holds", _FLOAT32, ge=0)
+BETA = _number("a number from 0 to below 1", ge=0, lt=1)
+BETAS = ValueKind(
+    "two numbers from 0 to below 1, as [0.9, 0.999]",
+    Annotated[tuple[_Beta, _Beta], BeforeValidator(_as_tuple)],
+)
+DTYPE = choice("fp32", "bf16", "fp16")
+
+# A kind with its default, as the tables write most keys.
+FLAG_OFF = (FLAG, False)
+TEXT_OR_NULL = (optional(TEXT), None)
 
 ZERO = "zero_optimization"
 """The section of the stage and of offload."""
@@ -41,9 +166,15 @@ class Key:
     loud: str = ""
 
 
-def honoured(path: str, kind: ValueKind, default: Any, **more: Any) -> Key:
+def honoured(path: str, kind: ValueKind, default: Any, why: str = "", **more: Any) -> Key:
     """A key that zerojax follows."""
-    return Key(path=path, kind=kind, default=default, treatment="honoured", **more)
+    return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **more)
+
+
+def setting(path: str, kind: ValueKind, default: Any, why: str, **more: Any) -> Key:
+    """A key that sets the field of its own name; `enabled` sets the field of its section's name."""
+    section, _, name = path.rpartition(".")
+    return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
 
 
 def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
@@ -90,6 +221,14 @@ def off_section(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterat
     yield from no_effect(section, f"{section} is off", **keys)
 
 
+def free(names: str) -> dict[str, tuple[ValueKind, Any]]:
+    """Keys of any value, as (kind, default), from their names with spaces between them."""
+    return dict.fromkeys(names.split(), (ANYTHING, None))
+
+
+OFF = "off: not asked for"
+"""How the "auto" of a switch resolves."""
+
 REQUIRED = object()
 """The default of a parameter that has none."""
 
@@ -113,11 +252,3 @@ class Param:
     why: str = ""
     loud: bool = False
     auto: str = ""
-
-
-@dataclass(frozen=True)
-class NamedType:
-    """One optimizer or schedule: its parameters, or the reason for its refusal."""
-
-    params: Mapping[str, Param] = field(default_factory=dict)
-    refused: str = ""

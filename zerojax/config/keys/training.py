@@ -1,25 +1,40 @@
-"""Keys of the batch, the precision, clipping, and the named optimizer and schedule."""
+"""Keys of the training step: batch, precision, clipping, sharding and offload."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from zerojax.config.errors import shown
-from zerojax.config.keys.row import Key, honoured, left_to_xla, no_effect, off_only, off_section
-from zerojax.config.keys.value_kinds import (
+from zerojax.config.keys.row import (
     AMOUNT,
     ANYTHING,
+    BUFFERS,
     COUNT,
     DTYPE,
     FLAG,
     FLAG_OFF,
+    FRACTION,
+    INTEGER,
     OBJECT,
+    OFF,
     POSITIVE,
     POWER,
     SCALE,
     SCALE_OR_ZERO,
+    SIZE,
+    STAGE,
     TEXT,
+    WHOLE,
+    ZERO,
+    Key,
     ValueKind,
     choice,
+    honoured,
+    left_to_xla,
+    no_effect,
+    off_only,
+    off_section,
     optional,
+    setting,
 )
 
 _MASTERS = "master weights and optimizer state stay in fp32, sharded over the devices"
@@ -42,34 +57,31 @@ _SCALING: tuple[tuple[str, ValueKind, Any, str], ...] = (
 
 TRAINING: tuple[Key, ...] = (
     *(
-        honoured(name, POSITIVE, None, field=name, auto="taken from the batch that comes", why=why)
+        setting(name, POSITIVE, None, why, auto="taken from the batch that comes")
         for name, why in _SIZES
     ),
-    honoured(
+    setting(
         "gradient_clipping",
         AMOUNT,
         1.0,
-        field="gradient_clipping",
+        "the largest global norm of the averaged gradient; 0 is off",
         auto="DeepSpeed's default, a global norm of 1.0",
         loud="DeepSpeed clips the global norm to 1.0 unless told otherwise; 0 turns it off",
-        why="the largest global norm of the averaged gradient; 0 is off",
     ),
-    honoured(
+    setting(
         "check_finite",
         FLAG,
         False,
-        field="check_finite",
-        auto="off: not asked for",
-        why="zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
+        "zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
         "does and bf16 with check_grad_overflow; DeepSpeed makes such updates in fp32",
+        auto=OFF,
     ),
-    honoured(
+    setting(
         "data_types.grad_accum_dtype",
         optional(DTYPE),
         None,
-        field="grad_accum_dtype",
+        "dtype of the sum over micro-batches; null is the gradient's own",
         auto="the gradient's own dtype",
-        why="dtype of the sum over micro-batches; null is the gradient's own",
     ),
     *off_only(
         "data_types",
@@ -77,23 +89,21 @@ TRAINING: tuple[Key, ...] = (
         param_dtype=(optional(TEXT), None),
         buffer_dtype=(optional(TEXT), None),
     ),
-    honoured(
+    setting(
         "bf16.enabled",
         FLAG,
         False,
-        field="bf16",
+        "true: the step's body sees parameters in bfloat16",
         auto='off, unless the program asks for it: auto={"bf16.enabled": True}',
-        why="true: the step's body sees parameters in bfloat16",
     ),
-    honoured(
+    setting(
         "bf16.check_grad_overflow",
         FLAG,
         True,
-        field="check_grad_overflow",
+        "true: updates that are not finite are skipped",
         auto="DeepSpeed's default, true",
         loud="DeepSpeed skips updates in bf16 that are not finite unless told otherwise; "
         "false turns it off",
-        why="true: updates that are not finite are skipped",
     ),
     *off_only(
         "bf16", _MASTERS, bf16_master_weights_and_grads=FLAG_OFF, bf16_optimizer_states=FLAG_OFF
@@ -103,32 +113,23 @@ TRAINING: tuple[Key, ...] = (
         "the compiler adds gradients up as they are produced",
         immediate_grad_update=FLAG_OFF,
     ),
-    honoured(
+    setting(
         "fp16.enabled",
         FLAG,
         False,
-        field="fp16",
+        "true: the step's body sees parameters in float16, and the loss is scaled",
         auto='off, unless the program asks for it: auto={"fp16.enabled": True}',
-        why="true: the step's body sees parameters in float16, and the loss is scaled",
     ),
     *(
-        honoured(
-            f"fp16.{name}",
-            kind,
-            default,
-            field=name,
-            auto=f"DeepSpeed's default, {shown(default)}",
-            why=why,
-        )
+        setting(f"fp16.{name}", kind, default, why, auto=f"DeepSpeed's default, {shown(default)}")
         for name, kind, default, why in _SCALING
     ),
-    honoured(
+    setting(
         "fp16.raise_error_at_min_scale",
         FLAG,
         True,
-        field="raise_error_at_min_scale",
+        "zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
         auto="as DeepSpeed does: true",
-        why="zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
     ),
     *off_only("fp16", _MASTERS, fp16_master_weights_and_grads=FLAG_OFF),
     *no_effect("fp16", "it chooses between implementations", fused_mode=(FLAG, True)),
@@ -138,9 +139,208 @@ TRAINING: tuple[Key, ...] = (
         dtype=(choice("bfloat16", "float16"), "bfloat16"),
         lower_precision_safe_modules=(ANYTHING, None),
     ),
-    honoured("optimizer.type", TEXT, None, why="for zero.optimizer()"),
+    honoured("optimizer.type", TEXT, None, "for zero.optimizer()"),
     honoured("optimizer.params", OBJECT, {}),
-    honoured("scheduler.type", TEXT, None, why="for zero.optimizer()"),
+    honoured("scheduler.type", TEXT, None, "for zero.optimizer()"),
     honoured("scheduler.params", OBJECT, {}),
     *off_only("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF),
+)
+
+OLD_SWITCHES = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+"""Flags that once said `{"device": "cpu"}`, by section."""
+
+SHARDING: tuple[Key, ...] = (
+    setting(
+        f"{ZERO}.stage",
+        STAGE,
+        0,
+        "0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
+    ),
+    setting(
+        f"{ZERO}.stage3_param_persistence_threshold",
+        SIZE,
+        100_000,
+        "parameters of fewer elements stay whole",
+        auto="DeepSpeed's default, 100000 elements",
+    ),
+    setting(
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        FLAG,
+        False,
+        "if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
+        auto="DeepSpeed's default, weights in the dtype in which they are saved",
+    ),
+    *left_to_xla(
+        ZERO,
+        "the compiler schedules, combines and overlaps the collectives",
+        contiguous_gradients=(FLAG, True),
+        reduce_scatter=(FLAG, True),
+        allgather_partitions=(FLAG, True),
+        reduce_bucket_size=(SIZE, 500_000_000),
+        allgather_bucket_size=(SIZE, 500_000_000),
+        overlap_comm=(optional(FLAG), None),
+        round_robin_gradients=FLAG_OFF,
+        use_multi_rank_bucket_allreduce=(FLAG, True),
+        stage3_prefetch_bucket_size=(SIZE, 50_000_000),
+        stage3_max_live_parameters=(SIZE, 1_000_000_000),
+        stage3_max_reuse_distance=(SIZE, 1_000_000_000),
+        stage3_module_granularity_threshold=(SIZE, 0),
+        stage3_use_all_reduce_for_fetch_params=FLAG_OFF,
+        stage3_allgather_sequential=FLAG_OFF,
+        stage3_partition_stream_chunk_size=(SIZE, 0),
+        memory_efficient_linear=(FLAG, True),
+        parameter_alignment=FLAG_OFF,
+    ),
+    *no_effect(
+        ZERO,
+        "stage3_param_persistence_threshold alone says what stays whole",
+        stage3_model_persistence_threshold=(SIZE, 2**63 - 1),
+    ),
+    *no_effect(
+        ZERO,
+        "checkpoints hold sharded arrays and restore on any number of devices",
+        elastic_checkpoint=FLAG_OFF,
+        load_from_fp32_weights=(FLAG, True),
+        pipeline_loading_checkpoint=FLAG_OFF,
+    ),
+    *no_effect(
+        ZERO,
+        "it steers a PyTorch runtime",
+        override_module_apply=(FLAG, True),
+        log_trace_cache_warnings=FLAG_OFF,
+        enable_sanity_checks=FLAG_OFF,
+        compute_grad_norm=(FLAG, True),
+        leaf_module=(OBJECT, {}),
+    ),
+    *off_only(
+        ZERO,
+        "under jax.grad an unused parameter has a zero gradient and is no error",
+        ignore_unused_parameters=(FLAG, True),
+    ),
+    *off_only(ZERO, "one implementation of stage 1 is enough", legacy_stage1=FLAG_OFF),
+    *off_only(
+        ZERO,
+        "a second, smaller shard group is not there yet",
+        zero_hpz_partition_size=(WHOLE, 1, 0),
+        mics_shard_size=(INTEGER, -1, 0),
+        mics_hierarchical_params_gather=FLAG_OFF,
+    ),
+    *off_only(
+        ZERO,
+        "quantized collectives are not there yet; bf16 halves the bytes moved",
+        zero_quantized_weights=FLAG_OFF,
+        zero_quantized_gradients=FLAG_OFF,
+        zero_quantized_nontrainable_weights=FLAG_OFF,
+        zeropp_loco_param=(optional(OBJECT), None),
+    ),
+    *off_only(ZERO, "ZenFlow is not supported", zenflow=(optional(OBJECT), None)),
+)
+
+
+def _both(section: str, buffers: int, why: str) -> Iterator[Key]:
+    """The keys that `offload_optimizer` and `offload_param` share."""
+    path = f"{ZERO}.{section}"
+    device = optional(choice("none", "cpu", "nvme"))
+    yield honoured(f"{path}.device", device, "none", why, auto="none: not asked for")
+    yield honoured(
+        f"{path}.nvme_path",
+        optional(TEXT),
+        None,
+        "the folder that the files are written to",
+        auto='none: only device "nvme" has one',
+    )
+    yield honoured(
+        f"{path}.buffer_count",
+        BUFFERS,
+        buffers,
+        "so many pieces lie in host memory at a time, read ahead and written behind",
+        auto=f"DeepSpeed's default, {buffers}",
+    )
+    yield from no_effect(path, "host memory is always pinned", pin_memory=FLAG_OFF)
+
+
+_OPTIMIZER = f"{ZERO}.offload_optimizer"
+_PARAM = f"{ZERO}.offload_param"
+
+OFFLOAD: tuple[Key, ...] = (
+    *_both(
+        "offload_optimizer",
+        4,
+        "master weights and moments lie in host memory (cpu) or on disk (nvme)",
+    ),
+    *_both(
+        "offload_param",
+        5,
+        "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "
+        "their use",
+    ),
+    honoured(
+        f"{_OPTIMIZER}.ratio",
+        FRACTION,
+        1.0,
+        "the share that is offloaded; the rest stays on the accelerator",
+        auto="DeepSpeed's default, all of it",
+    ),
+    honoured(
+        f"{_OPTIMIZER}.compute_on",
+        optional(choice("device", "host")),
+        None,
+        "zerojax's own: the update streams through the accelerator (device) or is computed by "
+        "the host's cores (host); null is device, which gives the same bits as without offload",
+        auto="device: what gives the same bits as without offload",
+    ),
+    *no_effect(
+        _OPTIMIZER,
+        "reads ahead and writes behind always run beside the update",
+        pipeline_read=FLAG_OFF,
+        pipeline_write=FLAG_OFF,
+    ),
+    *no_effect(_OPTIMIZER, "zero.init makes the state where it lies", fast_init=FLAG_OFF),
+    *no_effect(
+        _OPTIMIZER,
+        "compute_on says where the update runs",
+        super_offload=FLAG_OFF,
+        cpuadam_cores_perc=(FRACTION, 0.8),
+    ),
+    *no_effect(
+        _OPTIMIZER, "gradients are cast where the update runs", convert_grad_on_cpu=(FLAG, True)
+    ),
+    honoured(
+        f"{_PARAM}.max_in_cpu",
+        SIZE,
+        1_000_000_000,
+        "so many elements of the parameters stay in host memory",
+        auto="DeepSpeed's default, 1000000000 elements",
+    ),
+    *no_effect(_PARAM, "sizes come from sub_group_size", buffer_size=(SIZE, 100_000_000)),
+    setting(
+        f"{ZERO}.sub_group_size",
+        SIZE,
+        1_000_000_000,
+        "an upper bound, in elements, on what is updated at a time under offload: zerojax "
+        "streams in pieces of at most 33,554,432; 0 sets no bound of its own",
+        auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
+    ),
+    *no_effect(
+        ZERO,
+        "momentum moves with the rest of the state",
+        save_muon_momentum_buffer_in_memory=FLAG_OFF,
+    ),
+    *(
+        honoured(
+            f"{ZERO}.{name}",
+            optional(FLAG),
+            None,
+            f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}',
+            auto=OFF,
+        )
+        for section, names in OLD_SWITCHES.items()
+        for name in names
+    ),
+    *no_effect(
+        ZERO, "host memory is always pinned", cpu_offload_use_pin_memory=(optional(FLAG), None)
+    ),
 )

@@ -72,7 +72,7 @@ def check_fit(
             problems.append(f"{tensor.file}: {short} is there twice, with and without {PREFIX!r}")
         if not BUFFERS.fullmatch(short):
             found[short] = tensor
-    needed = {name: _one_layer(path, shape) for path, shape in shapes.items()
+    needed = {name: shape[1:] if is_stacked(path) else shape for path, shape in shapes.items()
               for name in names_of(path, config)}  # fmt: skip
     depth = 1 + max((int(n.split(".")[1]) for n in found if re.match(r"h\.\d+\.", n)), default=-1)
     if depth != config.n_layer:
@@ -102,10 +102,6 @@ def check_fit(
     if head is not None:
         _check_tied(head, found[TABLE])
     return {path: [found[name] for name in names_of(path, config)] for path in shapes}
-
-
-def _one_layer(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[1:] if is_stacked(path) else shape
 
 
 def _mismatch(name: str, tensor: Tensor, needed: tuple[int, ...]) -> list[str]:

@@ -1,40 +1,91 @@
-"""State in host memory or on disk: the sections `offload_optimizer` and `offload_param`."""
+"""The sections of a config that are objects: the destinations of metrics, and offload."""
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
-from zerojax.config.keys import KEYS
-from zerojax.config.keys.old_names import OLD_SWITCHES
-from zerojax.config.keys.row import ZERO
+from zerojax.config.keys import KEYS, OLD_SWITCHES
+from zerojax.config.keys.row import FLAG, ZERO
+
+
+class _Section:
+    """A dataclass, each field of which is of the kind that its key in the table has."""
+
+    _section: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        problems = []
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if item.name == "device" and value not in ("cpu", "nvme"):
+                problems.append(f'device: expected "cpu" or "nvme", got {shown(value)}')
+                continue
+            try:
+                value = KEYS[f"{self._section}.{item.name}"].kind.check(value)
+            except ConfigError as error:
+                problems.append(f"{item.name}: {error}")
+            object.__setattr__(self, item.name, value)
+        if problems := problems or list(self._contradictions()):
+            raise ConfigError(problems)
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig(_Section):
+    """Files of metrics: `tensorboard` or `csv_monitor`, on where it is given.
+
+    Attributes:
+      output_path: The folder; "" is DeepSpeed's own choice.
+      job_name: A folder within it.
+
+    Example:
+      >>> MonitorConfig(output_path="logs")
+      MonitorConfig(output_path='logs', job_name='DeepSpeedJobName')
+    """
+
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+    _section = "tensorboard"  # csv_monitor has the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(_Section):
+    """A run on wandb: `wandb`, on where it is given.
+
+    Attributes:
+      group: The name that runs of one group share.
+      team: wandb's entity; None is the user's own.
+      project: The project's name.
+    """
+
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+    _section = "wandb"
+
+
+MONITORS: dict[str, type[MonitorConfig] | type[WandbConfig]] = {
+    "tensorboard": MonitorConfig,
+    "csv_monitor": MonitorConfig,
+    "wandb": WandbConfig,
+}
+"""The class of each destination."""
 
 _NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
 """Fields that have an effect with device "nvme" only."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Offload:
-    """The fields of both sections; each is of the kind that its key in the table has."""
+class _Offload(_Section):
+    """The fields of both offload sections."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     nvme_path: str | None = None
-
-    _section: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        problems = []
-        for item in fields(self):
-            kind, value = KEYS[f"{ZERO}.{self._section}.{item.name}"].kind, getattr(self, item.name)
-            if item.name == "device" and value not in ("cpu", "nvme"):
-                problems.append(f'device: expected "cpu" or "nvme", got {shown(value)}')
-                continue
-            try:
-                object.__setattr__(self, item.name, kind.check(value))
-            except ConfigError as error:
-                problems.append(f"{item.name}: {error}")
-        if problems := problems or list(self._contradictions()):
-            raise ConfigError(problems)
 
     def _contradictions(self) -> Iterator[str]:
         if self.device == "nvme" and not self.nvme_path:
@@ -75,7 +126,7 @@ class OffloadOptimizer(_Offload):
     ratio: float = 1.0
     compute_on: Literal["device", "host"] | None = None
 
-    _section = "offload_optimizer"
+    _section = f"{ZERO}.offload_optimizer"
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -113,55 +164,67 @@ class OffloadParam(_Offload):
     buffer_count: int = 5
     max_in_cpu: int = 1_000_000_000
 
-    _section = "offload_param"
+    _section = f"{ZERO}.offload_param"
 
 
 OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
     "offload_optimizer": OffloadOptimizer,
     "offload_param": OffloadParam,
 }
-"""The class of each section."""
+"""The class of each offload section."""
 
 
-def offload(section: str, given: Any) -> OffloadOptimizer | OffloadParam | None:
+def from_keyword(section: str, given: Any) -> _Section | None:
     """The config of one section, from a keyword.
 
     Args:
-      section: A name in `OFFLOAD`.
-      given: The config, a mapping of its fields, the name of a device, or None.
+      section: A name in `MONITORS` or `OFFLOAD`.
+      given: The config, a mapping of its fields, None, or the device of an offload by its name.
+        The device "none" turns offload off, `enabled` false in the mapping a destination.
 
     Raises:
       ConfigError: An unknown name or a wrong value, with the section before it.
 
     Example:
-      >>> offload("offload_param", "cpu").device
+      >>> from_keyword("offload_param", "cpu").device
       'cpu'
-      >>> offload("offload_param", "none") is None
+      >>> from_keyword("offload_param", "none") is None
+      True
+      >>> from_keyword("wandb", {"team": "llm"})
+      WandbConfig(group=None, team='llm', project='deepspeed')
+      >>> from_keyword("wandb", {"enabled": False}) is None
       True
     """
-    cls = OFFLOAD[section]
+    offload = section in OFFLOAD
+    cls: type[_Section] = OFFLOAD[section] if offload else MONITORS[section]
     if given is None or isinstance(given, cls):
         return given
-    if isinstance(given, str):
+    if offload and isinstance(given, str):
         given = {"device": given}
     if not isinstance(given, Mapping):
-        wanted = f'{cls.__name__}, a mapping of its fields, "cpu", "none" or None'
+        or_devices = '"cpu", "none" or None' if offload else "or None"
+        wanted = f"{cls.__name__}, a mapping of its fields, {or_devices}"
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
-    known = [item.name for item in fields(cls)]
-    unknown = [str(name) for name in given if name not in known]
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    unknown = [str(name) for name in given if name not in known and (offload or name != "enabled")]
     problems = problems_of(
         unknown, lambda name: f"{section}.{spelled(name)}: unknown key; {suggestion(name, known)}"
     )
-    off = given.get("device", "cpu") in ("none", None)
-    config = None
+    values = {name: given[name] for name in known if name in given}
+    on, config = False, None
     try:
-        values = {name: given[name] for name in known if name in given}
-        config = cls(**(values | {"device": "cpu"} if off else values))
+        on = FLAG.check(offload or given.get("enabled", True))
+    except ConfigError as error:
+        problems.append(f"{section}.enabled: {error}")
+    if offload and given.get("device", "cpu") in ("none", None):
+        values["device"], on = "cpu", False
+    try:
+        config = cls(**values)
     except ConfigError as error:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return None if off else config
+    return config if on else None
 
 
 @dataclass

@@ -1,0 +1,22 @@
+"""What `plan` and `fit`, which compile for devices that need not exist, have in common."""
+
+from typing import Annotated
+
+import jax
+import typer
+
+Model = Annotated[
+    str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
+]
+Devices = Annotated[str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
+Auto = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
+]
+
+
+def compile_only() -> None:
+    """Set up JAX before its first use: no search for GPUs, no cache of compiled programs."""
+    jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would look for GPUs
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what is not run

@@ -33,6 +33,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Turns:
     return take_turns(GIGABYTES, 1, folder, zerojax.mesh(2), cold=False)
 
 
+@pytest.mark.sweep
 def test_everything_is_timed(turns: Turns) -> None:
     assert turns.state_bytes == pytest.approx(GIGABYTES * 1e9, rel=0.1)
     assert 0.99 < turns.disk_bytes["zerojax"] / turns.state_bytes < 1.05

@@ -23,6 +23,7 @@ def test_there_are_cases_of_every_kind() -> None:
     assert len({each.offload for each in choices}) == 3
 
 
+@pytest.mark.sweep
 def test_a_case_runs() -> None:
     found = run(TINY)
     assert found["fits"]

@@ -71,6 +71,7 @@ def test_no_device_holds_it_whole(large: Path) -> None:
     together.assert_large(restored)
 
 
+@pytest.mark.sweep
 def test_no_process_holds_it_whole(
     folder: Path, large: Path, in_two_processes: Callable[..., list[together.Held]]
 ) -> None:

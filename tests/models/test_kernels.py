@@ -119,6 +119,7 @@ def test_the_kernels_themselves_in_a_decorated_step() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_the_loss_holds_no_logits() -> None:

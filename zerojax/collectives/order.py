@@ -2,7 +2,7 @@
 
 Making a parameter's gradient is on nobody's path, so XLA may put it off to the end of the
 backward pass, and then keeps the activations of every layer for it. What is tied here cannot
-start before the gradients of an earlier block are there.
+start before the gradients of an earlier block exist.
 """
 
 from __future__ import annotations

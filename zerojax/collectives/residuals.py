@@ -1,7 +1,7 @@
 """What rematerialised blocks keep for their backward passes, so that it can wait on the host.
 
 A block under ``jax.checkpoint`` keeps little but its input, and runs again when its cotangents
-are there. In a jaxpr after differentiation the forward pass is inlined, and what runs again is a
+exist. In a jaxpr after differentiation the forward pass is inlined, and what runs again is a
 ``remat_p`` equation with ``differentiated``, here a *backward block*, that takes what was kept.
 
 Blocks in a loop keep stacks, which the loop of the forward pass makes and that of the backward

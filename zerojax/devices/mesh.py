@@ -1,4 +1,4 @@
-"""The devices that are there, as the mesh that every spec refers to."""
+"""The devices that exist, as the mesh that every spec refers to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AXIS = "data"
 
 
 def mesh(devices: int | None = None, axes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh over the devices that are there.
+    """A mesh over the devices that exist.
 
     Args:
       devices: how many of them; all by default.

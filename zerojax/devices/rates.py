@@ -120,7 +120,7 @@ def kind_of(device: jax.Device) -> str | None:
 
 
 def rates_of(device: jax.Device, room: int) -> Rates:
-    """The rates of a device that is there, of which a step may take ``room`` bytes.
+    """The rates of a device that exists, of which a step may take ``room`` bytes.
 
     One that is in no list counts as an A100: the order of two times may be right, the times are
     not.

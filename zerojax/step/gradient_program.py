@@ -33,7 +33,7 @@ class GradientResult(NamedTuple):
 
     Attributes:
       grads: The gradients in the order of the parameters; those of parameters that wait in host
-        memory for the step are there, too.
+        memory for the step leave for host memory, too.
       scalars, shared: See :meth:`OptimizerUpdate.prelude`.
       rest, step, out: Of the user's step.
       done: bool [], the gradients are finite, so that the update is to be made; None where every

@@ -1,8 +1,8 @@
 """What an optimizer makes of a parameter, recognized where the step adds it.
 
-optax has an optimizer return what is to be added to the parameters. Where the new ones are there
+An optax optimizer returns what is to be added to the parameters. Where the new parameters exist
 already, as after an update in one pass over memory, the sum would read and write them once more.
-So the step's sum is replaced by what it would give.
+So the new parameters stand in for the step's sum.
 """
 
 from __future__ import annotations

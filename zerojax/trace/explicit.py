@@ -108,7 +108,7 @@ class Types:
     """How the arrays of a step lie, as their types say it: as without ZeRO.
 
     Attributes:
-      plan: of the state.
+      plan: PartitionSpec and bytes of every leaf of the state.
       explicit: of the other arrays.
     """
 

@@ -46,6 +46,7 @@ def test_everything_is_timed(turns: Turns) -> None:
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in each.seconds.values())
 
 
+@pytest.mark.sweep
 def test_limits_are_judged_and_recorded(turns: Turns, tmp_path: Path) -> None:
     slow = Timing(what=SAVE, seconds={"zerojax": [1.1, 1, 3], "orbax": [1, 0.9, 1], COPY: [1]})
     assert slow.speed == 0.9

@@ -45,7 +45,7 @@ def test_stages_1_and_2_are_one_program_without_accumulation():
     assert first == second
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, sweep(1), 2, 3])
 def test_resting_bytes_are_12_a_parameter_over_the_devices(stage):
     found = at(stage)
     slack = 0.001 if stage == 0 else 0.02

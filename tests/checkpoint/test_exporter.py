@@ -326,6 +326,7 @@ for dtype in ("float32", "bfloat16"):
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
 def test_400_mb_take_less_than_two_files_of_50(tmp_path: Path) -> None:
     params = {f"w{i}": np.full((5, 2500, 1000), i, np.float32) for i in range(5)}

@@ -77,7 +77,7 @@ CASES = [
     Case("cpu, stage 1, fp16", CPU, 1, base=FP16, sweep=True),
     Case("cpu, stage 2, fp16", CPU, 2, base=FP16),
     Case("cpu, stage 3, fp16", CPU, 3, base=FP16, sweep=True),
-    Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}),
+    Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}, sweep=True),
     Case("cpu, one group", CPU, 2, base=CLIP, group=10**9, cut=False, sweep=True),
     Case("cpu, one device", CPU, 2, base=CLIP, devices=1, group=500, sweep=True),
     Case("cpu, accumulation", CPU, 1, base=CLIP | TWICE),
@@ -100,8 +100,8 @@ CASES = [
     Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, sweep=True),
     Case("nvme, accumulation", NVME, 1, base=CLIP | TWICE, sweep=True),
     Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, sweep=True),
-    Case("nvme, nnx", NVME, 3, "nnx"),
-    Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16),
+    Case("nvme, nnx", NVME, 3, "nnx", sweep=True),
+    Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16, sweep=True),
     Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
     Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
     Case(
@@ -119,7 +119,7 @@ CASES = [
     Case("param, sgd", PARAM, 3, tx="sgd", sweep=True),
     Case("both nvme", BOTH_NVME, 3, "scanned", base=CLIP),
     Case("both nvme, fp16", BOTH_NVME, 3, base=FP16, sweep=True),
-    Case("param on the host, state nvme", BOTH | NVME, 3, "unrolled", base=CLIP),
+    Case("param on the host, state nvme", BOTH | NVME, 3, "unrolled", base=CLIP, sweep=True),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zerojax.collectives import many
 from zerojax.collectives.host import Host, fetched
@@ -71,7 +71,7 @@ class Gatherer:
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
+        return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
 
     def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
@@ -91,8 +91,7 @@ class Gatherer:
                 little[i] = shard
             elif self.keep:
                 wholes[i] = self.whole(shard.value, shard.spec)
-        devices = self.mesh.shape[self.axis]
-        together = many.gather_together(list(little.values()), self.axis, devices, self.constrain)
+        together = many.gather_together([*little.values()], self.mesh, self.constrain)
         for i, whole in zip(little, together, strict=True):
             wholes[i] = whole
         return wholes
@@ -129,10 +128,18 @@ class Gatherer:
         """Makes a gradient its shard: the sum over the axis becomes a reduce-scatter.
 
         Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
-        made from as well, and gathers every device's activations or cotangents for it.
+        made from as well, and gathers every device's activations or cotangents for it. Where
+        dimensions share the axis, to one more at a time: XLA all-reduces the whole gradient to
+        cut two at once. A mesh of parts is another one to XLA, which shards nothing else by it.
         """
-        whole = self.constrain(gradient, layout.without(spec, self.axis))
-        return self.constrain(whole, spec)
+        cut = layout.dimensions(spec, self.axis)
+        if len(cut) < 2:
+            return self.constrain(self.constrain(gradient, layout.without(spec, self.axis)), spec)
+        whole = layout.without(spec, self.axis)
+        for last in cut:
+            part = [*spec[: last + 1], *whole[last + 1 :]]
+            gradient = self.constrain(gradient, part)
+        return gradient
 
     def on_device(self, v: Shard, scope: Scope) -> Any:
         """Brings a parameter from host memory to the device: as a shard, or whole."""

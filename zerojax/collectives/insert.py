@@ -28,6 +28,7 @@ from zerojax.collectives import loops, many, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
+from zerojax.collectives.uneven import bind_padded
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
@@ -136,14 +137,11 @@ class Inserter(Gatherer):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
-        outs = jaxprs.bind(eqn, values)
         if wanted.passes(eqn):
-            return outs
+            return jaxprs.bind(eqn, values)
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
         place = self.constrain if _few_rows(eqn) else self.scatter
-        outs = [
-            place(o, wants[v]) if v in wants else o for v, o in zip(eqn.outvars, outs, strict=True)
-        ]
+        outs = self._made(eqn, values, [wants.get(v) for v in eqn.outvars], place)
         gradients = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -155,6 +153,19 @@ class Inserter(Gatherer):
             # A model's head. One that stays whole would be summed over the devices for nothing.
             scope.reduced.append(gradients)
         return outs
+
+    def _made(
+        self, eqn: Any, values: list[Any], specs: Sequence[Spec | None], place: Callable[..., Any]
+    ) -> list[Any]:
+        """Runs an equation that makes gradients, and shards those as ``specs`` say."""
+        if len(specs) == 1 and (spec := specs[0]) is not None:
+            shape = eqn.outvars[0].aval.shape
+            even = layout.padded(shape, spec, self.mesh)
+            padded = bind_padded(eqn, values, even) if even != shape else None
+            if padded is not None:
+                return [self.constrain(place(padded, spec)[tuple(map(slice, shape))], spec)]
+        outs = jaxprs.bind(eqn, values)
+        return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""

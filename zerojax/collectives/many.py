@@ -1,8 +1,8 @@
 """Small parameters gathered together: one all-gather for all of a dtype.
 
-A collective has a price whatever it moves, and small parameters take little memory. So they are
-made whole once a step, at stage 3 too: side by side in one matrix with a row a device, gathered,
-and taken apart. At rest they stay sharded.
+A collective has a price whatever it moves, and small parameters (up to ``SMALL`` elements, the
+scale of a norm, a bias) take little memory. So they are made whole once a step, at stage 3 too: side
+by side in one matrix with a row a device, gathered, and taken apart. At rest they stay sharded.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from zerojax.collectives.shard import Shard
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-
-SMALL = 8192
-"""Elements of the largest parameter that is gathered with others: the scale of a norm, a bias."""
-
+from zerojax.plan.rule import SMALL
 
 def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     """Whether a parameter of this shape is gathered with others.
 
-    One that is sharded over a second axis is not: a row of the matrix would mix its pieces.
+    One that is sharded over a second axis, or along two dimensions, is not: a row of the matrix
+    would mix its pieces.
     """
     named = [entry for entry in spec if entry is not None]
-    return math.prod(shape) <= SMALL and named == [axis]
+    alone = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
+    return math.prod(shape) <= SMALL and alone
 
 
 def is_whole(value: Any, axis: str) -> bool:
@@ -41,21 +42,20 @@ def is_whole(value: Any, axis: str) -> bool:
 
 
 def gather_together(
-    shards: Sequence[Shard],
-    axis: str,
-    devices: int,
-    constrain: Callable[[jax.Array, Spec], jax.Array],
+    shards: Sequence[Shard], mesh: Mesh, constrain: Callable[[jax.Array, Spec], jax.Array]
 ) -> list[jax.Array]:
-    """The shards made whole, by one all-gather for each of their dtypes.
+    """The shards made whole, by one all-gather for those of a dtype and axis.
 
     Args:
-      shards: of any shapes and dtypes; :func:`is_small` holds for each.
-      axis: the axis to gather over, of size ``devices``.
-      constrain: constrains an array to a spec.
+      shards: Of any shapes and dtypes; :func:`is_small` holds for each.
+      mesh: The devices.
+      constrain: Constrains an array to a spec.
     """
     whole = [shard.value for shard in shards]
-    for dtype in dict.fromkeys(x.dtype for x in whole):
-        chosen = [i for i, shard in enumerate(shards) if shard.value.dtype == dtype]
+    kinds = [(x.dtype, next(filter(None, shard.spec))) for x, shard in zip(whole, shards, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        chosen, (_, axis) = [i for i, each in enumerate(kinds) if each == kind], kind
+        devices = layout.parts(axis, mesh)
         dims = [shards[i].spec.index(axis) for i in chosen]
         # The shards' own specs are pinned first, else XLA may move a cast behind the gather.
         pinned = [constrain(whole[i], shards[i].spec) for i in chosen]

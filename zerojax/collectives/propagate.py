@@ -42,7 +42,8 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
         # Pieces stay pieces where they are of the outermost part of a merged or split dimension.
         before = math.prod(old[:i])
         j = next((j for j, n in enumerate(new) if n > 1 and math.prod(new[:j]) == before), None)
-        if j is None or new[j] % layout.parts(entry, mesh):
+        k = layout.parts(entry, mesh)
+        if j is None or (old[i] != new[j] and (old[i] % k or new[j] % k)):
             return None
         out[j] = entry
     return tuple(out)

@@ -19,7 +19,8 @@ from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
 from zerojax.offload.disk.params import DiskParam, ParamReader, beside_disk
 from zerojax.placement.states import States
-from zerojax.plan.places import reaches_host
+from zerojax.plan.padded import stored
+from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Rearranged, Static, divide, join
 from zerojax.step.evaluate_body import enter
@@ -114,7 +115,7 @@ class EvaluationProgram:
         execution = self._execution(batch, arrays, static)
         values = self._state_reader(opened.parts, execution.used)
         self._reader.use(values)
-        given = beside_disk(values, self._leaves)
+        given = beside_disk(stored(values), self._leaves)
         placed = self._placer.place(batch, execution.division)
         made = self._jitted(given, placed, arrays, static, execution)
         self._reader.check(made)
@@ -129,7 +130,7 @@ class EvaluationProgram:
         copied = self._state_reader.copies is not None
         taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
-            jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=self._plan.sharding(leaf))
+            jax.ShapeDtypeStruct(leaf.padded, x.dtype, sharding=self._plan.sharding(leaf))
             if used
             else None
             for leaf, x, used in zip(self._leaves, taken, execution.used, strict=True)
@@ -219,6 +220,10 @@ class EvaluationProgram:
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
         cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        values = [
+            x if x is None or leaf.place != DEVICE else self._plan.unpadded(x, leaf)
+            for x, leaf in zip(values, self._leaves, strict=True)
+        ]
         given = [
             # Division as at rest, else XLA gathers first and casts then.
             constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))

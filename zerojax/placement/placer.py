@@ -18,6 +18,7 @@ from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_pieces
+from zerojax.plan.padded import pad, shown
 from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.train_state.state_parts import Parts
@@ -118,11 +119,12 @@ class Placer:
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """An array in the place and with the sharding that the plan has for it."""
-        if leaf.place != DISK:
-            return jax.device_put(x, sharding)
-        on_disk = self.disk_leaf(leaf.path, np.shape(x), leaf.dtype, sharding)
-        on_disk.fill(jax.device_put(x, sharding))
-        return on_disk.advance()
+        x = jax.device_put(pad(x, leaf.padded), sharding)
+        if leaf.place == DISK:
+            on_disk = self.disk_leaf(leaf.path, leaf.padded, leaf.dtype, sharding)
+            on_disk.fill(x)
+            x = on_disk.advance()
+        return shown(x, leaf.shape)
 
     def born(
         self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts
@@ -144,7 +146,8 @@ class Placer:
         for batch in _batches(leaves):
 
             def chosen(*args: Any, batch: range = batch) -> list[Any]:
-                return jax.tree.leaves(make(*args))[batch.start : batch.stop]
+                made = jax.tree.leaves(make(*args))
+                return [pad(made[i], leaves[i].padded) for i in batch]
 
             on_device = [shardings[i].with_memory_kind(None) for i in batch]
             arrays = jax.jit(chosen, out_shardings=on_device)(*args)

@@ -26,6 +26,7 @@ from zerojax.optim.wrap import (
 )
 from zerojax.placement.placer import Placer
 from zerojax.plan import layout
+from zerojax.plan.padded import PaddedArray, stored
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
@@ -171,7 +172,10 @@ class States:
                 check_memories(self.config, self.mesh)
                 parts = self.placer.born(make, args, plan, shapes)
             else:
-                parts = jax.jit(make, out_shardings=plan.shardings())(*args)
+                born = jax.jit(
+                    lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
+                )
+                parts = plan.shown(born(*args))
             return opened[-1].close(parts, opened[-1].tx)
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
@@ -234,6 +238,9 @@ class States:
 
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     """Whether an array lies where the plan has it."""
+    if leaf.even == isinstance(x, PaddedArray):
+        return False
+    x = stored(x)
     return (
         isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
         and x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -258,13 +265,15 @@ def take_apart(objects: tuple[Any, ...]) -> OpenedState:
     return open_state(*objects)
 
 
-def abstract(parts: Parts, plan: Plan) -> Parts:
-    """Shapes and dtypes of a state, with the plan's shardings."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s),
-        parts,
-        plan.shardings(),
-    )
+def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
+    """Shapes and dtypes of a state, with the plan's shardings; ``at_rest``, with padding."""
+    leaves, tree = jax.tree.flatten(parts)
+    return jax.tree.unflatten(tree, [
+        jax.ShapeDtypeStruct(
+            leaf.padded if at_rest else leaf.shape, x.dtype, sharding=plan.sharding(leaf)
+        )
+        for x, leaf in zip(leaves, plan.all_leaves(), strict=True)
+    ])  # fmt: skip
 
 
 def _array(x: Any) -> Any:
@@ -282,7 +291,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def _same_mesh(a: Any, b: Mesh) -> bool:
-    return isinstance(a, Mesh) and same_devices(a, b)
+    return isinstance(a, Mesh) and same_devices(layout.undivided(a), b)
 
 
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:

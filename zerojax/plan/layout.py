@@ -2,17 +2,56 @@
 
 A spec here has exactly one entry a dimension: None, an axis name, or a tuple of several, of which
 the first cuts into the largest pieces.
+
+Where no dimension of an array divides by a whole axis, several may share the axis by its
+factors. A part of an axis is named as in Shardy: ``"data:(64)16"`` has size 16, and 64 lies before
+it in the axis, so that ``"data"`` of 1024 devices is ``"data:(1)64"`` and ``"data:(64)16"``.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Spec = tuple[Any, ...]
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+
+
+class SubAxis(NamedTuple):
+    """A part of a mesh axis.
+
+    Attributes:
+      axis: The whole axis.
+      before: The product of the sizes of the parts before this one.
+      size: The size of this part.
+    """
+
+    axis: str
+    before: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.axis}:({self.before}){self.size}"
+
+    @classmethod
+    def of(cls, name: str) -> SubAxis | None:
+        """The part that a name stands for; None for a whole axis."""
+        match = re.fullmatch(r"(.*):\((\d+)\)(\d+)", name)
+        return cls(match[1], int(match[2]), int(match[3])) if match else None
+
+
+def whole_axis(name: str) -> str:
+    """The axis that a name stands for, whole or in part."""
+    part = SubAxis.of(name)
+    return name if part is None else part.axis
 
 
 def full(spec: PartitionSpec | Sequence[Any] | None, ndim: int) -> Spec:
@@ -35,12 +74,14 @@ def _entry(names: tuple[str, ...]) -> Any:
 
 def without(spec: Sequence[Any], axis: str) -> Spec:
     """``spec`` after an all-gather over ``axis``."""
-    return tuple(_entry(tuple(a for a in axes(entry) if a != axis)) for entry in spec)
+    return tuple(
+        _entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec
+    )
 
 
 def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
     """``spec`` with these axes alone."""
-    return tuple(_entry(tuple(a for a in axes(entry) if a in names)) for entry in spec)
+    return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) in names)) for entry in spec)
 
 
 def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
@@ -52,14 +93,75 @@ def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
 
 def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
     """``spec`` with those axes alone that shard something, which one of size 1 does not."""
-    return only(spec, [name for name, size in mesh.shape.items() if size > 1])
+    return only(spec, [whole_axis(name) for name, size in mesh.shape.items() if size > 1])
 
 
-def parts(entry: Any, mesh: Mesh) -> int:
+def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
+    """The dimensions that ``axis`` shards, or parts of the axis."""
+    return [d for d, entry in enumerate(spec) if axis in map(whole_axis, axes(entry))]
+
+
+def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:
     """Into how many pieces one entry of a spec cuts its dimension."""
-    return math.prod(mesh.shape[a] for a in axes(entry))
+    named = ((SubAxis.of(a), a) for a in axes(entry))
+    return math.prod(mesh.shape[a] if part is None else part.size for part, a in named)
 
 
-def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh) -> tuple[int, ...]:
+def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """The shape of one device's piece, of the largest where they differ."""
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
+
+
+def padded(
+    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+    """The shape with each dimension padded up to a multiple of its pieces."""
+    pieces = piece(shape, spec, mesh)
+    return tuple(n * parts(entry, mesh) for n, entry in zip(pieces, spec, strict=True))
+
+
+def divided(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
+    """``mesh`` with its axes divided as the parts in ``spec`` need; the mesh itself where ``spec``
+    names whole axes alone."""
+    named = (SubAxis.of(a) for entry in spec for a in axes(entry))
+    found = frozenset(part for part in named if part is not None and part.name not in mesh.shape)
+    return _divided(mesh, found) if found else mesh
+
+
+@functools.cache
+def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
+    names: list[str] = []
+    sizes: list[int] = []
+    for axis, size in mesh.shape.items():
+        cuts = {1, size}
+        for part in found:
+            cuts |= {part.before, part.before * part.size} if part.axis == axis else set()
+        for before, after in itertools.pairwise(sorted(cuts)):
+            names.append(axis if len(cuts) == 2 else SubAxis(axis, before, after // before).name)
+            sizes.append(after // before)
+        if size == 1:
+            names.append(axis)
+            sizes.append(1)
+    kinds = (mesh.axis_types[0],) * len(names)
+    if isinstance(mesh, Mesh):
+        return Mesh(np.reshape(mesh.devices, sizes), names, axis_types=kinds)
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=kinds)
+
+
+def undivided(mesh: Mesh) -> Mesh:
+    """``mesh`` with the parts of its axes together again."""
+    names = [*dict.fromkeys(map(whole_axis, mesh.axis_names))]
+    if len(names) == len(mesh.axis_names):
+        return mesh
+    sizes = dict.fromkeys(names, 1)
+    for name, size in mesh.shape.items():
+        sizes[whole_axis(name)] *= size
+    return Mesh(np.reshape(mesh.devices, [*sizes.values()]), names)
+
+
+def sharding(
+    mesh: Mesh | AbstractMesh, spec: Iterable[Any], memory_kind: str | None = None
+) -> NamedSharding:
+    """``spec`` on the devices of ``mesh``, whose axes are divided where ``spec`` names parts."""
+    spec = tuple(spec)
+    return NamedSharding(divided(mesh, spec), PartitionSpec(*spec), memory_kind=memory_kind)

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import are_there
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
+from zerojax.plan.padded import pad, shown
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.train_state.state_parts import Parts
 
@@ -51,6 +53,8 @@ class Leaf:
       reason: why it is not sharded; empty where it is.
       bytes: of the whole array; ``bytes_per_device`` of the largest piece.
       place: where it lies, see :mod:`zerojax.plan.places`.
+      padded: its shape at rest, where a dimension is padded with zeros to lie in equal pieces;
+        else ``shape``.
     """
 
     path: str
@@ -62,6 +66,7 @@ class Leaf:
     bytes: int
     bytes_per_device: int
     place: str = DEVICE
+    padded: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, path: str, x: Any, spec: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
@@ -78,11 +83,17 @@ class Leaf:
             reason=reason,
             bytes=math.prod(x.shape) * itemsize,
             bytes_per_device=math.prod(piece) * itemsize,
+            padded=layout.padded(x.shape, spec, mesh),
         )
 
     @property
     def sharded(self) -> bool:
         return self.spec != self.whole
+
+    @property
+    def even(self) -> bool:
+        """Whether the array lies at rest as it is, without zeros."""
+        return self.padded == self.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,15 +161,38 @@ class Plan:
             placed(self.rest, self.leaves["rest"]),
         )
 
+    def at_rest(self, parts: Parts) -> Parts:
+        """A state with padding; under ``jit``."""
+        return self._each(lambda x, leaf: pad(x, leaf.padded), parts)
+
+    def without_padding(self, parts: Parts) -> Parts:
+        """The same without; under ``jit``."""
+        return self._each(self.unpadded, parts)
+
+    def unpadded(self, x: Any, leaf: Leaf) -> Any:
+        """One array without its padding, each device with its own piece; under ``jit``."""
+        if leaf.even:
+            return x
+        whole = x[tuple(map(slice, leaf.shape))]
+        return lax.with_sharding_constraint(whole, self.sharding(leaf))
+
+    def shown(self, parts: Parts) -> Parts:
+        """The leaves of a state, given its arrays at rest."""
+        return self._each(lambda x, leaf: shown(x, leaf.shape), parts)
+
+    def _each(self, function: Callable[[Any, Leaf], Any], parts: Parts) -> Parts:
+        leaves, tree = jax.tree.flatten(parts)
+        return jax.tree.unflatten(tree, map(function, leaves, self.all_leaves()))
+
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Where one leaf of this plan lies."""
         kind = PINNED if leaf.place == HOST else None
-        return NamedSharding(self.lowering_mesh, leaf.spec, memory_kind=kind)
+        return layout.sharding(self.lowering_mesh, leaf.spec, kind)
 
     def on_device(self, specs: Any) -> Any:
         """A tree of specs as shardings in device memory."""
         return jax.tree.map(
-            lambda spec: NamedSharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
+            lambda spec: layout.sharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
         )
 
     @property

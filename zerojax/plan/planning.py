@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
-from zerojax.plan.places import choose_places
+from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan
 from zerojax.plan.rule import check_own_spec, shard_spec
 from zerojax.train_state.state_parts import Parts
@@ -38,6 +38,7 @@ def make_plan(
       mesh, axis, config: see :class:`Plan`.
     """
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
+    parts_too = not offloads(config)  # sub-groups stream as rows of one mesh
 
     def at_rest(path: str, x: Any, own: Any) -> Leaf:
         whole = layout.full(own, len(x.shape))
@@ -46,7 +47,7 @@ def make_plan(
         if config.stage == 0:
             spec, reason = whole, "stage 0 keeps the state whole"
         else:
-            spec, reason = shard_spec(x.shape, whole, mesh, axis, smallest)
+            spec, reason = shard_spec(x.shape, whole, mesh, axis, smallest, parts=parts_too)
         return Leaf.of(path, x, spec, whole, reason, mesh)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zerojax.placement.states import abstract
+from zerojax.plan.padded import stored
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Static, divide
@@ -44,6 +45,7 @@ class ResidentStep:
 
     def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> StepResult:
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
+        parts = setting.plan.without_padding(parts)
         compute, view = parts.params, View(opt=parts.opt_state)
         if dtype is not None:
             compute = self._to_shards(cast(parts.params, dtype))
@@ -59,17 +61,17 @@ class ResidentStep:
             opt_state=after.opt,
             rest=unless_skipped(done, made.rest, parts.rest),
         )
-        return StepResult(made, out, setting.signals(made.opt_state, out))
+        return StepResult(plan.at_rest(made), out, setting.signals(made.opt_state, out))
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
-        result: StepResult = self._jitted(parts, batch, *divide(args, kwargs))
-        return result
+        result: StepResult = self._jitted(stored(parts), batch, *divide(args, kwargs))
+        return result._replace(parts=self.setting.plan.shown(result.parts))
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program."""
         setting = self.setting
         traced = self._jitted.trace(
-            abstract(parts, setting.plan), setting.layout.abstract(batch), *divide(args, kwargs)
+            abstract(parts, setting.plan, at_rest=True), setting.layout.abstract(batch), *divide(args, kwargs)
         )
         reaches = reaches_host(setting.config)
         program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()

@@ -1,0 +1,58 @@
+"""Gradients made with padding, so that their sum over uneven pieces is a reduce-scatter.
+
+XLA reduce-scatters into equal pieces alone. A gradient that is summed first and padded then is
+all-reduced as a whole; so what the gradient is made from is padded, before the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.plan.padded import pad
+from zerojax.xla import jaxprs
+
+
+def bind_padded(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> jax.Array | None:
+    """The result of an equation, padded to ``shape``; None for an equation without a rule."""
+    rule = _RULES.get(eqn.primitive)
+    operands = None if rule is None else rule(eqn, values, shape)
+    return None if operands is None else jaxprs.bind(eqn, operands)[0]
+
+
+def _product(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """The result of a product has the batch dimensions first, then the free ones of each side."""
+    (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
+    contracted, sizes = (left, right), list(shape)
+    together = [sizes.pop(0) for _ in batch[0]]
+    operands = []
+    for x, over, along in zip(values, contracted, batch, strict=True):
+        wide = list(x.shape)
+        for d, size in zip(along, together, strict=True):
+            wide[d] = size
+        for d in range(x.ndim):
+            if d not in over and d not in along:
+                wide[d] = sizes.pop(0)
+        operands.append(pad(x, wide))
+    return operands
+
+
+def _sum(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    (x,), sizes = values, list(shape)
+    axes = jaxprs.param(eqn, "axes")
+    return [pad(x, [n if d in axes else sizes.pop(0) for d, n in enumerate(x.shape)])]
+
+
+def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] | None:
+    """Rows added to a table. Padding takes in what falls off its end, but not what is clipped."""
+    if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
+        return None
+    table, *rest = values
+    return [pad(table, shape), *rest]
+
+
+_RULES = {prims.dot_general_p: _product, prims.reduce_sum_p: _sum, prims.scatter_add_p: _lookup}

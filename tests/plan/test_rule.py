@@ -35,14 +35,14 @@ def test_the_largest_free_dimension_that_divides(
 @pytest.mark.parametrize(
     ("shape", "own", "smallest", "reason"),
     [
-        ((6, 10), (None, None), 0, "no dimension of (6, 10) is divisible by 4"),
+        ((7, 9), (None, None), 0, "no dimension of (7, 9) is divisible by 4"),
         ((), (), 0, "no dimension of () is divisible by 4"),
         ((0, 3), (None, None), 0, "no dimension of (0, 3) is divisible by 4"),
         (
-            (6, 12),
+            (7, 12),
             (None, "model"),
             0,
-            "no dimension of (6, 6), a piece of (6, 12), is divisible by 4",
+            "no dimension of (7, 6), a piece of (7, 12), is divisible by 4",
         ),
         ((8, 8), ("data", None), 0, "its own spec takes the 'data' axis"),
         ((8, 8), (("model", "data"), None), 0, "its own spec takes the 'data' axis"),

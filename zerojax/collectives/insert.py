@@ -375,7 +375,7 @@ def _few_rows(eqn: Any) -> bool:
     if not eqn.primitive.name.startswith("scatter"):
         return False
     table, _, rows = eqn.invars
-    return rows.aval.size <= table.aval.size
+    return rows.aval.size < table.aval.size
 
 
 def _is_number(value: Any) -> bool:

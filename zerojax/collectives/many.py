@@ -1,8 +1,8 @@
 """Small parameters gathered together: one all-gather for all of a dtype.
 
-A collective has a price whatever it moves, and small parameters (up to ``SMALL`` elements, the
-scale of a norm, a bias) take little memory. So they are made whole once a step, at stage 3 too: side
-by side in one matrix with a row a device, gathered, and taken apart. At rest they stay sharded.
+A collective has a price whatever it moves, and small parameters take little memory: the scale of a
+norm, a bias, up to ``SMALL`` elements. So they are made whole once a step, at stage 3 too: side by
+side in one matrix with a row a device, gathered, and taken apart. At rest they stay sharded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zerojax.collectives.shard import Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import SMALL
+
 
 def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     """Whether a parameter of this shape is gathered with others.
@@ -52,7 +53,7 @@ def gather_together(
       constrain: Constrains an array to a spec.
     """
     whole = [shard.value for shard in shards]
-    kinds = [(x.dtype, next(filter(None, shard.spec))) for x, shard in zip(whole, shards, strict=True)]
+    kinds = [(shard.value.dtype, next(filter(None, shard.spec))) for shard in shards]
     for kind in dict.fromkeys(kinds):
         chosen, (_, axis) = [i for i, each in enumerate(kinds) if each == kind], kind
         devices = layout.parts(axis, mesh)

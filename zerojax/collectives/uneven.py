@@ -51,8 +51,15 @@ def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] 
     """Rows added to a table. Padding takes in what falls off its end, but not what is clipped."""
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
-    table, *rest = values
-    return [pad(table, shape), *rest]
+    table, indices, rows = values
+    numbers = jaxprs.param(eqn, "dimension_numbers")
+    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    columns = [d for d in range(table.ndim) if d not in inserted]
+    wide = list(rows.shape)
+    for d, at in zip(columns, numbers.update_window_dims, strict=True):
+        if rows.shape[at] == table.shape[d]:  # else the table's columns cannot follow the rows'
+            wide[at] = shape[d]
+    return [pad(table, shape), indices, pad(rows, wide)]
 
 
 _RULES = {prims.dot_general_p: _product, prims.reduce_sum_p: _sum, prims.scatter_add_p: _lookup}

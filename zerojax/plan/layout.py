@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Spec = tuple[Any, ...]
-AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
 class SubAxis(NamedTuple):
@@ -74,9 +74,7 @@ def _entry(names: tuple[str, ...]) -> Any:
 
 def without(spec: Sequence[Any], axis: str) -> Spec:
     """``spec`` after an all-gather over ``axis``."""
-    return tuple(
-        _entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec
-    )
+    return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec)
 
 
 def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
@@ -112,9 +110,7 @@ def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) 
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
 
 
-def padded(
-    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
-) -> tuple[int, ...]:
+def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """The shape with each dimension padded up to a multiple of its pieces."""
     pieces = piece(shape, spec, mesh)
     return tuple(n * parts(entry, mesh) for n, entry in zip(pieces, spec, strict=True))
@@ -143,9 +139,12 @@ def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
             names.append(axis)
             sizes.append(1)
     kinds = (mesh.axis_types[0],) * len(names)
-    if isinstance(mesh, Mesh):
-        return Mesh(np.reshape(mesh.devices, sizes), names, axis_types=kinds)
-    return AbstractMesh(tuple(sizes), tuple(names), axis_types=kinds)
+    made: Any = (
+        Mesh(np.reshape(mesh.devices, sizes), names, axis_types=kinds)
+        if isinstance(mesh, Mesh)
+        else AbstractMesh(tuple(sizes), tuple(names), axis_types=kinds)
+    )
+    return made  # type: ignore[no-any-return]
 
 
 def undivided(mesh: Mesh) -> Mesh:
@@ -164,4 +163,5 @@ def sharding(
 ) -> NamedSharding:
     """``spec`` on the devices of ``mesh``, whose axes are divided where ``spec`` names parts."""
     spec = tuple(spec)
-    return NamedSharding(divided(mesh, spec), PartitionSpec(*spec), memory_kind=memory_kind)
+    on: Any = divided(mesh, spec)
+    return NamedSharding(on, PartitionSpec(*spec), memory_kind=memory_kind)

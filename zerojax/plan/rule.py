@@ -67,7 +67,8 @@ class Cut(NamedTuple):
         return all(piece[d] % n == 0 for d, n in self.pieces)
 
     def padded(self, piece: Sequence[int]) -> int:
-        """Elements of the dimensions that are padded."""
+        """Elements of the dimensions that are padded. The activations that a gradient is made from
+        are copied for padding, rows of such a dimension."""
         return sum(piece[d] for d, n in self.pieces if piece[d] % n)
 
 
@@ -134,9 +135,7 @@ def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool) -> Cut
         return whole
     least = min(cut.share(piece) for cut in cuts)
     near = [cut for cut in cuts if cut.share(piece) <= _NEAR * max(least, size / n)]
-    return min(
-        near, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut))
-    )
+    return min(near, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut)))
 
 
 def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cut]:

@@ -70,9 +70,8 @@ class ResidentStep:
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program."""
         setting = self.setting
-        traced = self._jitted.trace(
-            abstract(parts, setting.plan, at_rest=True), setting.layout.abstract(batch), *divide(args, kwargs)
-        )
+        parts = abstract(parts, setting.plan, at_rest=True)
+        traced = self._jitted.trace(parts, setting.layout.abstract(batch), *divide(args, kwargs))
         reaches = reaches_host(setting.config)
         program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

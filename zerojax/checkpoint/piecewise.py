@@ -22,6 +22,7 @@ from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.pieces import Index, boxes, grid, meet, moved, results, shape_of, whole
 from zerojax.plan.padded import PaddedArray, pad, stored
+from zerojax.plan.places import PINNED
 
 CHUNK_BYTES = 64 * 2**20
 """The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
@@ -169,6 +170,7 @@ class _Array(NamedTuple):
 
     @classmethod
     def of(cls, x: DiskArray | PaddedArray) -> _Array:
+        """Copies the shards in memory."""
         at_rest = stored(x)
         on_disk = isinstance(at_rest, DiskArray)
         shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
@@ -189,14 +191,16 @@ def _disk_shards(x: DiskArray) -> list[_Shard]:
 
 
 def _host_shards(x: jax.Array) -> list[_Shard]:
+    mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    # A view of host memory would keep the next step from donating the array.
+    on_host = x.sharding.memory_kind == PINNED or any(s.device.platform == "cpu" for s in mine)
+    for shard in () if on_host else mine:
+        shard.data.copy_to_host_async()
     shards = []
-    for shard in x.addressable_shards:
-        if shard.replica_id == 0:
-            box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
-            # On the CPU a view would keep the next step from donating the array.
-            on_cpu = shard.device.platform == "cpu"
-            flat = (np.array if on_cpu else np.asarray)(shard.data).reshape(-1)
-            shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
+    for shard in mine:
+        box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
+        flat = (np.array if on_host else np.asarray)(shard.data).reshape(-1)
+        shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
     return shards
 
 

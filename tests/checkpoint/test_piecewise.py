@@ -122,9 +122,10 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         checkpointer.save(1, state)
         checkpointer.wait()
         monkeypatch.setattr("zerojax.checkpoint.record.changed", lambda *_: [])
-        data = max((tmp_path / "1").rglob("d/*"), key=lambda file: file.stat().st_size)
-        at = data.read_bytes().index(values(state)["params.rows"][-1, -9:].tobytes())
-        flip(data, at)
+        last = values(state)["params.rows"][-1, -9:].tobytes()
+        files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
+        for file in files:  # tensorstore may leave one that is not used
+            flip(file, file.read_bytes().index(last))
         with pytest.raises(DamagedCheckpointError, match=r"numbers than were saved: params.rows\n"):
             checkpointer.restore(abstract_of(zero))
 

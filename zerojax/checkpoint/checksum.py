@@ -201,9 +201,7 @@ def _parts(x: jax.Array | PaddedArray) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _sharded(
-    x: jax.Array, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
-) -> jax.Array:
+def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array:
     axes = [layout.axes(entry) for entry in layout.full(spec, x.ndim)]
     used = {axis for names in axes for axis in names}
 

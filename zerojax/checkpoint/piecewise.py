@@ -1,5 +1,5 @@
-"""Arrays of a state that orbax cannot write, on a disk or padded: written into a checkpoint piece by
-piece, without the padding, and those on a disk read back."""
+"""Arrays of a state that orbax cannot write, as they lie on a disk or are padded: written into a
+checkpoint piece by piece, without padding; and those on a disk read back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         return [writing]
 
     def wait(self) -> None:
-        """Returns when arrays on a disk are in the checkpoint; raises the error of a failed write."""
+        """Returns when the arrays on a disk are written; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()

@@ -18,9 +18,9 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
+from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.padded import PaddedArray

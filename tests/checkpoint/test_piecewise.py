@@ -109,9 +109,14 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
     for step in (SEVEN, DEVICES.index(8)):
         with ocp.StandardCheckpointer() as reader:
             item = folder / str(step) / "state"
-            assert_same(reader.restore(item, abstract), expected)
+            got = reader.restore(item, abstract)
             alone = reader.restore(item)
+        assert_same(got, expected)
         np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
+    opened = zero.states.open((got,))
+    placed = opened.close(zero.states.placed(opened, zero.states.plan(opened)), opened.tx)
+    assert padded_of(placed)
+    assert_same(placed, expected)
 
 
 def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

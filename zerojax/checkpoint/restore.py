@@ -189,8 +189,9 @@ def _read(
         raise DamagedCheckpointError(f"{saved.item} cannot be read: {error}") from error
     finally:
         handler.close()
-    read = zip(paths, restored, strict=True)
-    return {path: shown(x, wanted[path].shape) for path, x in read if path in wanted}
+    read = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
+    uneven = {path: s.shape for path, s in wanted.items() if _padded(s) != s.shape}
+    return read | {path: PaddedArray(read[path], shape) for path, shape in uneven.items()}
 
 
 def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:

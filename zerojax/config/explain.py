@@ -89,9 +89,15 @@ def explain(
     if devices is not None:
         try:
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            sizes = solve(train, micro, accumulation, devices)
+            elasticity = reading.fields.get("elasticity")
+            sizes = (
+                elasticity.sizes(devices)
+                if elasticity
+                else solve(train, micro, accumulation, devices)
+            )
         except ConfigError as error:
-            problems += [f"train_batch_size: {problem}" for problem in error.problems]
+            key = "" if elasticity else "train_batch_size: "
+            problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
     rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
     listed = {renamed(row.key) for row in rows}
@@ -131,8 +137,7 @@ class _Table:
         if (note := self.notes.get(key)) is None:
             return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")
         if note.status == "resolved" and (size := self._size(key)) is not None:
-            why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
-            return Row(path, value, size, "resolved", why)
+            return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
 
     def _size(self, key: str) -> int | None:
@@ -141,12 +146,14 @@ class _Table:
     def defaults(self) -> Iterator[Row]:
         """Rows of defaults that change numbers, and of batch sizes that follow from the others."""
         for note in self.reading.notes:
-            if note.status == "default":
-                yield Row(note.key, NOT_GIVEN, note.holds, "default", note.reason)
+            if note.key not in self.reading.given:
+                yield Row(note.key, NOT_GIVEN, note.holds, note.status, note.reason)
         for key in TRIANGLE:
             if (size := self._size(key)) is not None:
-                why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
-                yield Row(key, NOT_GIVEN, size, "resolved", why)
+                yield Row(key, NOT_GIVEN, size, "resolved", self._solved(key))
+
+    def _solved(self, key: str) -> str:
+        return f"{KEYS[key].why}: from the others, on {self.devices} devices"
 
     def known(self) -> Iterator[Row]:
         """A row for every known key, with its default."""

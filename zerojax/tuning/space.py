@@ -10,7 +10,16 @@ from typing import Any
 
 from zerojax.config import ConfigError
 from zerojax.config.keys import OLD_SWITCHES, rename
-from zerojax.foresight.choice import BATCH, OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
+from zerojax.foresight.choice import (
+    BATCH,
+    OFFLOADS,
+    SECTIONS,
+    TRIED,
+    Choice,
+    Offload,
+    agreed,
+    elastic,
+)
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
@@ -97,7 +106,9 @@ def left_open(
         for key in keys:
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
-    total = rest.get("train_batch_size")
+    total, micro, accumulation = (rest.get(key) for key in BATCH)
+    if elasticity := elastic(rest):
+        total, micro, accumulation = elasticity.sizes(world)
     total = agreed(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
@@ -108,8 +119,8 @@ def left_open(
         stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),
         remats=remats,
         offloads=_offloads(zero),
-        micro=rest.get("train_micro_batch_size_per_gpu"),
-        accumulation=rest.get("gradient_accumulation_steps"),
+        micro=micro,
+        accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
     )
     return space, rest

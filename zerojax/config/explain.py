@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
@@ -13,11 +13,7 @@ from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type
 
-TRIANGLE = {
-    "train_batch_size": "train",
-    "train_micro_batch_size_per_gpu": "micro",
-    "gradient_accumulation_steps": "accumulation",
-}
+TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each key of the batch."""
 
 NOT_GIVEN = object()

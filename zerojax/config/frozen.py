@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
@@ -32,12 +32,6 @@ _DYNAMIC = (
     "raise_error_at_min_scale",
 )
 """Fields of a dynamic loss scale."""
-
-_BATCH_SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 _OFFLOADS = (
     ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
@@ -267,7 +261,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
 
     elasticity = values.get("elasticity")
     if elasticity is not None and not elasticity.ignore_non_elastic_batch_info:
-        for size in _BATCH_SIZES:
+        for size in BATCH_SIZES:
             if values.get(size) is not None:
                 yield (
                     f"{name(size)}: elasticity sets the batch sizes, by its micro_batch_sizes; "
@@ -321,7 +315,7 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
     if values.get("stage") != 3:
         reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
     if values.get("elasticity"):
-        reasons |= dict.fromkeys(_BATCH_SIZES, "elasticity sets the batch sizes")
+        reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
     if not any(values.get(section) for section in OFFLOAD):
         reasons["sub_group_size"] = "nothing is offloaded"
     return reasons

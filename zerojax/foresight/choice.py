@@ -14,6 +14,7 @@ from zerojax.config import (
     ZeroConfig,
     load,
 )
+from zerojax.config.batch import BATCH_SIZES
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
 # (optimizer state is offloaded, parameters are); an offload that moves more comes later.
@@ -27,7 +28,6 @@ OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """The offloads that a search tries: parameters alone move much and free little."""
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = ("offload_optimizer", "offload_param")
 
 
@@ -118,7 +118,7 @@ class Choice:
     def _batch(self, world: int) -> dict[str, Any]:
         """The batch sizes; a JSON and a config have the same names for them."""
         rows = self.micro * self.accumulation * world
-        return dict(zip(BATCH, (rows, self.micro, self.accumulation), strict=True))
+        return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
 
 
 def elastic(config: Mapping[str, Any]) -> Elasticity | None:

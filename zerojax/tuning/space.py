@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError
+from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
 from zerojax.foresight.choice import (
-    BATCH,
     OFFLOADS,
     SECTIONS,
     TRIED,
@@ -102,11 +102,11 @@ def left_open(
         raise ConfigError(problems)
     zero = rest.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for section, keys in ((rest, BATCH), (zero, _ZERO)):
+    for section, keys in ((rest, BATCH_SIZES), (zero, _ZERO)):
         for key in keys:
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
-    total, micro, accumulation = (rest.get(key) for key in BATCH)
+    total, micro, accumulation = (rest.get(key) for key in BATCH_SIZES)
     if elasticity := elastic(rest):
         total, micro, accumulation = elasticity.sizes(world)
     total = agreed(rows, total)

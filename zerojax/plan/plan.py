@@ -163,11 +163,11 @@ class Plan:
 
     def at_rest(self, parts: Parts) -> Parts:
         """A state with padding; under ``jit``."""
-        return self._each(lambda x, leaf: pad(x, leaf.padded), parts)
+        return self.each(lambda x, leaf: pad(x, leaf.padded), parts, self.all_leaves())
 
     def without_padding(self, parts: Parts) -> Parts:
         """The same without; under ``jit``."""
-        return self._each(self.unpadded, parts)
+        return self.each(self.unpadded, parts, self.all_leaves())
 
     def unpadded(self, x: Any, leaf: Leaf) -> Any:
         """One array without its padding, each device with its own piece; under ``jit``."""
@@ -178,11 +178,13 @@ class Plan:
 
     def shown(self, parts: Parts) -> Parts:
         """The leaves of a state, given its arrays at rest."""
-        return self._each(lambda x, leaf: shown(x, leaf.shape), parts)
+        return self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
 
-    def _each(self, function: Callable[[Any, Leaf], Any], parts: Parts) -> Parts:
-        leaves, tree = jax.tree.flatten(parts)
-        return jax.tree.unflatten(tree, map(function, leaves, self.all_leaves()))
+    @staticmethod
+    def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:
+        """A tree of arrays, each replaced; ``leaves`` are those of the plan in the same order."""
+        arrays, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, map(function, arrays, leaves))
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Where one leaf of this plan lies."""

@@ -29,7 +29,7 @@ def padded(kind: str = "device") -> PaddedArray:
         jnp.asarray,
         jax.jit(lambda x: x + 1),
         jax.grad(lambda x: jnp.sum(x**2)),
-        lambda x: optax.global_norm([x]),
+        lambda x: optax.tree.norm([x]),
         lambda x: jnp.dot(np.ones((3, 100), np.float32), x),
         lambda x: (2 * x - x / 3) @ x.T,
         lambda x: x.astype(jnp.bfloat16).mean(axis=0),

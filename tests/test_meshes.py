@@ -11,9 +11,10 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import zerojax
+from zerojax.plan import layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
@@ -29,7 +30,7 @@ BOTH = ("tensor", "data")
 # P("fsdp", "tensor") and P("tensor", "fsdp"), the bias [32] and the head [12, 4].
 CUTS = (
     (P(None, BOTH), P("tensor", "data"), P(BOTH), P("data")),
-    (P(None, "data"), P("data"), P("data"), P()),
+    (P(None, "data"), P("data"), P("data"), P("data:(1)2", "data:(2)4")),
     (P("fsdp", BOTH), P(BOTH, "fsdp"), P(BOTH), P("fsdp", "data")),
 )
 
@@ -190,7 +191,7 @@ def test_what_the_model_cuts_is_cut_again_and_gathered_back(
     )
     if stage:
         for x, there, cut in zip(params, lying, CUTS[MESHES.index(axes)], strict=True):
-            assert there.is_equivalent_to(NamedSharding(zero.mesh, cut), x.ndim), (there, cut)
+            assert there.is_equivalent_to(layout.sharding(zero.mesh, cut), x.ndim), (there, cut)
 
 
 def planned(shape: tuple[int, ...], own: PartitionSpec | None, axes: dict[str, int]) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.checkpoint import state_tree
 from zerojax.plan import layout
-from zerojax.plan.padded import pad, shown
+from zerojax.plan.padded import pad, shown, stored
 
 KEY = jax.random.key(0)
 SPECS = {
@@ -97,7 +97,7 @@ def filled(state: Any) -> Any:
     path alone."""
     tree = state_tree.tree_of(state)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    made = [_put(_random(state_tree.strings(keys), x), x.sharding) for keys, x in leaves]
+    made = [_put(_random(state_tree.strings(keys), x), stored(x).sharding) for keys, x in leaves]
     tree = jax.tree.unflatten(structure, made)
     if state_tree.form_of(state) == "linen":
         return tree

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from zerojax.config import (
+    Elasticity,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,
@@ -16,6 +17,11 @@ from zerojax.config import (
 )
 from zerojax.config.keys import BY_FIELD
 
+ELASTIC = {
+    "max_train_batch_size": 100,
+    "micro_batch_sizes": [2, 4],
+    "ignore_non_elastic_batch_info": True,
+}
 # Each field: the JSON that sets it, and its value from keywords and typed.
 FIELDS = {
     "stage": ({"zero_optimization": {"stage": 3}}, 3),
@@ -35,6 +41,10 @@ FIELDS = {
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),
     "train_batch_size": ({"train_batch_size": 64}, 64),
     "train_micro_batch_size_per_gpu": ({"train_micro_batch_size_per_gpu": 2}, 2),
+    "elasticity": (
+        {"elasticity": {**ELASTIC, "enabled": True}},
+        Elasticity(**ELASTIC),
+    ),
     "grad_accum_dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
     "stage3_param_persistence_threshold": (
         {"zero_optimization": {"stage3_param_persistence_threshold": 8}},

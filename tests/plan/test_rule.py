@@ -1,11 +1,14 @@
 """Which dimension of an array is sharded, and why one is whole."""
 
+import math
 from typing import Any
 
 import pytest
+from jax.sharding import AbstractMesh
 from jaxprs import Spec
 
 import zerojax
+from zerojax.plan import layout
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 
 MESH = zerojax.mesh(axes={"data": 4, "model": 2})
@@ -50,7 +53,58 @@ def test_the_largest_free_dimension_that_divides(
     ],
 )
 def test_whole_with_a_reason(shape: tuple[int, ...], own: Spec, smallest: int, reason: str) -> None:
-    assert shard_spec(shape, own, MESH, "data", smallest) == ShardSpec(own, reason)
+    found = shard_spec(shape, own, MESH, "data", smallest)
+    assert (found.spec, found.reason) == (own, reason)
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "spec"),
+    [
+        ((1600, 1600), 1024, ("data:(1)32", "data:(32)32")),  # by factors
+        ((6, 20), 8, ("data:(1)2", "data:(2)4")),
+        ((4096, 11008), 24, ("data", None)),  # 4104 rows, of which 8 are zeros
+        ((50257, 1600), 24, (None, "data")),
+        ((4096, 4096), 1000, ("data:(1)8", "data:(8)125")),  # factors, and padding
+        ((32, 4096, 11008), 24, (None, "data", None)),  # the layers of a stack are left alone
+        ((24, 4096, 11008), 24, (None, "data", None)),
+        ((1600,), 24, ("data:(3)8",)),  # small: whole over the other 3
+        ((5, 7), 24, (None, None)),
+    ],
+)
+def test_where_no_dimension_divides(shape: tuple[int, ...], devices: int, spec: Spec) -> None:
+    mesh: Any = AbstractMesh((devices,), ("data",))
+    assert shard_spec(shape, (None,) * len(shape), mesh, "data", 0).spec == spec
+
+
+def gpt2_xl(vocabulary: int) -> list[tuple[int, ...]]:
+    d = 1600
+    layer = [(d, 3 * d), (3 * d,), (d, d), (d, 4 * d), (4 * d,), (4 * d, d), *[(d,)] * 6]
+    return [*layer * 48, (vocabulary, d), (1024, d), (d,), (d,)]
+
+
+def llama(layers: int, d: int, wide: int, heads: int, vocabulary: int) -> list[tuple[int, ...]]:
+    layer = [(d, d), (d, heads), (d, heads), (d, d), (d, wide), (d, wide), (wide, d), (d,), (d,)]
+    return [*layer * layers, (vocabulary, d), (d, vocabulary), (d,)]
+
+
+def stacked(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [(shapes.count(s), *s) if shapes.count(s) > 8 else s for s in dict.fromkeys(shapes)]
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6, 7, 12, 24, 48, 64, 96, 256, 1000, 1024])
+@pytest.mark.parametrize("vocabulary", [50257, 32128, 151936])
+def test_within_five_percent_of_an_equal_share(devices: int, vocabulary: int) -> None:
+    """Elements of the fullest device over all elements divided by the devices; here 1.02."""
+    mesh: Any = AbstractMesh((devices,), ("data",))
+    models = [
+        gpt2_xl(vocabulary),
+        llama(32, 4096, 11008, 4096, vocabulary),
+        llama(80, 8192, 28672, 1024, vocabulary),
+    ]
+    for shapes in [*models, *map(stacked, models)]:
+        specs = [shard_spec(s, (None,) * len(s), mesh, "data", 0).spec for s in shapes]
+        pieces = [layout.piece(s, spec, mesh) for s, spec in zip(shapes, specs, strict=True)]
+        assert sum(map(math.prod, pieces)) * devices <= 1.05 * sum(map(math.prod, shapes))
 
 
 def test_an_axis_of_one_device_shards_nothing() -> None:

@@ -193,7 +193,8 @@ def finish_checksum(parts: Any) -> int:
 
 def _parts(x: jax.Array | PaddedArray) -> jax.Array:
     """Uint32 [devices], or [] where the array lies on one device only."""
-    sharding, at_rest = x.sharding, stored(x)
+    at_rest = stored(x)
+    sharding = at_rest.sharding
     if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
         return checksum(at_rest)
     shape = () if at_rest.shape == x.shape else x.shape

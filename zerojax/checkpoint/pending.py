@@ -154,7 +154,7 @@ def _version(package: str) -> str:
 
 
 def _spec(x: Any) -> Spec | None:
-    sharding = getattr(x, "sharding", None)
+    sharding = getattr(stored(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]

@@ -94,7 +94,7 @@ def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
     return _Wanted(
-        {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
+        {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
         _on_disk(paths, opened, zero),
     )
@@ -134,7 +134,7 @@ def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _
     paths = state_tree.below(prefix, params)
     return _Wanted(
         {
-            path: _struct(x, getattr(x, "sharding", None) or whole)
+            path: _struct(x, getattr(stored(x), "sharding", None) or whole)
             for path, x in zip(paths, leaves, strict=True)
         },
         lambda arrays: jax.tree.unflatten(tree, arrays),

@@ -50,6 +50,30 @@ def entry(x: Any, index: Any) -> jax.Array:
 
 
 @dataclass(frozen=True)
+class Unpadded:
+    """An array with padding, in host memory or a :class:`Fetchable`, as one without.
+
+    Attributes:
+      stored: The array.
+      shape: Without padding.
+    """
+
+    stored: Any
+    shape: tuple[int, ...]
+
+    def whole(self) -> jax.Array:
+        return fetched(self.stored)[tuple(map(slice, self.shape))]
+
+    def entry(self, index: Any) -> jax.Array:
+        return entry(self.stored, index)[tuple(map(slice, self.shape[1:]))]
+
+
+def unpadded(stored: Any, shape: tuple[int, ...]) -> Any:
+    """An array in host memory, or a :class:`Fetchable`, without the padding that it may have."""
+    return stored if tuple(stored.shape) == shape else Unpadded(stored, shape)
+
+
+@dataclass(frozen=True)
 class Host:
     """How gradients leave.
 

@@ -26,11 +26,12 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import loops, many, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
-from zerojax.collectives.host import Ahead, Host, on_host, sent
+from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.uneven import bind_padded
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.padded import pad
 from zerojax.trace import changes
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
@@ -316,7 +317,8 @@ class Inserter(Gatherer):
                 y, ys[i] = ys[i], plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(ys[i], length):
                     gone[i] = spec
-                    ys[i] = scope.host.send(ys[i])
+                    at_rest = layout.padded(ys[i].shape, spec, self.mesh)
+                    ys[i] = scope.host.send(pad(ys[i], at_rest))
                 elif stacks[i] in leaving and not isinstance(y, Shard):
                     gone[i], self._unused = None, False
                     ys[i] = sent(ys[i])
@@ -341,7 +343,8 @@ class Inserter(Gatherer):
             spec = gone[i]
             if spec is None:
                 return HostStack(y)
-            return Shard(y[0], (None, *spec), host=True, sums=y[1])
+            value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
+            return Shard(value, (None, *spec), host=True, sums=y[1])
 
         return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 

@@ -7,6 +7,7 @@ from zerojax.config.frozen import ZeroConfig as ZeroConfig
 from zerojax.config.load import load as load
 from zerojax.config.named import OptimizerConfig as OptimizerConfig
 from zerojax.config.named import SchedulerConfig as SchedulerConfig
+from zerojax.config.sections import Elasticity as Elasticity
 from zerojax.config.sections import MonitorConfig as MonitorConfig
 from zerojax.config.sections import OffloadOptimizer as OffloadOptimizer
 from zerojax.config.sections import OffloadParam as OffloadParam

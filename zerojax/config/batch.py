@@ -19,6 +19,14 @@ class BatchSizes(NamedTuple):
     accumulation: int
 
 
+BATCH_SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+"""The keys of the fields of `BatchSizes`, in their order."""
+
+
 def solve(train: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
     """Fills in missing sizes, so that train = micro * accumulation * world.
 

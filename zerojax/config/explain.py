@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
@@ -13,11 +13,7 @@ from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type
 
-TRIANGLE = {
-    "train_batch_size": "train",
-    "train_micro_batch_size_per_gpu": "micro",
-    "gradient_accumulation_steps": "accumulation",
-}
+TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each key of the batch."""
 
 NOT_GIVEN = object()
@@ -89,9 +85,15 @@ def explain(
     if devices is not None:
         try:
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            sizes = solve(train, micro, accumulation, devices)
+            elasticity = reading.fields.get("elasticity")
+            sizes = (
+                elasticity.sizes(devices)
+                if elasticity
+                else solve(train, micro, accumulation, devices)
+            )
         except ConfigError as error:
-            problems += [f"train_batch_size: {problem}" for problem in error.problems]
+            key = "" if elasticity else "train_batch_size: "
+            problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
     rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
     listed = {renamed(row.key) for row in rows}
@@ -131,8 +133,7 @@ class _Table:
         if (note := self.notes.get(key)) is None:
             return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")
         if note.status == "resolved" and (size := self._size(key)) is not None:
-            why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
-            return Row(path, value, size, "resolved", why)
+            return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
 
     def _size(self, key: str) -> int | None:
@@ -141,12 +142,14 @@ class _Table:
     def defaults(self) -> Iterator[Row]:
         """Rows of defaults that change numbers, and of batch sizes that follow from the others."""
         for note in self.reading.notes:
-            if note.status == "default":
-                yield Row(note.key, NOT_GIVEN, note.holds, "default", note.reason)
+            if note.key not in self.reading.given:
+                yield Row(note.key, NOT_GIVEN, note.holds, note.status, note.reason)
         for key in TRIANGLE:
             if (size := self._size(key)) is not None:
-                why = f"{KEYS[key].why}: from the others, on {self.devices} devices"
-                yield Row(key, NOT_GIVEN, size, "resolved", why)
+                yield Row(key, NOT_GIVEN, size, "resolved", self._solved(key))
+
+    def _solved(self, key: str) -> str:
+        return f"{KEYS[key].why}: from the others, on {self.devices} devices"
 
     def known(self) -> Iterator[Row]:
         """A row for every known key, with its default."""

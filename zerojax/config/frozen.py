@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.sections import (
-    MONITORS,
     OFFLOAD,
+    SWITCHED,
+    Elasticity,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,
@@ -86,6 +87,7 @@ class ZeroConfig:
       gradient_accumulation_steps: Micro-batches per update.
       train_batch_size: Rows per update, over all devices.
       train_micro_batch_size_per_gpu: Rows of one device in one micro-batch.
+      elasticity: What sets these three sizes for many numbers of devices; None for nothing.
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
       stage3_param_persistence_threshold: The elements below which a parameter stays whole.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
@@ -127,6 +129,7 @@ class ZeroConfig:
     gradient_accumulation_steps: int | None = None
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
+    elasticity: Elasticity | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
@@ -168,11 +171,12 @@ class ZeroConfig:
         object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
         largest = BY_FIELD["sub_group_size"].default
         object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
-        object.__setattr__(self, "notes", (*self._own_notes(), *_idle_notes(checked, self.notes)))
+        own, idle_ones = self._own_notes(), _idle_notes(checked, self.notes)
+        object.__setattr__(self, "notes", (*own, *elastic_notes(checked), *idle_ones))
 
     def _own_notes(self) -> Iterator[Note]:
         """The notes of the JSON, without those of keywords, which may have changed."""
-        ours = BY_FIELD.keys() | OFFLOAD.keys()
+        ours = {*BY_FIELD, *OFFLOAD, "elasticity"}
         return (n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in ours)
 
     @classmethod
@@ -219,7 +223,12 @@ class ZeroConfig:
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
     def batch(self, world: int) -> BatchSizes:
-        """The batch sizes on `world` data-parallel devices; see `zerojax.config.batch.solve`."""
+        """The batch sizes on `world` data-parallel devices.
+
+        `zerojax.config.batch.solve` has the rule, and `Elasticity` where that is given.
+        """
+        if self.elasticity is not None:
+            return self.elasticity.sizes(world)
         return solve(
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,
@@ -250,6 +259,14 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
 
+    elasticity = values.get("elasticity")
+    if elasticity is not None and not elasticity.ignore_non_elastic_batch_info:
+        for size in BATCH_SIZES:
+            if values.get(size) is not None:
+                yield (
+                    f"{name(size)}: elasticity sets the batch sizes, by its micro_batch_sizes; "
+                    "take it out, or set elasticity.ignore_non_elastic_batch_info to true"
+                )
     stage = values.get("stage")
     for section, first, needs in _OFFLOADS:
         given = values.get(section)
@@ -297,12 +314,26 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
     if values.get("stage") != 3:
         reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    if values.get("elasticity"):
+        reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
     if not any(values.get(section) for section in OFFLOAD):
         reasons["sub_group_size"] = "nothing is offloaded"
     return reasons
 
 
-_CLASSES: dict[str, type] = {**NAMED, **MONITORS, **OFFLOAD}
+_CLASSES: dict[str, type] = {**NAMED, **SWITCHED, **OFFLOAD}
+
+
+def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
+    """The note that says what elasticity makes of the batch.
+
+    Args:
+      values: Right values by field of `ZeroConfig`.
+    """
+    if (elasticity := values.get("elasticity")) is not None:
+        train, reason = elasticity.batch.train, elasticity.batch.listed()
+        reason = f"rows per update, on {reason} data-parallel devices"
+        yield Note("elasticity", train, "resolved", reason, train)
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
@@ -310,7 +341,7 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
     noted = {note.key for note in notes}
     for name, reason in idle(values).items():
         key = BY_FIELD[name]
-        if values[name] != getattr(ZeroConfig, name) and key.path not in noted:
+        if values.get(name) != getattr(ZeroConfig, name) and key.path not in noted:
             yield Note(name, values[name], "no effect", reason)
     for section in OFFLOAD:
         given = values.get(section)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
-from zerojax.config.frozen import Note, Status, ZeroConfig, contradictions, idle
+from zerojax.config.frozen import Note, Status, ZeroConfig, contradictions, elastic_notes, idle
 from zerojax.config.json_file import plain, read_json, source_of
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -20,7 +20,7 @@ from zerojax.config.named import (
     known_types,
     resolve_type,
 )
-from zerojax.config.sections import MONITORS, read_offload
+from zerojax.config.sections import SWITCHED, missing, read_offload
 
 _STOOD_IN = "given in its place, by auto="
 
@@ -119,6 +119,7 @@ class ConfigReading:
         self.problems += problems
         self._set_fields(values)
         self._note_keys(values)
+        self.notes += elastic_notes(self.fields)
         for section, cls in NAMED.items():
             if isinstance(raw.get(section), dict):
                 self.fields[section] = self._named(section, cls, raw[section])
@@ -127,11 +128,20 @@ class ConfigReading:
         """Sets every field but optimizer and scheduler: as given, or DeepSpeed's default."""
         for name, key in BY_FIELD.items():
             self.fields[name] = values.get(key.path, key.default)
-        for section, cls in MONITORS.items():
-            if values.get(f"{section}.enabled"):
-                given = {name: values.get(f"{section}.{name}") for name in cls.__dataclass_fields__}
-                self.fields[section] = cls(**{k: v for k, v in given.items() if v is not None})
         wrong = {problem.partition(": ")[0] for problem in self.problems}
+        for section, cls in SWITCHED.items():
+            if values.get(f"{section}.enabled"):
+                given = {
+                    name: value
+                    for name in cls.__dataclass_fields__
+                    if (value := values.get(f"{section}.{name}")) is not None
+                }
+                absent = list(missing(section, cls, given))
+                self.problems += (p for p in absent if p.partition(": ")[0] not in wrong)
+                try:
+                    self.fields[section] = None if absent else cls(**given)
+                except ConfigError as error:
+                    self.problems += (f"{section}.{problem}" for problem in error.problems)
         self._offload = read_offload(values, self.given, wrong)
         self.fields |= self._offload.fields
         self.problems += self._offload.problems
@@ -152,8 +162,8 @@ class ConfigReading:
         noted = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")
-            if section in MONITORS and name != "enabled" and section not in self.fields:
-                reasons[path] = f"{section} is off"
+            if section in SWITCHED and name != "enabled" and not values.get(f"{section}.enabled"):
+                reasons.setdefault(path, f"{section} is off")
             if section in self._offload.unjudged:
                 continue
             if path in values and path not in PARAMS:

@@ -12,14 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.collectives import Inserter
+from zerojax.collectives.host import Fetchable
 from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
-from zerojax.offload.disk.params import DiskParam, ParamReader, beside_disk
+from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
-from zerojax.plan.padded import stored
 from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Rearranged, Static, divide, join
@@ -115,7 +115,7 @@ class EvaluationProgram:
         execution = self._execution(batch, arrays, static)
         values = self._state_reader(opened.parts, execution.used)
         self._reader.use(values)
-        given = beside_disk(stored(values), self._leaves)
+        given = beside_disk(values, self._leaves)
         placed = self._placer.place(batch, execution.division)
         made = self._jitted(given, placed, arrays, static, execution)
         self._reader.check(made)
@@ -283,8 +283,8 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        # A parameter on disk that the function returns as it is.
-        return [x.whole() if isinstance(x, DiskParam) else x for x in outs]
+        # A parameter on disk, or with padding in host memory, that the function returns as it is.
+        return [x.whole() if isinstance(x, Fetchable) else x for x in outs]
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zerojax.placement.states import States, is_placed
+from zerojax.plan.padded import stored
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
 from zerojax.train_state.state_parts import Parts
@@ -35,8 +36,8 @@ class StateReader:
         self.copies = states.placer.copies(plan) if offloads(plan.config) else None
 
     def __call__(self, parts: Parts, used: Sequence[bool]) -> list[Any]:
-        """The arrays of a state in order, of the parameters those to compute with; None for arrays
-        that are not used.
+        """The arrays of a state at rest in order, of the parameters those to compute with; None for
+        arrays that are not used.
 
         Raises:
           ValueError: The state lies on another mesh.
@@ -45,7 +46,7 @@ class StateReader:
         copies = self.copies if any(used[:n]) else None
         read = used if copies is None else (*[True] * n, *used[n:])  # a copy is made of all or none
         leaves = jax.tree.leaves(parts)
-        placed = [self._at(i, x) if read[i] else None for i, x in enumerate(leaves)]
+        placed = [stored(self._at(i, x)) if read[i] else None for i, x in enumerate(leaves)]
         if copies is not None:
             placed[:n] = copies.of(placed[:n])
         return placed

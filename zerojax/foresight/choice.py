@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from zerojax.config import ConfigError, OffloadOptimizer, OffloadParam, ZeroConfig
+from zerojax.config import (
+    ConfigError,
+    Elasticity,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroConfig,
+    load,
+)
+from zerojax.config.batch import BATCH_SIZES
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
 # (optimizer state is offloaded, parameters are); an offload that moves more comes later.
@@ -20,7 +28,6 @@ OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """The offloads that a search tries: parameters alone move much and free little."""
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = ("offload_optimizer", "offload_param")
 
 
@@ -67,8 +74,9 @@ class Choice:
         Raises:
           ConfigError: The rows do not divide as the config wants.
         """
-        filled = dataclasses.replace(config, train_batch_size=rows)
-        sizes = filled.batch(world)
+        if not config.elasticity:  # which has its own rows
+            config = dataclasses.replace(config, train_batch_size=rows)
+        sizes = config.batch(world)
         assert sizes.micro
         held = (config.offload_optimizer is not None, config.offload_param is not None)
         return cls(
@@ -80,12 +88,13 @@ class Choice:
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
-        """A config with these settings, all others as before."""
+        """A config with these settings, all others as before; elasticity becomes batch sizes."""
         optimizer, param = self.held
         return dataclasses.replace(
             before,
             stage=self.stage,
             **self._batch(world),
+            elasticity=None,
             offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
             if optimizer
             else None,
@@ -93,7 +102,7 @@ class Choice:
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """A DeepSpeed JSON with these settings, all others as before."""
+        """A DeepSpeed JSON with these settings, all others as before; elasticity stays."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
         for name, offloaded in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
@@ -102,14 +111,23 @@ class Choice:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
         return {
             **before,
-            **self._batch(world),
+            **({} if elastic(before) else self._batch(world)),
             "zero_optimization": zero,
         }
 
     def _batch(self, world: int) -> dict[str, Any]:
         """The batch sizes; a JSON and a config have the same names for them."""
         rows = self.micro * self.accumulation * world
-        return dict(zip(BATCH, (rows, self.micro, self.accumulation), strict=True))
+        return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
+
+
+def elastic(config: Mapping[str, Any]) -> Elasticity | None:
+    """What sets the batch sizes of a DeepSpeed JSON, whose other keys may be wrong.
+
+    Raises:
+      ConfigError: The section is wrong.
+    """
+    return load({"elasticity": config.get("elasticity", {})}).elasticity
 
 
 def agreed(rows: int | None, given: int | None) -> int | None:

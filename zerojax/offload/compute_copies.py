@@ -80,7 +80,7 @@ class ComputeCopies:
     def abstract(self) -> list[Any]:
         """All compute parameters, as ``jax.ShapeDtypeStruct``."""
         return [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._plan.sharding(leaf))
+            jax.ShapeDtypeStruct(leaf.padded, leaf.dtype, sharding=self._plan.sharding(leaf))
             for leaf in self._plan.compute
         ]
 
@@ -88,7 +88,7 @@ class ComputeCopies:
         """Arrays for the copies, their values not yet written."""
         in_memory = [leaf for leaf in self._leaves if leaf.place != DISK]
         zeros = jax.jit(
-            lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in in_memory],
+            lambda: [jnp.zeros(leaf.padded, leaf.dtype) for leaf in in_memory],
             out_shardings=[self._plan.sharding(leaf) for leaf in in_memory],
         )
         arrays = iter(zeros())
@@ -98,9 +98,9 @@ class ComputeCopies:
 
     def _on_disk(self, leaf: Leaf) -> DiskLeaf:
         name = f"{leaf.path} in {leaf.dtype}"
-        return self._disk_leaf(name, leaf.shape, leaf.dtype, self._plan.sharding(leaf))
+        return self._disk_leaf(name, leaf.padded, leaf.dtype, self._plan.sharding(leaf))
 
 
 def placement_of(leaf: Leaf) -> ArrayPlacement:
     """A leaf of the plan as :class:`zerojax.offload.update.Update` takes it."""
-    return ArrayPlacement(leaf.shape, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)
+    return ArrayPlacement(leaf.padded, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)

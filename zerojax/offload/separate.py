@@ -72,6 +72,7 @@ class Separated:
       clusters: Leaves that are updated together.
       scalars: Variables that the prelude computes for the clusters, all of shape [].
       shared: Positions of the results that the prelude computes.
+      read_by_prelude: Positions of the arguments that the prelude reads.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Separated:
         self.shared = tuple(i for i in range(len(outvars)) if i not in leaves)
         self.scalars = tuple(needed)
         self.clusters = tuple(map(self._cluster, groups))
+        _, ends = self._made_from([*needed, *(outvars[i] for i in self.shared)], lambda _: False)
+        self.read_by_prelude = {self._at[v] for v in ends if v in self._at}
 
     def _of_leaf(self, v: Any) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)

@@ -35,6 +35,9 @@ from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.state_parts import OpenedState, Parts
 
+LITTLE = 0.01
+"""The share of a device's bytes at rest that it may hold twice without a warning."""
+
 
 class States:
     """Turns a user's states into sharded ones.
@@ -52,6 +55,7 @@ class States:
 
     def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
+        self._warned = False
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
         self.placer = Placer(config, mesh)
 
@@ -132,8 +136,13 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        """How a state lies over the devices."""
-        return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        """How a state lies over the devices; warns once of arrays beyond a device's share."""
+        plan = make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        lost = sum(leaf.lost for leaf in plan.all_leaves())
+        if lost > LITTLE * plan.bytes_per_device and not self._warned:
+            self._warned = True
+            logging.getLogger("zerojax").warning("%s.", plan.lost)
+        return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
         params = opened.parts.params

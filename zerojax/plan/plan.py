@@ -53,6 +53,7 @@ class Leaf:
       reason: why it is not sharded; empty where it is.
       bytes: of the whole array; ``bytes_per_device`` of the largest piece.
       place: where it lies, see :mod:`zerojax.plan.places`.
+      whole_over: devices that hold the same elements, for want of a dimension that divides.
       padded: its shape at rest, where a dimension is padded with zeros to lie in equal pieces;
         else ``shape``.
     """
@@ -66,6 +67,7 @@ class Leaf:
     bytes: int
     bytes_per_device: int
     place: str = DEVICE
+    whole_over: int = 1
     padded: tuple[int, ...] = ()
 
     @classmethod
@@ -89,6 +91,11 @@ class Leaf:
     @property
     def sharded(self) -> bool:
         return self.spec != self.whole
+
+    @property
+    def lost(self) -> int:
+        """Bytes on each device beyond the array's share, for want of a dimension that divides."""
+        return self.bytes_per_device - self.bytes_per_device // self.whole_over
 
     @property
     def even(self) -> bool:
@@ -141,6 +148,20 @@ class Plan:
         )
 
     @property
+    def lost(self) -> str:
+        """What each device holds beyond its share, in a sentence; empty where it is nothing."""
+        whole = [leaf for leaf in self.all_leaves() if leaf.lost]
+        if not whole:
+            return ""
+        lost, largest = sum(leaf.lost for leaf in whole), max(whole, key=lambda leaf: leaf.lost)
+        return (
+            f"{table.size(lost)} of each device's {table.size(self.bytes_per_device)} is beyond "
+            f"its share: {len(whole)} arrays have no dimensions that all of "
+            f"{self.mesh.shape[self.axis]} devices divide, the largest {largest.path} "
+            f"{largest.shape}"
+        )
+
+    @property
     def streamed(self) -> list[bool]:
         """Of each leaf of the optimizer state, whether it is an array: under offload those are
         updated in sub-groups, and numbers with the gradients."""
@@ -163,11 +184,11 @@ class Plan:
 
     def at_rest(self, parts: Parts) -> Parts:
         """A state with padding; under ``jit``."""
-        return self._each(lambda x, leaf: pad(x, leaf.padded), parts)
+        return self.each(lambda x, leaf: pad(x, leaf.padded), parts, self.all_leaves())
 
     def without_padding(self, parts: Parts) -> Parts:
         """The same without; under ``jit``."""
-        return self._each(self.unpadded, parts)
+        return self.each(self.unpadded, parts, self.all_leaves())
 
     def unpadded(self, x: Any, leaf: Leaf) -> Any:
         """One array without its padding, each device with its own piece; under ``jit``."""
@@ -178,11 +199,13 @@ class Plan:
 
     def shown(self, parts: Parts) -> Parts:
         """The leaves of a state, given its arrays at rest."""
-        return self._each(lambda x, leaf: shown(x, leaf.shape), parts)
+        return self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
 
-    def _each(self, function: Callable[[Any, Leaf], Any], parts: Parts) -> Parts:
-        leaves, tree = jax.tree.flatten(parts)
-        return jax.tree.unflatten(tree, map(function, leaves, self.all_leaves()))
+    @staticmethod
+    def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:
+        """A tree of arrays, each replaced; ``leaves`` are those of the plan in the same order."""
+        arrays, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, map(function, arrays, leaves))
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Where one leaf of this plan lies."""
@@ -224,6 +247,7 @@ class Plan:
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
                 total += f", and {table.size(n_bytes)} of {where} for each"
+        title += f"\n{self.lost}" if self.lost else ""
         return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
 
     __str__ = table

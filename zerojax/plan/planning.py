@@ -16,7 +16,7 @@ from zerojax.config import ZeroConfig
 from zerojax.plan import layout
 from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan
-from zerojax.plan.rule import check_own_spec, shard_spec
+from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 from zerojax.train_state.state_parts import Parts
 
 
@@ -45,10 +45,11 @@ def make_plan(
         check_own_spec(path, x.shape, whole, mesh)
         whole = layout.cutting(whole, mesh)
         if config.stage == 0:
-            spec, reason = whole, "stage 0 keeps the state whole"
+            cut = ShardSpec(whole, "stage 0 keeps the state whole")
         else:
-            spec, reason = shard_spec(x.shape, whole, mesh, axis, smallest, parts=parts_too)
-        return Leaf.of(path, x, spec, whole, reason, mesh)
+            cut = shard_spec(x.shape, whole, mesh, axis, smallest, parts=parts_too)
+        leaf = Leaf.of(path, x, cut.spec, whole, cut.reason, mesh)
+        return dataclasses.replace(leaf, whole_over=cut.whole_over)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
     where = choose_places(config, [math.prod(x.shape) for _, x in paths])
@@ -125,6 +126,7 @@ def _optimizer_leaves(
         if tuple(x.shape) == param.shape:
             spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
             leaf = Leaf.of(path, x, spec, whole, param.reason, mesh)
+            leaf = dataclasses.replace(leaf, whole_over=param.whole_over)
         else:
             leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
         return dataclasses.replace(leaf, place=moments[param.path])

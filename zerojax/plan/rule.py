@@ -46,10 +46,13 @@ class ShardSpec(NamedTuple):
       spec: One entry a dimension, the user's own axes among them. Where an entry's pieces do not
         divide the dimension, the dimension is padded at rest.
       reason: Why the array is not sharded over all of the shard axis; empty where it is.
+      whole_over: Devices that hold the same elements, for want of a dimension that divides; 1
+        where that is not the reason.
     """
 
     spec: Spec
     reason: str
+    whole_over: int = 1
 
 
 class Cut(NamedTuple):
@@ -89,7 +92,7 @@ def shard_spec(
       >>> shard_spec((6, 16), (None, None), zerojax.mesh(), "data", 0).spec
       (None, 'data')
       >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)
-      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(6, 10) divides by 4 of 8')
+      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(6, 10) divides by 4 of 8', whole_over=2)
     """
     n = mesh.shape[axis]
     if any(axis in layout.axes(entry) for entry in own):
@@ -110,7 +113,7 @@ def shard_spec(
         reason = f"{what} divides by {into} of {n}"
         if into == 1:
             reason = f"no dimension of {what} is divisible by {n}"
-    return ShardSpec(_spec(own, cut, axis, n), reason)
+    return ShardSpec(_spec(own, cut, axis, n), reason, n // into if math.prod(piece) >= n else 1)
 
 
 def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:

@@ -59,7 +59,7 @@ class BatchLayout:
         if self.sizes.train is not None and self.sizes.train not in rows and len(rows) == 1:
             raise ValueError(
                 f"the batch has {max(rows)} rows, but train_batch_size is {self.sizes.train}: pass "
-                "the global batch, or change train_batch_size (or leave it out)."
+                "the global batch, or change train_batch_size or elasticity (or leave both out)."
             )
         n, each = max(rows), k * self.world
         if n % each and len(rows) == 1:

@@ -12,7 +12,7 @@ import jax
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
-from zerojax.collectives.host import Host
+from zerojax.collectives.host import Host, unpadded
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
@@ -112,7 +112,9 @@ def enter(
         spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
-            x = DiskParam(reader, i, leaf.shape, leaf.dtype, plan.sharding(leaf))
+            x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))
+        if away and x is not None:
+            x = unpadded(x, leaf.shape)
         cut = away or (leaf.sharded and x is not None)
         entered.append(Shard(x, spec, host=away) if cut else x)
     return [

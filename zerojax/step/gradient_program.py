@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import Shard
-from zerojax.collectives.host import Host, fetched, on_host, sent
+from zerojax.collectives.host import Host, Unpadded, fetched, on_host, sent, unpadded
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
+from zerojax.plan.padded import pad
 from zerojax.plan.places import DEVICE
 from zerojax.plan.plan import layout
 from zerojax.step.call import Static, divide
@@ -108,9 +109,14 @@ class GradientProgram:
 
     def _run(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> GradientResult:
         setting, plan = self._setting, self._setting.plan
+        rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
         opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
         # Before the micro-batches, not in each of them.
-        entered = enter(setting.inserter, plan, plan.compute, parts.params, self._reader)
+        params = [
+            x if x is None or leaf.place != DEVICE else plan.unpadded(x, leaf)
+            for x, leaf in zip(parts.params, plan.compute, strict=True)
+        ]
+        entered = enter(setting.inserter, plan, plan.compute, params, self._reader)
         start = Parts(
             # The body knows nothing of memories.
             params=self._params(jax.ShapeDtypeStruct, [leaf.dtype for leaf in plan.compute]),
@@ -120,7 +126,7 @@ class GradientProgram:
                 updates=self._params(jnp.zeros, [leaf.dtype for leaf in plan.compute]),
             ),
             step=parts.step,
-            rest=parts.rest,
+            rest=rest,
         )
         leaving = _Leaving(setting, opt)
         whole = setting.layout.accumulation == 1
@@ -142,6 +148,10 @@ class GradientProgram:
                 for g, leaf in zip(grads, plan.compute, strict=True)
             ]
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
+        grads = [
+            pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded)
+            for g, leaf in zip(grads, plan.compute, strict=True)
+        ]
         scalars, shared = self._update.prelude(grads, parts.opt_state, sums)
         numbers = self._update.with_shared(parts.opt_state, shared)
         after: Any = jax.tree.unflatten(setting.structure.opt_state, numbers)
@@ -150,7 +160,11 @@ class GradientProgram:
             grads=grads,
             scalars=scalars,
             shared=shared,
-            rest=unless_skipped(done, made.rest, parts.rest),
+            rest=plan.each(
+                lambda x, leaf: pad(x, leaf.padded),
+                unless_skipped(done, made.rest, rest),
+                plan.leaves["rest"],
+            ),
             step=made.step,
             out=out,
             done=done,
@@ -201,4 +215,6 @@ class _Leaving:
         self.square_sums.append(self._sums(gradient))
         if leaf.place == DEVICE:
             return gradient
-        return Shard(sent(gradient), spec, host=True, sums=self.square_sums[-1])
+        at_rest = sent(pad(gradient, leaf.padded))
+        value = unpadded(at_rest, leaf.shape)
+        return Shard(value, spec, host=True, sums=self.square_sums[-1])

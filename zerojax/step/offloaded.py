@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.placement.states import abstract
+from zerojax.plan.padded import stored
 from zerojax.plan.places import DISK
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
@@ -46,6 +47,7 @@ class OffloadedStep:
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         setting = self.setting
+        parts = stored(parts)
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
         given = parts._replace(params=self._copies.of(params), opt_state=opt_state)
         made = self._gradients(given, batch, args, kwargs)
@@ -63,12 +65,12 @@ class OffloadedStep:
             made.step,
             made.rest,
         )
-        return StepResult(after, made.out, made.signals)
+        return StepResult(setting.plan.shown(after), made.out, made.signals)
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """First the program of the gradients, then those of the update."""
         plan = self.setting.plan
-        parts = abstract(parts, plan)
+        parts = abstract(parts, plan, at_rest=True)
         given = parts._replace(
             params=self._copies.abstract(), opt_state=jax.tree.leaves(parts.opt_state)
         )

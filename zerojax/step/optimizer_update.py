@@ -15,6 +15,7 @@ from zerojax.accumulation.run import accumulator
 from zerojax.offload.compute_copies import ComputeCopies, placement_of
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
+from zerojax.offload.separate import Separated
 from zerojax.offload.update import Update
 from zerojax.plan.places import DEVICE
 from zerojax.plan.plan import DTYPES, Leaf
@@ -69,7 +70,7 @@ class OptimizerUpdate:
         self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
         self._placements = UpdateArrays(
             grads=[
-                ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place)
+                ArrayPlacement(leaf.padded, jnp.dtype(dtype), leaf.spec, gradient.place)
                 for leaf, dtype, gradient in zip(
                     plan.compute, self.grad_dtypes, plan.gradients(), strict=True
                 )
@@ -98,6 +99,7 @@ class OptimizerUpdate:
             plan,
             on_host=optimizer is not None and optimizer.compute_on == "host",
         )
+        _check_padding(self.by_groups.separated, [*params, *params, *state])
         # Results begin with the parameters.
         self._shared = [at - len(params) for at in self.by_groups.separated.shared]
 
@@ -169,3 +171,24 @@ class OptimizerUpdate:
         after = self._placements.like(arrays)
         self._copies.keep(after.params, after.copies)
         return [*after.params], [*after.opt_state]
+
+
+def _check_padding(separated: Separated, leaves: Sequence[Leaf]) -> None:
+    """Refuses an update that would take padding for numbers.
+
+    Args:
+      separated: The update; its arguments begin with ``leaves``, for gradients their parameters'.
+
+    Raises:
+      NotImplementedError: Something other than element by element is done to a padded leaf.
+    """
+    whole = {i for c in separated.clusters if not c.elementwise for i in c.inputs}
+    read = whole | separated.read_by_prelude
+    padded = [x.path for i, x in enumerate(leaves) if i in read and not x.even]
+    if padded:
+        raise NotImplementedError(
+            f"{padded[0]} is padded to lie in equal pieces, and the optimizer does more to it, or "
+            "to its gradient, than arithmetic element by element (a norm, a mean, a trust ratio). "
+            "Under offload an update sees the padding: train without offload, or on a number of "
+            "devices that divides a dimension; let gradient_clipping of the config clip."
+        )

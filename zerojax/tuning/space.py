@@ -9,8 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError
+from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
-from zerojax.foresight.choice import BATCH, OFFLOADS, SECTIONS, TRIED, Choice, Offload, agreed
+from zerojax.foresight.choice import (
+    OFFLOADS,
+    SECTIONS,
+    TRIED,
+    Choice,
+    Offload,
+    agreed,
+    elastic,
+)
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
@@ -93,11 +102,13 @@ def left_open(
         raise ConfigError(problems)
     zero = rest.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for section, keys in ((rest, BATCH), (zero, _ZERO)):
+    for section, keys in ((rest, BATCH_SIZES), (zero, _ZERO)):
         for key in keys:
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
-    total = rest.get("train_batch_size")
+    total, micro, accumulation = (rest.get(key) for key in BATCH_SIZES)
+    if elasticity := elastic(rest):
+        total, micro, accumulation = elasticity.sizes(world)
     total = agreed(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
@@ -108,8 +119,8 @@ def left_open(
         stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),
         remats=remats,
         offloads=_offloads(zero),
-        micro=rest.get("train_micro_batch_size_per_gpu"),
-        accumulation=rest.get("gradient_accumulation_steps"),
+        micro=micro,
+        accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
     )
     return space, rest

@@ -1,4 +1,4 @@
-"""Where jax 0.10 and 0.11 differ, and nowhere else."""
+"""Where jax 0.10 and 0.11 differ, and what they keep to themselves; nowhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import core, dtypes
+from jax._src.interpreters import pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
@@ -81,3 +83,22 @@ def jit_options(jitted: Any) -> JitOptions:
         (*info.donate_argnums, *info.donate_argnames),
         tuple(name for name, is_given in given.items() if is_given),
     )
+
+
+def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
+    """Has jax take instances of a class for arrays, as arguments of ``jit`` and of every operation.
+
+    JAX has a protocol for that, ``__jax_array__``, but not for arguments of ``jit``.
+
+    Args:
+      kind: The class, whose instances have ``shape``, ``dtype`` and ``sharding``.
+      whole: The array that an instance stands for, sharded as its ``sharding``.
+    """
+    core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
+    dtypes.register_canonicalize_value_handler(kind, whole)
+
+    def sharded(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any, *more: Any) -> Any:
+        arrays = [whole(x) for x in xs]
+        return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
+
+    pxla.shard_arg_handlers[kind] = sharded

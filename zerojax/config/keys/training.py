@@ -10,10 +10,12 @@ from zerojax.config.keys.row import (
     BUFFERS,
     COUNT,
     DTYPE,
+    ELASTICITY_VERSION,
     FLAG,
     FLAG_OFF,
     FRACTION,
     INTEGER,
+    MICRO_BATCHES,
     OBJECT,
     OFF,
     POSITIVE,
@@ -45,6 +47,18 @@ _SIZES = (
     ("gradient_accumulation_steps", "micro-batches per update"),
 )
 
+_ELASTICITY: tuple[tuple[str, ValueKind, Any, str], ...] = (
+    ("max_train_batch_size", COUNT, 2000, "the most rows per update"),
+    ("micro_batch_sizes", MICRO_BATCHES, (2, 4, 6), "rows of one device in one micro-batch"),
+    ("min_gpus", POSITIVE, 1, "the fewest devices"),
+    ("max_gpus", POSITIVE, 10_000, "the most devices"),
+    ("prefer_larger_batch", FLAG, True, "of two batches for as many numbers of devices"),
+    ("ignore_non_elastic_batch_info", *FLAG_OFF, "true: other batch sizes have no effect"),
+    ("version", ELASTICITY_VERSION, 0.2, "0.2 knows nodes and model-parallel devices"),
+    ("num_gpus_per_node", POSITIVE, 1, "devices come and go by nodes of so many"),
+    ("model_parallel_size", POSITIVE, 1, "devices that share the rows of one"),
+)
+
 _SCALING: tuple[tuple[str, ValueKind, Any, str], ...] = (
     ("auto_cast", *FLAG_OFF, "true: float leaves of the batch are cast to the compute dtype"),
     ("loss_scale", SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"),
@@ -60,6 +74,15 @@ TRAINING: tuple[Key, ...] = (
         setting(name, POSITIVE, None, why, auto="taken from the batch that comes")
         for name, why in _SIZES
     ),
+    honoured(
+        "elasticity.enabled",
+        FLAG,
+        False,
+        "true: one batch for many numbers of devices; the micro-batch follows from the number",
+        auto=OFF,
+    ),
+    *(honoured(f"elasticity.{name}", *key) for name, *key in _ELASTICITY),
+    *no_effect("elasticity", "the cluster's scheduler reads it", min_time=(WHOLE, 0)),
     setting(
         "gradient_clipping",
         AMOUNT,

@@ -46,6 +46,16 @@ def abstract_of(zero: zerojax.Zero, form: str = "linen") -> Any:
     return zero.abstract_state(CREATE[form], KEY)
 
 
+def offloading(devices: int, section: Any) -> zerojax.Zero:
+    return zerojax.zero(
+        stage=3,
+        mesh=zerojax.mesh(devices),
+        offload_optimizer=section,
+        sub_group_size=1000,
+        stage3_param_persistence_threshold=0,
+    )
+
+
 def padded_of(state: Any) -> list[PaddedArray]:
     return [x for x in jax.tree.leaves(state) if isinstance(x, PaddedArray)]
 
@@ -156,13 +166,15 @@ def test_export_and_inspection_tell_the_shape_without_padding(
     assert rows["bytes"] == 80000
 
 
+@pytest.mark.parametrize("offload", [None, "cpu"])
 def test_training_goes_on_while_a_step_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None
 ) -> None:
-    zero, go, write = zero_of(3, 7), threading.Event(), piecewise.PiecewiseHandler._write
+    zero = offloading(7, {"device": offload})
+    go, write = threading.Event(), piecewise.PiecewiseHandler._write
 
     async def waiting(*arguments: Any) -> None:
-        assert go.wait(60)
+        assert go.wait(20)
         await write(*arguments)
 
     monkeypatch.setattr(piecewise.PiecewiseHandler, "_write", waiting)
@@ -180,6 +192,7 @@ def test_training_goes_on_while_a_step_is_written(
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         after, _ = train_step(state, np.ones((7, 100), np.float32))
+        assert padded_of(state)
         assert all(x.is_deleted() for x in padded_of(state))
         assert not go.is_set()
         assert checkpointer.latest_step() is None
@@ -214,14 +227,9 @@ def test_shards_that_are_padding_alone(
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_offloaded(tmp_path: Path, expected: Any, folder: Path, device: str) -> None:
     nvme = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+    section: Any = {"device": device, **nvme}
     for step, devices in enumerate((7, 6, 5)):
-        zero = zerojax.zero(
-            stage=3,
-            mesh=zerojax.mesh(devices),
-            offload_optimizer={"device": device, **nvme},
-            sub_group_size=1000,
-            stage3_param_persistence_threshold=0,
-        )
+        zero = offloading(devices, section)
         source = tmp_path / "steps" if step else folder
         with Checkpointer(source, zero, read_only=True) as checkpointer:
             state = checkpointer.restore(abstract_of(zero))

@@ -189,7 +189,7 @@ def test_training_goes_on_while_a_step_is_written(
         return state.apply_gradients(grads=grads), value
 
     state = filled(abstract_of(zero))
-    before = {name: x.copy() for name, x in values(state).items()}
+    before = values(filled(abstract_of(zero)))  # a view would keep the arrays from being donated
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         after, _ = train_step(state, np.ones((7, 100), np.float32))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.collectives import many
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -126,11 +127,19 @@ class Gatherer:
         return whole
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Makes a gradient its shard: the sum over the axis becomes a reduce-scatter.
+        """Makes a gradient its shard: the sum over the devices becomes a reduce-scatter, and
+        between replica groups an all-reduce of the shards.
 
-        Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
-        made from as well, and gathers every device's activations or cotangents for it.
+        Without groups through the whole gradient: otherwise XLA shards what the gradient is made
+        from as well, and gathers every device's activations or cotangents for it. With groups
+        straight: otherwise XLA all-reduces the whole gradient over all of them.
         """
+        if self.mesh.shape.get(REPLICA, 1) > 1:
+            return self.constrain(gradient, spec)
+        return self.scatter_whole(gradient, spec)
+
+    def scatter_whole(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same through the whole gradient, always."""
         whole = self.constrain(gradient, layout.without(spec, self.axis))
         return self.constrain(whole, spec)
 

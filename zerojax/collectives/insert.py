@@ -28,6 +28,7 @@ from zerojax.collectives import loops, many, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
+from zerojax.devices.mesh import batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
@@ -64,7 +65,7 @@ class Inserter(Gatherer):
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
         self.share = share or keep
-        self.smallest = None if away is None else away * mesh.shape[axis]
+        self.smallest = None if away is None else away * batch_devices(mesh)
         self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
@@ -344,10 +345,13 @@ class Inserter(Gatherer):
     def _summed(
         self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
     ) -> dict[int, jax.Array]:
-        """Reduces over the devices, once, the carried values that a loop has added up."""
+        """Reduces over the devices, once, the carried values that a loop has added up.
+
+        Whole first: XLA moves the sum over the devices out of the loop only where it is of all.
+        """
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {
-            v: x if (spec := specs[v]) is None else self.scatter(x, spec)
+            v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
         reduced = {}
@@ -356,7 +360,7 @@ class Inserter(Gatherer):
             for term in terms:
                 total = total + term.of(of[term.root])
             whole = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter if whole else self.constrain)(total, sums.want[i])
+            reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
 
 

@@ -195,7 +195,7 @@ class States:
 
         def make_there(*args: Any) -> Parts:
             if explicit:
-                return evaluate(make, args, self.mesh, self.axis, explicit)
+                return evaluate(make, args, self.mesh, explicit)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 

@@ -69,6 +69,7 @@ class Gatherer:
 
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
+        self.replicas = mesh.shape.get(REPLICA, 1)
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""
@@ -132,9 +133,10 @@ class Gatherer:
 
         Without groups through the whole gradient: otherwise XLA shards what the gradient is made
         from as well, and gathers every device's activations or cotangents for it. With groups
-        straight: otherwise XLA all-reduces the whole gradient over all of them.
+        straight: otherwise XLA all-reduces the whole gradient over all of them. A vector, which is
+        little, is the sum of an activation, not a product: XLA would move that.
         """
-        if self.mesh.shape.get(REPLICA, 1) > 1:
+        if self.replicas > 1 and len(spec) > 1:
             return self.constrain(gradient, spec)
         return self.scatter_whole(gradient, spec)
 

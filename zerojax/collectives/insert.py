@@ -24,11 +24,11 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many, order, propagate, residuals, wanted
+from zerojax.collectives import loops, many, order, propagate, residuals, tables, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import REPLICA, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
@@ -137,7 +137,10 @@ class Inserter(Gatherer):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
-        outs = jaxprs.bind(eqn, values)
+        if self.replicas > 1 and eqn.outvars[0] in wants and tables.can_split(eqn, self.replicas):
+            outs = [self._table(eqn, values, wants[eqn.outvars[0]])]
+        else:
+            outs = jaxprs.bind(eqn, values)
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
@@ -156,6 +159,11 @@ class Inserter(Gatherer):
             # A model's head. One that stays whole would be summed over the devices for nothing.
             scope.reduced.append(gradients)
         return outs
+
+    def _table(self, eqn: Any, values: Sequence[jax.Array], spec: Spec) -> jax.Array:
+        """The gradient of a table, reduce-scattered in each replica group, its pieces summed."""
+        parts = tables.by_group(eqn, values, self.replicas)
+        return tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""

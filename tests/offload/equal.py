@@ -104,7 +104,9 @@ CASES = [
     Case("nvme, nnx", NVME, 3, "nnx", sweep=True),
     Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16, sweep=True),
     Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
-    Case("both, scanned, replicas", BOTH, 3, "scanned", base=CLIP, devices=8, replicas=2, group=120),
+    Case(
+        "both, scanned, replicas", BOTH, 3, "scanned", base=CLIP, devices=8, replicas=2, group=120,
+    ),
     Case("both nvme, replicas", BOTH_NVME, 3, base=FP16, devices=8, replicas=4, sweep=True),
     Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
     Case(
@@ -185,9 +187,7 @@ def compared(case: Case, disk: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def plain(
-    name: str, tx: str, devices: int, replicas: int | None, base: str
-) -> dict[str, Any]:
+def plain(name: str, tx: str, devices: int, replicas: int | None, base: str) -> dict[str, Any]:
     """The run without offload."""
     return train(Case("", {}, 0, name, tx, devices=devices, replicas=replicas), json.loads(base))
 

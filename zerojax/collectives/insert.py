@@ -138,7 +138,7 @@ class Inserter(Gatherer):
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         if self.replicas > 1 and eqn.outvars[0] in wants and tables.can_split(eqn, self.replicas):
-            outs = [self._table(eqn, values, wants[eqn.outvars[0]])]
+            outs: Sequence[Any] = [self._table(eqn, values, wants[eqn.outvars[0]])]
         else:
             outs = jaxprs.bind(eqn, values)
         if wanted.passes(eqn):

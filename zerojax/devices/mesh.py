@@ -36,8 +36,8 @@ def mesh(
       devices: how many of them; all by default.
       axes: axis names and sizes, multiplying to ``devices``; one "data" axis by default.
       replicas: in place of ``axes``, the number of replica groups, on the axis "replica" outside
-        of "data": a group is of neighbouring devices. "hosts" makes every host (every slice of TPUs)
-        a group.
+        of "data": a group is of neighbouring devices. "hosts" makes every host a group, and every
+        slice of TPUs.
 
     Raises:
       ValueError: more devices than there are, axes that do not multiply out, replicas that do not

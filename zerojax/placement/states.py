@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import automatic_context, relabelled, same_devices
+from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.wrap import (
     ZeroOptState,
@@ -33,6 +33,9 @@ from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.state_parts import OpenedState, Parts
+
+_FSDP = "fsdp"
+"""What others call the shard axis."""
 
 
 class States:
@@ -131,8 +134,22 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        """How a state lies over the devices."""
-        return make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        """How a state lies over the devices.
+
+        Raises:
+          ValueError: An axis of the mesh named "fsdp" is the user's own and cuts no parameter.
+        """
+        plan = make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        own = {
+            axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
+        }
+        if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own:
+            raise ValueError(
+                f"the mesh's axis {_FSDP!r} of {self.mesh.shape[_FSDP]} devices cuts no parameter, "
+                f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
+                f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
+            )
+        return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
         params = opened.parts.params

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.json_file import read_json
-from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.json_file import read_json
+from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
-from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
@@ -100,7 +100,7 @@ def fit(
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh
     rates = rates_here(mesh) if rates is None else rates
-    world = mesh.shape[shard_axis(mesh)]
+    world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
     cache = Cache()

@@ -16,6 +16,7 @@ L n_layer.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -160,10 +161,14 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return one_of_each(grouped, k, v).reshape(q.shape)
 
 
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     config: LlamaConfig
+    attention: Attention
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
@@ -174,7 +179,7 @@ class SelfAttention(nn.Module):
 
         q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
         v = heads(c.kv_heads, "v_proj")
-        y = grouped_attention(rotate(q, tables), rotate(k, tables), v)
+        y = self.attention(rotate(q, tables), rotate(k, tables), v)
         return _dense(c.n_embd, c, "o_proj")(y.reshape(x.shape))
 
 
@@ -194,12 +199,13 @@ class Block(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s."""
 
     config: LlamaConfig
+    attention: Attention
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
         c = self.config
         normal = _rms_norm(c, "input_layernorm")(x)
-        x = x + SelfAttention(c, name="self_attn")(normal, tables)
+        x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
         return x + MLP(c, name="mlp")(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
@@ -207,10 +213,12 @@ class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
-    Llama has no dropout, so that `deterministic` changes nothing.
+    Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
+    `grouped_attention` is.
     """
 
     config: LlamaConfig
+    attention: Attention = grouped_attention
 
     @nn.compact
     def __call__(
@@ -235,10 +243,10 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, name="layers")(x, tables)
+            x, _ = stack(c, self.attention, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, name=f"layers_{i}")(x, tables)
+                x, _ = block(c, self.attention, name=f"layers_{i}")(x, tables)
         x = _rms_norm(c, "norm")(x)
         logits = embed.attend(x) if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)

@@ -12,6 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+NAME = "attention"
+"""Of what the forward pass makes, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 
 def fused_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -26,7 +30,7 @@ def fused_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
         return forward(q, k, v)[0]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        out, sums = per_device(_forward)(q, k, v)
+        out, sums = (checkpoint_name(x, NAME) for x in per_device(_forward)(q, k, v))
         return out, (q, k, v, out, sums)
 
     def backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from benchmarks.fused_attention import fused_attention
+from benchmarks.fused_attention import NAME, fused_attention
 from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
@@ -39,11 +39,18 @@ def llama_of(size: str) -> Callable[..., nn.Module]:
 
 
 def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
-    """A Llama's step with cuDNN's attention, by the sizes of a `LlamaConfig`."""
+    """A Llama's step with cuDNN's attention, by the sizes of a `LlamaConfig`.
+
+    With `remat` its blocks keep what attention and the products with weights make.
+    """
+    policies = jax.checkpoint_policies
+    kept = policies.save_from_both_policies(
+        policies.checkpoint_dots_with_no_batch_dims, policies.save_only_these_names(NAME)
+    )
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**sizes, block_size=seq, scan=True, remat=remat)
-        model = llama.Llama(config, fused_attention(zero.per_device))
+        model = llama.Llama(config, fused_attention(zero.per_device), kept)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:

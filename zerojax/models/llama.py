@@ -15,6 +15,7 @@ L n_layer.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -214,11 +215,13 @@ class Llama(nn.Module):
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
-    `grouped_attention` is.
+    `grouped_attention` is; `policy` names what rematerialised blocks keep beside their input, as
+    for `jax.checkpoint`.
     """
 
     config: LlamaConfig
     attention: Attention = grouped_attention
+    policy: Callable[..., bool] | None = None
 
     @nn.compact
     def __call__(
@@ -234,7 +237,8 @@ class Llama(nn.Module):
         x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
-        block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
+        again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
+        block = again(Block) if c.remat else Block
         if c.scan:
             stack = nn.scan(
                 block,

@@ -20,14 +20,18 @@ Groups = tuple[tuple[int, ...], ...]
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=@?\w*mesh\w*\[([^\]]*)\]"
+    r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))?[^{]*\{([^}]*)\}"
+)
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
     """The groups of a collective, from any of the forms that XLA prints.
 
     ``{{0,1},{2,3}}`` lists them, ``[2,4]<=[4,2]T(1,0)`` cuts a transposed count into groups,
-    ``mesh['x'=4,'y'=2] {'x'}`` names mesh axes, and ``{}`` is all devices. Of a permute each pair
+    ``mesh['x'=4,'y'=2] {'x'}`` names the axes of a mesh of all devices, with its ``device_ids``
+    where they are not in order, and ``{}`` is all devices. Of a permute each pair
     of source and target is a group.
     """
     forms = ((_PAIRS, _listed), (_LISTED, _listed), (_IOTA, _counted), (_MESH, _along))
@@ -44,14 +48,17 @@ def _listed(text: str) -> Groups:
 
 @functools.lru_cache(maxsize=256)
 def _counted(groups: str, sizes: str, order: str | None) -> Groups:
+    return _rows(_iota(sizes, order).reshape(_numbers(groups)))
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
     shape = _numbers(sizes)
     counted = np.arange(math.prod(shape)).reshape(shape)
-    turned = counted.transpose(_numbers(order)) if order else counted
-    return _rows(turned.reshape(_numbers(groups)))
+    return counted.transpose(_numbers(order)) if order else counted
 
 
 @functools.lru_cache(maxsize=256)
-def _along(axes: str, named: str) -> Groups:
+def _along(axes: str, ids: str | None, order: str | None, listed: str | None, named: str) -> Groups:
     """The groups along axes of a mesh; of ``'a':(2)4`` along the middle of 2 x 4 x the rest."""
     sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)['\"]?=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
@@ -64,8 +71,9 @@ def _along(axes: str, named: str) -> Groups:
         inside = inside * size + digit
         stride = math.prod(list(sizes.values())[list(sizes).index(name) + 1 :])
         rest -= digit * step * stride
-    groups = len(np.unique(rest))
-    return _rows(np.lexsort((inside.ravel(), rest.ravel())).reshape(groups, -1))
+    groups = np.lexsort((inside.ravel(), rest.ravel())).reshape(len(np.unique(rest)), -1)
+    devices = np.array(_numbers(listed)) if listed else _iota(ids, order) if ids else numbers
+    return _rows(devices.ravel()[groups])
 
 
 def _rows(groups: np.ndarray) -> Groups:

@@ -49,7 +49,7 @@ def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
     )
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
-        config = llama.LlamaConfig(**sizes, block_size=seq, scan=True, remat=remat)
+        config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
         model = llama.Llama(config, fused_attention(zero.per_device), kept)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 

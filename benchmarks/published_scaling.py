@@ -1,4 +1,4 @@
-"""The tables of Llamas on more and more hosts: MaxText's on 8 to 128 GPUs, torchtitan's on 8 and 128.
+"""The tables of Llamas on more and more hosts: MaxText's on 8 to 128 GPUs, torchtitan's on two.
 
 What grows with the hosts is what crosses the network between them, so these curves are a test of
 the links in a forecast; their level is one of the roofline's shares.

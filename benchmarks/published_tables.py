@@ -29,6 +29,7 @@ class Setup:
       replicas: groups of devices, each of which holds the whole state.
       network: as ``zerojax plan`` names it; None for that of the devices.
       rates: figures in which the devices differ from those of their kind.
+      zero: further keywords of :func:`zerojax.zero`.
     """
 
     function: Callable[..., Any]
@@ -39,6 +40,7 @@ class Setup:
     replicas: int = 1
     network: str | None = None
     rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 Opener = Callable[[Setup], Forecasts]
@@ -48,6 +50,7 @@ def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) ->
     """A study with AdamW and one row a device."""
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     keywords: dict[str, Any] = {"stage": 0, "optimizer": optimizer, setup.precision: True}
+    keywords |= setup.zero
     config = zero(**keywords).config
     mesh, rates = parse_devices(setup.devices)
     if setup.replicas > 1:

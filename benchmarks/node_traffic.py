@@ -62,6 +62,12 @@ SETTINGS = (
     Setting(name="stage 3", stage=3, units=(3 * RING * NODE, 3 * RING * CARD)),
     # A host's gathers and scatter, and an all-reduce of its pieces over 8 hosts.
     Setting(
+        name="stage 2, a replica group a host",
+        stage=2,
+        replicas=8,
+        units=(2 * NODE, 2 * NODE / HOST),
+    ),
+    Setting(
         name="stage 3, a replica group a host",
         stage=3,
         replicas=8,
@@ -87,8 +93,9 @@ def compiled(setting: Setting) -> Forecast:
 
 def sent(forecast: Forecast) -> tuple[int, int]:
     """Bytes that a device sends in a step, inside its node and to others."""
-    between = sum(each.between_nodes for each in forecast.traffic)
-    return sum(each.bytes for each in forecast.traffic) - between, between
+    collectives = [each for each in forecast.traffic if each.dtypes]  # the others are copies
+    between = sum(each.between_nodes for each in collectives)
+    return sum(each.bytes for each in collectives) - between, between
 
 
 def table(forecasts: Mapping[str, Forecast]) -> list[list[str]]:
@@ -115,7 +122,8 @@ def draw(path: Path, bars: Sequence[tuple[str, int, int]]) -> None:
     from matplotlib.figure import Figure
 
     names = [name for name, _, _ in bars]
-    inside, between = ([bar[at] / GIGA for bar in bars] for at in (1, 2))
+    inside = [bytes_sent / GIGA for _, bytes_sent, _ in bars]
+    between = [bytes_sent / GIGA for _, _, bytes_sent in bars]
     figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, widths, colour, title in (
@@ -134,6 +142,8 @@ def draw(path: Path, bars: Sequence[tuple[str, int, int]]) -> None:
         for spine in axes.spines.values():
             spine.set_visible(False)
     left.invert_yaxis()
+    title = f"{MODEL} on {DEVICES}, by stage and setting"
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     figure.savefig(path)
 
 

@@ -148,6 +148,11 @@ class Plan:
         )
 
     @property
+    def even(self) -> bool:
+        """Whether no array of the state is padded at rest."""
+        return all(leaf.even for leaf in self.all_leaves())
+
+    @property
     def lost(self) -> str:
         """What each device holds beyond its share, in a sentence; empty where it is nothing."""
         whole = [leaf for leaf in self.all_leaves() if leaf.lost]

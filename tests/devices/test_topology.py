@@ -108,7 +108,7 @@ def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
 
 def test_every_kind_has_its_source() -> None:
     kinds = device_kinds()
-    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common"}
+    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common", "latency"}
 
 
 def test_no_variable_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:

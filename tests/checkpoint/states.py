@@ -8,10 +8,12 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.checkpoint import state_tree
+from zerojax.plan import layout
+from zerojax.plan.padded import pad, shown, stored
 
 KEY = jax.random.key(0)
 SPECS = {
@@ -57,6 +59,24 @@ def create_nnx(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 
+def create_uneven(key: jax.Array) -> TrainState:
+    """Leaves that many numbers of devices do not divide: over 3, 6 and 7 some are padded, over 8
+    ``both`` is sharded along two dimensions."""
+    shapes = {"rows": (100, 200), "both": (60, 150), "small": (3, 5)}
+    params = {name: jax.random.normal(key, shape) for name, shape in shapes.items()}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+
+
+class UnevenNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(100, 200, rngs=rngs)
+
+
+def create_uneven_nnx(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
+    model = UnevenNet(nnx.Rngs(key))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
 def zero_of(
     stage: int,
     devices: int = 8,
@@ -80,15 +100,23 @@ def zero_of(
 
 
 def filled(state: Any) -> Any:
-    """The same state with random numbers in every leaf, a function of its path alone."""
+    """The same state, which may be abstract, with random numbers in every leaf, a function of its
+    path alone."""
     tree = state_tree.tree_of(state)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    made = [jax.device_put(_random(state_tree.strings(keys), x), x.sharding) for keys, x in leaves]
+    made = [_put(_random(state_tree.strings(keys), x), stored(x).sharding) for keys, x in leaves]
     tree = jax.tree.unflatten(structure, made)
     if state_tree.form_of(state) == "linen":
         return tree
     graph, _ = nnx.split(state)
     return nnx.merge(graph, tree)
+
+
+def _put(x: Any, sharding: jax.sharding.Sharding) -> Any:
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(x, sharding)
+    padded = layout.padded(x.shape, layout.full(sharding.spec, x.ndim), sharding.mesh)
+    return shown(jax.device_put(pad(x, padded), sharding), x.shape)
 
 
 def _random(path: tuple[str, ...], x: jax.Array) -> Any:

@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.checkpoint import checksum as module
-from zerojax.checkpoint.checksum import checksum, share
+from zerojax.checkpoint.checksum import begin_checksums, checksum, finish_checksum, share
+from zerojax.plan import layout
+from zerojax.plan.padded import PaddedArray, pad
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -83,6 +85,24 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert share(np.asfortranarray(x)) == share(x)
     start = tuple(range(7, 7 + len(shape)))
     assert share(x, start) == int(checksum(jnp.asarray(x), start))
+
+
+@pytest.mark.parametrize("shape", [(3,), (11, 4), (2, 3, 40_000)])
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "bool"])
+def test_padding_does_not_count(shape: tuple[int, ...], dtype: str) -> None:
+    x = values(dtype, shape)
+    padded = np.pad(x, [(0, 2)] * x.ndim, constant_values=7)
+    begin = tuple(range(len(shape)))
+    ends = tuple(n + d for d, n in enumerate(shape))
+    assert int(checksum(jnp.asarray(padded), begin, ends)) == share(x, begin)
+
+
+@pytest.mark.parametrize("spec", [("data",), (None, "data"), ("data:(1)2", "data:(2)4")])
+def test_padding_over_devices(spec: tuple[str | None, ...]) -> None:
+    x = values("float32", (9, 13))
+    padded = jax.device_put(pad(x + 1, (16, 16)), layout.sharding(zerojax.mesh(), spec))
+    begun = begin_checksums({"x": PaddedArray(padded, x.shape)})
+    assert finish_checksum(begun["x"]) == share(x + 1)
 
 
 def test_far_into_a_large_array() -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import jax
 import pytest
 from checkpoint import together
-from checkpoint.states import KEY, assert_same, create_linen, zero_of
+from checkpoint.states import KEY, assert_same, create_linen, create_uneven, filled, zero_of
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -95,3 +95,6 @@ def test_processes_take_every_turn_together(
         assert checkpointer.all_steps() == [2, 3]
         got = checkpointer.restore(zero.abstract_state(create_linen, KEY))
     assert_same(got, zero.init(create_linen, KEY))
+    with Checkpointer(tmp_path / "padded", zero, read_only=True) as checkpointer:
+        abstract = zero.abstract_state(create_uneven, KEY)
+        assert_same(checkpointer.restore(abstract), filled(abstract))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, disk_arrays
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, piecewise
 from zerojax.checkpoint import checksum as checksum_module
 from zerojax.checkpoint.checksum import checksum
 from zerojax.checkpoint.saved import SavedStep
@@ -250,16 +250,16 @@ CASES = [
 def test_every_chunk_is_written_once_and_whole(
     tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(disk_arrays, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(disk_arrays, "_TOGETHER", 300)
+    monkeypatch.setattr(piecewise, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(piecewise, "_TOGETHER", 300)
     boxes: dict[str, list[Any]] = {}
-    write = disk_arrays._Transactions.write
+    write = piecewise._Transactions.write
 
     def writing(self: Any, spec: Any, context: Any, index: Any, block: np.ndarray) -> None:
         boxes.setdefault(str(spec["kvstore"]), []).append((index, spec["metadata"]["chunks"]))
         write(self, spec, context, index, block)
 
-    monkeypatch.setattr(disk_arrays._Transactions, "write", writing)
+    monkeypatch.setattr(piecewise._Transactions, "write", writing)
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     zero = zero_of(("disk", 8, "fp32"), swap)
     arrays = {}

@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.plan.padded import stored
 
 BYTES = 10**9  # at most
 SHAPE = (2048, 5120)
@@ -81,9 +82,26 @@ def restore_and_save(process: int, source: Path, target: Path) -> Held:
     return held(state, growth)
 
 
+def _save_padded(folder: Path) -> None:
+    """Saves a state over four devices of one process and three of the other."""
+    from checkpoint.states import KEY, create_uneven, filled, zero_of
+
+    zero = zero_of(3, 7)
+    abstract = zero.abstract_state(create_uneven, KEY)
+    state = filled(abstract)
+    with Checkpointer(folder, zero) as checkpointer:
+        checkpointer.save(1, state)
+        got = checkpointer.restore(abstract)
+    for x, y in zip(jax.tree.leaves(stored(got)), jax.tree.leaves(stored(state)), strict=True):
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            np.testing.assert_array_equal(a.data, b.data)
+
+
 def take_every_turn(process: int, folder: Path) -> None:
     """All that a checkpointer does, in both processes at once."""
     from checkpoint.states import KEY, create_linen, zero_of  # starts the devices
+
+    _save_padded(folder / "padded")
 
     zero = zero_of(3, 8, "fp16")
     state = zero.init(create_linen, KEY)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.state_tree import is_key
 from zerojax.plan import layout
+from zerojax.plan.padded import PaddedArray, stored
 
 _BLOCK = 2**16
 """Words that the host mixes at once, so that they stay in the cache."""
@@ -36,37 +37,57 @@ _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 
 
 
 @jax.jit
-def checksum(x: jax.Array, start: Sequence[jax.typing.ArrayLike] = ()) -> jax.Array:
+def checksum(
+    x: jax.Array,
+    start: Sequence[jax.typing.ArrayLike] = (),
+    shape: Sequence[jax.typing.ArrayLike] = (),
+) -> jax.Array:
     """The checksum of an array, or one slice's share of it; uint32 [].
 
     Args:
       x: Any shape and dtype, PRNG keys too.
       start: The index in the whole array of the slice's first element; empty for zeros.
+      shape: Of the whole array, beyond which elements of a padded slice do not count; empty where
+        all count.
 
     Example:
       >>> x = jnp.arange(12.0).reshape(3, 4)
       >>> int(checksum(x)) == int(checksum(x[:2]) + checksum(x[2:], (2, 0)))
       True
+      >>> int(checksum(x[:2])) == int(checksum(x, shape=(2, 4)))
+      True
     """
     if is_key(x):
         x = jax.random.key_data(x)
     begins = [jnp.asarray(begin, jnp.uint32) for begin in (*start, *[0] * (x.ndim - len(start)))]
+    ends = [jnp.asarray(end, jnp.uint32) for end in shape]
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
-        return _from_host(x, begins)
+        return _from_host(x, begins, ends)
     # XLA fuses the sum on an accelerator; on the CPU it would write all mixed words to memory.
-    return jax.lax.platform_dependent(x, begins, cpu=_by_blocks, default=_at_once)
+    return jax.lax.platform_dependent(x, begins, ends, cpu=_by_blocks, default=_at_once)
 
 
-def _at_once(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
+def _at_once(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     words = _words(x)
-    return jnp.sum(_mix(words ^ (_places(words.shape) + _moved(begins))), dtype=jnp.uint32)
+    return jnp.sum(_mixed(words, _places(words.shape), begins, ends), dtype=jnp.uint32)
 
 
-def _from_host(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
+def _mixed(
+    words: jax.Array, places: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]
+) -> jax.Array:
+    """What each word of a slice adds to the checksum; nothing beyond ``ends``, if given."""
+    mixed = _mix(words ^ (places + _moved(begins)))
+    for d, (begin, end) in enumerate(zip(begins, ends, strict=bool(ends))):
+        index = begin + jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+        mixed = jnp.where(index < end, mixed, jnp.uint32(0))
+    return mixed
+
+
+def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     """The checksum of an array in host memory; one block at a time is on the device."""
 
     def add(block: jax.Array, at: list[jax.Array], total: jax.Array) -> jax.Array:
-        return total + checksum(jax.device_put(block, jax.memory.Space.Device), at)
+        return total + checksum(jax.device_put(block, jax.memory.Space.Device), at, ends)
 
     total = jnp.uint32(0)
     for blocks in _blocks(x, begins, _BROUGHT):
@@ -74,10 +95,10 @@ def _from_host(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
-def _by_blocks(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
+def _by_blocks(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     """The checksum by blocks that stay in the cache."""
     if x.size <= _BLOCK:
-        return _at_once(x, begins)
+        return _at_once(x, begins, ends)
     total = jnp.uint32(0)
     for blocks in _blocks(x, begins, _BLOCK):
         shape = jax.eval_shape(lambda b=blocks: _words(b.get(jnp.int32(0))[0])).shape
@@ -86,7 +107,7 @@ def _by_blocks(x: jax.Array, begins: Sequence[jax.Array]) -> jax.Array:
         def add(
             block: jax.Array, at: list[jax.Array], sums: jax.Array, places: jax.Array = places
         ) -> jax.Array:
-            return sums + _mix(_words(block) ^ (places + _moved(at)))
+            return sums + _mixed(_words(block), places, at, ends)
 
         total += jnp.sum(blocks.fold(add, jnp.zeros(shape, jnp.uint32)), dtype=jnp.uint32)
     return total
@@ -146,7 +167,7 @@ def _moved(index: Sequence[jax.Array]) -> jax.Array:
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
 
-def begin_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def begin_checksums(arrays: Mapping[str, jax.Array | PaddedArray]) -> dict[str, jax.Array]:
     """Starts the checksums of arrays on the devices, for :func:`finish_checksum`.
 
     Every device adds up its shards; arrays in host memory pass through the devices block by block.
@@ -154,7 +175,7 @@ def begin_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     CPU devices each would wait for threads that another one holds.
 
     Args:
-      arrays: By name.
+      arrays: By name; padding does not count.
 
     Returns:
       Uint32 arrays by name.
@@ -170,16 +191,18 @@ def finish_checksum(parts: Any) -> int:
     return int(np.sum(np.asarray(parts), dtype=np.uint32))
 
 
-def _parts(x: jax.Array) -> jax.Array:
+def _parts(x: jax.Array | PaddedArray) -> jax.Array:
     """Uint32 [devices], or [] where the array lies on one device only."""
-    sharding = x.sharding
+    at_rest = stored(x)
+    sharding = at_rest.sharding
     if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
-        return checksum(x)
-    return _sharded(x, sharding.mesh, sharding.spec)
+        return checksum(at_rest)
+    shape = () if at_rest.shape == x.shape else x.shape
+    return _sharded(at_rest, sharding.mesh, sharding.spec, shape)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array:
     axes = [layout.axes(entry) for entry in layout.full(spec, x.ndim)]
     used = {axis for names in axes for axis in names}
 
@@ -191,7 +214,7 @@ def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
         first = jnp.asarray(True)
         for axis in mesh.axis_names:
             first = first if axis in used else first & (jax.lax.axis_index(axis) == 0)
-        return jnp.where(first, checksum(shard, start), jnp.uint32(0))[None]
+        return jnp.where(first, checksum(shard, start, shape), jnp.uint32(0))[None]
 
     parts = PartitionSpec(tuple(mesh.axis_names))
     return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=parts, check_vma=False)(x)

@@ -23,6 +23,7 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.padded import PaddedArray, stored
 from zerojax.plan.places import PINNED
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
@@ -60,7 +61,9 @@ class PendingSave:
         _check_arrays(tree)
         self.tree = jax.tree.map(_array, tree)
         leaves = state_tree.named(self.tree)
-        self._sums = begin_checksums({k: x for k, x in leaves.items() if isinstance(x, jax.Array)})
+        self._sums = begin_checksums(
+            {name: x for name, x in leaves.items() if not isinstance(stored(x), DiskArray)}
+        )
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
@@ -119,6 +122,7 @@ def _check_arrays(tree: Any) -> None:
     for name, (_, x) in zip(names, leaves, strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name} is abstract, {x}: save a state with arrays")
+        x = stored(x)
         if isinstance(x, jax.Array | DiskArray) and x.is_deleted():
             raise CheckpointError(
                 f"{name} was donated to a step: save the state that the step returned"
@@ -132,9 +136,9 @@ def _check_arrays(tree: Any) -> None:
             )
 
 
-def _array(x: Any) -> jax.Array | DiskArray:
+def _array(x: Any) -> jax.Array | DiskArray | PaddedArray:
     """A leaf as an array that does not change during the save."""
-    if isinstance(x, DiskArray):
+    if isinstance(x, DiskArray | PaddedArray):
         return x
     if isinstance(x, jax.Array):
         # Orbax keeps a reference to host memory, and the next step could not donate the array.
@@ -150,7 +154,7 @@ def _version(package: str) -> str:
 
 
 def _spec(x: Any) -> Spec | None:
-    sharding = getattr(x, "sharding", None)
+    sharding = getattr(stored(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
-from zerojax.checkpoint import disk_arrays, state_tree
+from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.matching import match
@@ -24,6 +24,8 @@ from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, take_apart
+from zerojax.plan import layout
+from zerojax.plan.padded import PaddedArray, pad, shown, stored
 from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.plan import Leaf
 from zerojax.train_state.state_parts import OpenedState
@@ -92,7 +94,7 @@ def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
     return _Wanted(
-        {path: _struct(x, x.sharding) for path, x in zip(paths, leaves, strict=True)},
+        {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
         lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
         _on_disk(paths, opened, zero),
     )
@@ -132,7 +134,7 @@ def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _
     paths = state_tree.below(prefix, params)
     return _Wanted(
         {
-            path: _struct(x, getattr(x, "sharding", None) or whole)
+            path: _struct(x, getattr(stored(x), "sharding", None) or whole)
             for path, x in zip(paths, leaves, strict=True)
         },
         lambda arrays: jax.tree.unflatten(tree, arrays),
@@ -151,8 +153,10 @@ def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeS
     return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _read(saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
-    """Reads arrays through orbax, each device's shards alone, by path.
+def _read(
+    saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]
+) -> dict[Path, jax.Array | PaddedArray]:
+    """Reads arrays through orbax, each device's shards alone, by path; pads as the shardings need.
 
     Raises:
       DamagedCheckpointError: arrays cannot be read.
@@ -185,14 +189,24 @@ def _read(saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]) -> dict[Pa
         raise DamagedCheckpointError(f"{saved.item} cannot be read: {error}") from error
     finally:
         handler.close()
-    return {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
+    read = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
+    uneven = {path: s.shape for path, s in wanted.items() if _padded(s) != s.shape}
+    return read | {path: PaddedArray(read[path], shape) for path, shape in uneven.items()}
+
+
+def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of an array at rest, in equal pieces."""
+    shape, sharding = tuple(wanted.shape), wanted.sharding
+    if not isinstance(sharding, NamedSharding):
+        return shape
+    return layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
 def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
     """The most bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
-    shard = wanted.sharding.shard_shape(wanted.shape)
+    shard = wanted.sharding.shard_shape(_padded(wanted))
     sizes = [
         s if s % c == 0 else c if c % s == 0 else s + 2 * c
         for s, c in zip(shard, chunk, strict=False)
@@ -201,10 +215,16 @@ def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
 
 
 def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
-    return ocp.RestoreArgs() if wanted is None else ocp.ArrayRestoreArgs(sharding=wanted.sharding)
+    if wanted is None:
+        return ocp.RestoreArgs()
+    padded = _padded(wanted)
+    if padded == wanted.shape:
+        return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
+    # Orbax pads with zeros.
+    return ocp.ArrayRestoreArgs(sharding=wanted.sharding, global_shape=padded, strict=False)
 
 
-def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array]) -> None:
+def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array | PaddedArray]) -> None:
     """Checks the checksums of arrays; on the host for 64-bit dtypes that JAX makes narrower.
 
     Raises:
@@ -247,14 +267,14 @@ def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np
         )
 
 
-def _fit(path: Path, x: jax.Array, wanted: _Wanted) -> jax.Array:
+def _fit(path: Path, x: jax.Array | PaddedArray, wanted: _Wanted) -> jax.Array | PaddedArray:
     struct = wanted.leaves[path]
     if x.shape != struct.shape or (x.dtype != struct.dtype and is_key(struct)):
         raise CheckpointError(
             f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
             f"{list(struct.shape)} is wanted: make the state with keys of the same kind."
         )
-    return x if x.dtype == struct.dtype else _cast(x, struct.dtype)
+    return x if x.dtype == struct.dtype else shown(_cast(stored(x), struct.dtype), x.shape)
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -269,11 +289,11 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _to_disk(
     saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
-) -> dict[Path, DiskArray]:
+) -> dict[Path, DiskArray | PaddedArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
     disk_leaf = zero.states.placer.disk_leaf
     targets = {
-        path: disk_leaf(planned.path, struct.shape, struct.dtype, struct.sharding)
+        path: disk_leaf(planned.path, planned.padded, struct.dtype, struct.sharding)
         for path, planned in wanted.on_disk.items()
         if path in leaves
         for struct in [wanted.leaves[path]]
@@ -281,13 +301,15 @@ def _to_disk(
     if not targets:
         return {}
     shares = {
-        leaves[path].name: disk_arrays.fill(
-            target, functools.partial(_read_box, saved, leaves[path], target.dtype)
+        leaves[path].name: piecewise.fill(
+            target,
+            leaves[path].shape,
+            functools.partial(_read_box, saved, leaves[path], target.dtype),
         )
         for path, target in targets.items()
     }
-    _compare(saved, disk_arrays.over_processes(shares))
-    return {path: target.advance() for path, target in targets.items()}
+    _compare(saved, piecewise.over_processes(shares))
+    return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 
 def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
@@ -315,5 +337,6 @@ def _fresh(
         if path in wanted.on_disk:
             fresh[path] = zero.states.placer.put(value, struct.sharding, wanted.on_disk[path])
         else:
-            fresh[path] = jax.device_put(value, struct.sharding)
+            at_rest = jax.device_put(pad(value, _padded(struct)), struct.sharding)
+            fresh[path] = shown(at_rest, struct.shape)
     return fresh

@@ -18,11 +18,12 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved
-from zerojax.checkpoint.disk_arrays import CHUNK_BYTES, DiskHandler
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
+from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.padded import PaddedArray
 
 DELETED = ".deleted"
 LOCK = ".writer"
@@ -38,7 +39,7 @@ class Writer:
         self._directory, self._retention = directory, retention
         self._pending: PendingSave | None = None
         self._sweeper: threading.Thread | None = None
-        self._disk = DiskHandler()
+        self._piecewise = PiecewiseHandler()
         self._manager = self._fresh_manager()
         self._sweep()
 
@@ -53,7 +54,8 @@ class Writer:
         handler = ocp.PyTreeCheckpointHandler(
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (DiskArray, self._disk),
+                (DiskArray, self._piecewise),
+                (PaddedArray, self._piecewise),
                 (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
             ),
         )
@@ -82,12 +84,12 @@ class Writer:
                 metrics=pending.metrics,
                 force=True,
             )
-            self._disk.wait()
+            self._piecewise.wait()
 
     def _finish(self) -> None:
         """Adds the record when all arrays are written, before orbax commits the step."""
         if jax.process_index() == 0 and self._pending is not None:
-            self._pending.finish(self._disk.sums)
+            self._pending.finish(self._piecewise.sums)
 
     def settle(self, *, swept: bool = False) -> None:
         """Returns when the step that was begun is complete.

@@ -1,13 +1,15 @@
-"""A state's arrays on a disk, written into a checkpoint and read back, a few pieces at a time."""
+"""Arrays of a state that orbax cannot write, as they lie on a disk or are padded: written into a
+checkpoint piece by piece, without padding; and those on a disk read back."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +20,9 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.pieces import Index, boxes, grid, moved, results, shape_of
+from zerojax.offload.disk.pieces import Index, boxes, grid, meet, moved, results, shape_of, whole
+from zerojax.plan.padded import PaddedArray, pad, stored
+from zerojax.plan.places import PINNED
 
 CHUNK_BYTES = 64 * 2**20
 """The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
@@ -29,13 +33,15 @@ _TOGETHER = 128 * 2**20
 _THREADS = 2
 
 
-class DiskHandler(ocp.type_handlers.TypeHandler):
-    """Writes :class:`DiskArray` as orbax writes NumPy arrays; orbax's own handler reads them.
+class PiecewiseHandler(ocp.type_handlers.TypeHandler):
+    """Writes :class:`DiskArray` and :class:`PaddedArray` as orbax writes NumPy arrays; orbax's own
+    handler reads them.
 
-    The next training step overwrites the arrays: :meth:`wait` before it.
+    Arrays in memory are copied first. The next training step overwrites those on a disk:
+    :meth:`wait` before it.
 
     Attributes:
-      sums: The checksums of the arrays written last, by orbax's name.
+      sums: The checksums of the arrays on a disk that were written last, by orbax's name.
     """
 
     def __init__(self) -> None:
@@ -46,29 +52,35 @@ class DiskHandler(ocp.type_handlers.TypeHandler):
         return "np.ndarray"
 
     async def serialize(
-        self, values: Sequence[DiskArray], infos: Sequence[Any], args: Any = None
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
     ) -> Sequence[ocp.future.Future]:
+        arrays = [_Array.of(value) for value in values]
         # Orbax makes its folder first.
-        self._writing = ocp.future.CommitFutureAwaitingContractedSignals(
-            self._write(values, infos), name="disk"
+        writing = ocp.future.CommitFutureAwaitingContractedSignals(
+            self._write(arrays, infos), name="piecewise"
         )
-        return [self._writing]
+        if any(array.on_disk for array in arrays):
+            self._writing = writing
+        return [writing]
 
     def wait(self) -> None:
-        """Returns when all arrays are in the checkpoint; raises the error of a failed write."""
+        """Returns when the arrays on a disk are written; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
 
-    async def _write(self, values: Sequence[DiskArray], infos: Sequence[Any]) -> None:
+    async def _write(self, arrays: Sequence[_Array], infos: Sequence[Any]) -> None:
         shares: dict[str, list[Future[int]]] = {}
         with ThreadPoolExecutor(_THREADS, "zerojax-checksum") as pool:
             transactions = _Transactions()
-            for value, info in zip(values, infos, strict=True):
+            for array, info in zip(arrays, infos, strict=True):
                 await info.await_path_creation()
+                written = _written(array, info, transactions)
+                if not array.on_disk:  # the devices make its checksum
+                    deque(written, maxlen=0)
+                    continue
                 shares[info.name] = [
-                    pool.submit(share, block, [s.start for s in index])
-                    for index, block in _written(value, info, transactions)
+                    pool.submit(share, block, [s.start for s in index]) for index, block in written
                 ]
             transactions.finish()
         mine = {name: sum(x.result() for x in parts) for name, parts in shares.items()}
@@ -128,11 +140,75 @@ class _Transactions:
         self._settle()
 
 
+class _Shard(NamedTuple):
+    """A shard to write.
+
+    Attributes:
+      box: Its indices in the array at rest.
+      pieces: Gives its values, flat, piece by piece.
+    """
+
+    box: Index
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+class _Array(NamedTuple):
+    """An array to write.
+
+    Attributes:
+      shape, padded: Its shape, and that at rest.
+      shards: Those that this process writes.
+      on_disk: Whether the shards are read from a disk; else they are copies in host memory.
+    """
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    shards: list[_Shard]
+    on_disk: bool
+
+    @classmethod
+    def of(cls, x: DiskArray | PaddedArray) -> _Array:
+        """Copies the shards in memory."""
+        at_rest = stored(x)
+        on_disk = isinstance(at_rest, DiskArray)
+        shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
+        return cls(x.shape, at_rest.shape, at_rest.dtype, at_rest.sharding, shards, on_disk)
+
+
+def _disk_shards(x: DiskArray) -> list[_Shard]:
+    def pieces(i: int) -> Iterator[np.ndarray]:
+        # One piece is read ahead.
+        starts = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
+        return (read.view(x.dtype) for read in results(starts, 2))
+
+    return [
+        _Shard(shard.box, functools.partial(pieces, i))
+        for i, shard in enumerate(x.leaf.shards)
+        if shard.owner == jax.process_index()
+    ]
+
+
+def _host_shards(x: jax.Array) -> list[_Shard]:
+    mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    # A view of host memory would keep the next step from donating the array.
+    on_host = x.sharding.memory_kind == PINNED or any(s.device.platform == "cpu" for s in mine)
+    for shard in () if on_host else mine:
+        shard.data.copy_to_host_async()
+    shards = []
+    for shard in mine:
+        box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
+        flat = (np.array if on_host else np.asarray)(shard.data).reshape(-1)
+        shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
+    return shards
+
+
 def _written(
-    x: DiskArray, info: Any, transactions: _Transactions
+    x: _Array, info: Any, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
     """Writes this process's chunks of an array, and yields the box and values of each."""
-    chunk = chunk_of(x.shape, x.sharding, x.dtype.itemsize)
+    chunk = chunk_of(x.padded, x.sharding, x.dtype.itemsize)
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
@@ -143,19 +219,15 @@ def _written(
     )
     if jax.process_index() == 0:
         transactions.create(spec, info.ts_context)
-    shard_shape = x.sharding.shard_shape(x.shape)
-    for i, shard in enumerate(x.leaf.shards):
-        if shard.owner != jax.process_index():
-            continue
-        chunks = [*grid(shard_shape, chunk)]
-        sizes = [math.prod(shape_of(box)) for box in chunks]
-        # One piece is read ahead.
-        starts = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
-        pieces = (read.view(x.dtype) for read in results(starts, 2))
-        for box, flat in zip(chunks, recut(pieces, sizes), strict=True):
-            index, block = moved(box, shard.box), flat.reshape(shape_of(box))
-            transactions.write(spec, info.ts_context, index, block)
-            yield index, block
+    chunks = [*grid(x.sharding.shard_shape(x.padded), chunk)]
+    sizes = [math.prod(shape_of(box)) for box in chunks]
+    for shard in x.shards:
+        for box, flat in zip(chunks, recut(shard.pieces(), sizes), strict=True):
+            index = moved(box, shard.box)
+            if (inside := meet(index, whole(x.shape))) is not None:
+                block = flat.reshape(shape_of(box))[moved(inside, index, -1)]
+                transactions.write(spec, info.ts_context, inside, block)
+                yield inside, block
 
 
 def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple[int, ...]:
@@ -207,25 +279,29 @@ def over_processes(shares: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(shares, map(int, every.sum(0, dtype=np.uint32)), strict=True))
 
 
-def fill(leaf: DiskLeaf, read: Callable[[Index], np.ndarray]) -> int:
+def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarray]) -> int:
     """Writes all pieces of a leaf, and returns this process's share of the checksum.
 
     Args:
-      leaf: The leaf.
-      read: Returns a box of the whole array, in any float or integer dtype.
+      leaf: The leaf, padded or not.
+      shape: Without padding.
+      read: Returns a box of the array of that shape, in any float or integer dtype.
     """
-    shape = leaf.sharding.shard_shape(leaf.shape)
+    shard_shape = leaf.sharding.shard_shape(leaf.shape)
 
     def read_piece(k: int, i: int) -> tuple[np.ndarray, int]:
         piece, shard = leaf.pieces[k], leaf.shards[i]
         flat, at, total = np.empty(len(piece), leaf.dtype), 0, 0
-        for box in boxes(shape, piece.start, piece.stop):
-            index = moved(box, shard.box)
-            values = read(index)
-            flat[at : at + values.size] = values.reshape(-1)
-            at += values.size
-            if shard.owner == jax.process_index():
-                total += share(values, [s.start for s in index])
+        for box in boxes(shard_shape, piece.start, piece.stop):
+            size, index = math.prod(shape_of(box)), moved(box, shard.box)
+            if (inside := meet(index, whole(shape))) is None:
+                flat[at : at + size] = 0
+            else:
+                values = read(inside)
+                flat[at : at + size] = pad(values, shape_of(box)).reshape(-1)
+                if shard.owner == jax.process_index():
+                    total += share(values, [s.start for s in inside])
+            at += size
         return flat, total
 
     total = 0

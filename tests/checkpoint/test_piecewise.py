@@ -1,0 +1,244 @@
+"""States with padding at rest: saved in their own shape, and restored on any number of devices."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint.recorded import flip
+from checkpoint.states import (
+    KEY,
+    assert_same,
+    create_uneven,
+    create_uneven_nnx,
+    filled,
+    values,
+    zero_of,
+)
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, piecewise
+from zerojax.checkpoint.exporter import export
+from zerojax.checkpoint.saved import SavedStep
+from zerojax.plan.padded import PaddedArray, pad, stored
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DEVICES = (3, 5, 6, 7, 8)
+# Stage and devices of each step.
+PLACES = [(3 if n % 2 else 1, n) for n in DEVICES]
+SEVEN = DEVICES.index(7)
+CREATE: dict[str, Callable[..., Any]] = {"linen": create_uneven, "nnx": create_uneven_nnx}
+
+
+def abstract_of(zero: zerojax.Zero, form: str = "linen") -> Any:
+    return zero.abstract_state(CREATE[form], KEY)
+
+
+def offloading(devices: int, section: Any) -> zerojax.Zero:
+    return zerojax.zero(
+        stage=3,
+        mesh=zerojax.mesh(devices),
+        offload_optimizer=section,
+        sub_group_size=1000,
+        stage3_param_persistence_threshold=0,
+    )
+
+
+def padded_of(state: Any) -> list[PaddedArray]:
+    return [x for x in jax.tree.leaves(state) if isinstance(x, PaddedArray)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps in the order of PLACES."""
+    root = tmp_path_factory.mktemp("steps")
+    for step, place in enumerate(PLACES):
+        zero = zero_of(*place)
+        state = filled(abstract_of(zero))
+        assert bool(padded_of(state)) == (place[1] in (3, 6, 7))
+        with Checkpointer(root, zero) as checkpointer:
+            checkpointer.save(step, state)
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return filled(abstract_of(zero_of(0, 1)))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_restores_on_any_number_of_devices(folder: Path, expected: Any, devices: int) -> None:
+    zero = zero_of(1 if devices % 2 else 3, devices)
+    abstract = abstract_of(zero)
+    with Checkpointer(folder, zero, read_only=True) as checkpointer:
+        for step in range(len(PLACES)):
+            got = checkpointer.restore(abstract, step)
+            assert_same(got, expected)
+            for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
+                assert stored(x).sharding.is_equivalent_to(like.sharding, x.ndim)
+            assert_same(checkpointer.restore(got, step), got)  # into a state with arrays
+            for x in padded_of(got):
+                at_rest = np.array(x.stored)
+                at_rest[tuple(map(slice, x.shape))] = 0
+                assert not at_rest.any()
+
+
+def test_nnx(tmp_path: Path) -> None:
+    wanted = filled(abstract_of(zero_of(0, 1), "nnx"))
+    for step, place in enumerate([(3, 7), (1, 6), (2, 8)]):
+        zero = zero_of(*place)
+        with Checkpointer(tmp_path, zero) as checkpointer:
+            if step == 0:
+                checkpointer.save(step, filled(abstract_of(zero, "nnx")))
+            else:
+                got = checkpointer.restore(abstract_of(zero, "nnx"))
+                assert bool(padded_of(got)) == (place[1] == 6)
+                assert_same(got, wanted)
+                checkpointer.save(step, got)
+
+
+def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any) -> None:
+    saved = SavedStep(folder / str(SEVEN))
+    leaves = values(expected)
+    assert {x.name: x.shape for x in saved.arrays()} == {n: x.shape for n, x in leaves.items()}
+    assert all((saved.read(name) == x).all() for name, x in leaves.items())
+    zero = zero_of(3, 7)
+    whole = NamedSharding(zero.mesh, PartitionSpec())
+    abstract = jax.tree.map(lambda x: x.update(sharding=whole), abstract_of(zero))
+    for step in (SEVEN, DEVICES.index(8)):
+        with ocp.StandardCheckpointer() as reader:
+            item = folder / str(step) / "state"
+            got = reader.restore(item, abstract)
+            alone = reader.restore(item)
+        assert_same(got, expected)
+        np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
+    opened = zero.states.open((got,))
+    placed = opened.close(zero.states.placed(opened, zero.states.plan(opened)), opened.tx)
+    assert padded_of(placed)
+    assert_same(placed, expected)
+
+
+def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = zero_of(3, 7)
+    state = filled(abstract_of(zero))
+    monkeypatch.setattr("zerojax.checkpoint.record.WHOLE_FILE_BYTES", 0)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        monkeypatch.setattr("zerojax.checkpoint.record.changed", lambda *_: [])
+        last = values(state)["params.rows"][-1, -9:].tobytes()
+        files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
+        for file in files:  # tensorstore may leave one that is not used
+            flip(file, file.read_bytes().index(last))
+        with pytest.raises(DamagedCheckpointError, match=r"numbers than were saved: params.rows\n"):
+            checkpointer.restore(abstract_of(zero))
+
+
+def test_export_and_inspection_tell_the_shape_without_padding(
+    folder: Path, expected: Any, tmp_path: Path
+) -> None:
+    export(folder, tmp_path / "out", step=SEVEN)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, x in expected.params.items():
+        np.testing.assert_array_equal(tensors[name], x, strict=True)
+    command = ["inspect", str(folder), "--leaves"]
+    shown = CliRunner().invoke(app, command).output.splitlines()
+    (line,) = [line for line in shown if line.lstrip().startswith("params.both")]
+    assert line.split()[1:] == ["60x150", "float32", "P('data:(1)4',", "'data:(4)2')", "36", "kB"]
+    told = CliRunner().invoke(app, [*command, "--step", str(SEVEN), "--json"]).output
+    (step,) = json.loads(told)["steps"]
+    assert step["status"] == "whole"
+    (rows,) = [leaf for leaf in step["leaves"] if leaf["name"] == "params.rows"]
+    assert rows["shape"] == [100, 200]
+    assert rows["spec"] == [None, "data"]
+    assert rows["bytes"] == 80000
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_training_goes_on_while_a_step_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None
+) -> None:
+    zero = offloading(7, {"device": offload})
+    go, write = threading.Event(), piecewise.PiecewiseHandler._write
+
+    async def waiting(*arguments: Any) -> None:
+        assert go.wait(20)
+        await write(*arguments)
+
+    monkeypatch.setattr(piecewise.PiecewiseHandler, "_write", waiting)
+
+    @zero
+    def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            out = x @ params["rows"]
+            return jnp.mean(out**2) + jnp.mean((x[:, :60] @ params["both"]) ** 2)
+
+        value, grads = zerojax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    state = filled(abstract_of(zero))
+    before = {name: x.copy() for name, x in values(state).items()}
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        after, _ = train_step(state, np.ones((7, 100), np.float32))
+        assert padded_of(state)
+        assert all(x.is_deleted() for x in padded_of(state))
+        assert not go.is_set()
+        assert checkpointer.latest_step() is None
+        go.set()
+        got = values(checkpointer.restore(abstract_of(zero)))
+        for name, x in before.items():
+            np.testing.assert_array_equal(got[name], x, err_msg=name)
+        checkpointer.save(2, after)
+        assert_same(checkpointer.restore(abstract_of(zero)), after, but="nothing")
+
+
+@pytest.mark.parametrize("chunk", [100, 64 * 2**20])
+def test_shards_that_are_padding_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Nine rows on eight devices lie as five pieces of two, the last half empty, and three more."""
+    monkeypatch.setattr(piecewise, "CHUNK_BYTES", chunk)
+    zero = zerojax.zero(stage=1)
+    rows = NamedSharding(zero.mesh, PartitionSpec("data"))
+    w = np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32)
+    padded = PaddedArray(jax.device_put(pad(w, (16, 40)), rows), w.shape)
+    state: Any = TrainState(jnp.int32(0), None, {"w": padded}, None, ())  # type: ignore[arg-type]
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            struct = jax.ShapeDtypeStruct(w.shape, dtype, sharding=rows)
+            got = checkpointer.restore({"w": struct})["w"]
+            np.testing.assert_array_equal(np.asarray(got), w.astype(dtype), strict=True)
+            assert not np.asarray(got.stored)[9:].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded(tmp_path: Path, expected: Any, folder: Path, device: str) -> None:
+    nvme = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+    section: Any = {"device": device, **nvme}
+    for step, devices in enumerate((7, 6, 5)):
+        zero = offloading(devices, section)
+        source = tmp_path / "steps" if step else folder
+        with Checkpointer(source, zero, read_only=True) as checkpointer:
+            state = checkpointer.restore(abstract_of(zero))
+        assert_same(state, expected)
+        assert bool(padded_of(state)) == (devices != 5)
+        with Checkpointer(tmp_path / "steps", zero) as checkpointer:
+            checkpointer.save(step, state)
+    zero = zero_of(1, 8)
+    with Checkpointer(tmp_path / "steps", zero, read_only=True) as checkpointer:
+        for step in range(3):
+            assert_same(checkpointer.restore(abstract_of(zero), step), expected)

@@ -39,6 +39,7 @@ class Case:
     Attributes:
       stage: the ZeRO stage, or None for plain ``jax.jit`` with the state sharded by its
         ``in_shardings`` and ``out_shardings`` alone.
+      replicas: groups of ``devices / replicas``, over which the state is cut; 1 is a plain mesh.
       accumulate: micro-batches a step.
       micro_batch: sequences a device sees in one micro-batch.
       device: a name that ``zerojax.topology`` knows.
@@ -48,6 +49,7 @@ class Case:
 
     stage: int | None
     devices: int = 8
+    replicas: int = 1
     accumulate: int = 1
     scan: bool = False
     n_layer: int = 24
@@ -64,8 +66,14 @@ class Case:
         words = ["plain jit" if self.stage is None else f"stage {self.stage}"]
         words += [f"gas {self.accumulate}"] if self.accumulate > 1 else []
         words += ["scan"] if self.scan else []
+        words += [f"{self.replicas} x {self.group}"] if self.replicas > 1 else []
         words += [self.precision] if self.precision != "bf16" else []
         return ", ".join(words)
+
+    @property
+    def group(self) -> int:
+        """Devices over which the state is cut."""
+        return self.devices // self.replicas
 
     @property
     def model(self) -> GPT:
@@ -95,14 +103,14 @@ class Record:
     Attributes:
       parameters: how many the model has.
       resting_bytes: the step's arguments less the batch: what lives between steps.
-      expected_resting_bytes: 12P/N, or 12P at stage 0.
+      expected_resting_bytes: 12P/N over a group of N, or 12P at stage 0.
       argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
       moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
       expected_moved_bytes: the same by ``expected_moved``.
       collective_dtypes: payload bytes a step by kind, then dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
       collective_counts: collectives in the text by kind, those in loops once.
-      largest_all_reduce: payload bytes.
+      largest_all_reduce: payload bytes; those of pieces between groups are left out.
       crossing_bytes: gathered parameters that live from the forward to the backward pass.
       peak_gathered_bytes: the most gathered arrays held at once.
       trace_seconds: tracing and lowering, in Python.
@@ -165,7 +173,9 @@ class Compiled:
 
 def compile_step(case: Case) -> Compiled:
     """Trace, lower and compile the step of a case."""
-    mesh = zerojax.topology(case.device, case.devices)
+    mesh = zerojax.topology(
+        case.device, case.devices, replicas=case.replicas if case.replicas > 1 else None
+    )
     began = time.perf_counter()
     lower = lower_plain if case.stage is None else lower_zero
     lowered, parameters = lower(case, mesh)
@@ -182,7 +192,7 @@ def measure(case: Case, compiled: Compiled) -> Record:
     gathered = [each for each in gather_lifetimes(text) if each.of_parameter]
     times = {(each.computation, each.name): each.times for each in moves}
     batch_bytes = math.prod(case.batch["tokens"].shape) * 4 // case.devices
-    shards = 1 if case.stage == 0 else case.devices
+    shards = 1 if case.stage == 0 else case.group
     return Record(
         case=case,
         parameters=compiled.parameters,
@@ -206,7 +216,12 @@ def measure(case: Case, compiled: Compiled) -> Record:
         ),
         collective_counts=_sum_by((each.kind, 1) for each in moves),
         largest_all_reduce=max(
-            (each.payload_bytes for each in moves if each.kind == "all-reduce"), default=0
+            (
+                each.payload_bytes
+                for each in moves
+                if each.kind == "all-reduce" and each.group_size > case.replicas
+            ),
+            default=0,
         ),
         crossing_bytes=sum(each.bytes for each in gathered if each.crosses),
         peak_gathered_bytes=peak_gathered_bytes(text),
@@ -224,16 +239,21 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     - stage 1: one all-gather, and g all-reduces; for g = 1 the one is a reduce-scatter
     - stage 2: one all-gather and g reduce-scatters
     - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters
+
+    Of r groups of d devices n is d for gathers and scatters, and each scatter has an all-reduce of
+    its pieces between groups, ``2 * (r-1)/r * 2P/d``.
     """
-    once = round((case.devices - 1) / case.devices * COMPUTE_BYTES * parameters)
+    size, d, r = COMPUTE_BYTES * parameters, case.group, case.replicas
+    whole = round(2 * (case.devices - 1) / case.devices * size)
+    once = round((d - 1) / d * size)
     g = case.accumulate
     if case.stage == 0:
-        return {"all-reduce": 2 * g * once}
+        return {"all-reduce": g * whole}
     if case.stage == 1 and g > 1:
-        return {"all-gather": once, "all-reduce": 2 * g * once}
-    if case.stage in (1, 2):
-        return {"all-gather": once, "reduce-scatter": g * once}
-    return {"all-gather": 2 * g * once, "reduce-scatter": g * once}
+        return {"all-gather": once, "all-reduce": g * whole}
+    pieces = {"all-reduce": g * round(2 * (r - 1) / r * size / d)} if r > 1 else {}
+    gathers = 1 if case.stage in (1, 2) else 2 * g
+    return {"all-gather": gathers * once, "reduce-scatter": g * once, **pieces}
 
 
 def train_step_of(

@@ -47,13 +47,25 @@ def sections(quick: bool) -> dict[str, list[Case]]:
             third,
             *(dataclasses.replace(third, n_layer=layers, scan=True) for layers in depths),
         ],
-        # 1600 has no 256th part, and what cannot be cut stays whole: here a width that has.
         "devices": [
             dataclasses.replace(third, devices=count, scan=True, n_embd=2048, n_head=32)
             for count in counts
         ],
+        # Groups of a host each: the state is cut over 8 devices, however many hosts.
+        "replicas": [
+            dataclasses.replace(plain, stage=stage, devices=count, replicas=count // 8, scan=True)
+            for count in ((16,) if quick else (16, 64))
+            for stage in STAGES
+        ]
+        + [
+            dataclasses.replace(
+                plain, stage=stage, devices=16, replicas=2, scan=True, accumulate=gas
+            )
+            for stage in (2, 3)
+        ],
         "indivisible": [
-            dataclasses.replace(third, devices=count, scan=True) for count in counts if count > 64
+            dataclasses.replace(third, devices=count, scan=True, vocab_size=50257, n_layer=depth)
+            for count in ((24, 1024) if quick else (3, 24, 48, 64, 256, 1000, 1024))
         ],
     }
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published                       # everything, a quarter of an hour
     python -m benchmarks.published --only gpt2-xl --only states
-    python -m benchmarks.published --record benchmarks/records
+    python -m benchmarks.published --record benchmarks/records   # named by its sections
 
 Beside each published figure stands the computed one and why they differ. Nothing is tuned to
 agree. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.published_batches import chatbot, classifier, gpt2
 from benchmarks.published_llama import model_states, speeds
+from benchmarks.published_scaling import maxtext, torchtitan
 from benchmarks.published_tables import HEADINGS, Opener, Section, open_study
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from zerojax.devices.rates import RESERVE
@@ -31,6 +32,8 @@ SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "encoder-decoder": chatbot,
     "llama": speeds,
     "states": model_states,
+    "maxtext": maxtext,
+    "torchtitan": torchtitan,
 }
 NOTE = (
     "Compiled by XLA:GPU for absent devices. GB are 10^9 bytes; "
@@ -96,7 +99,8 @@ def main() -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     sections = run(options.only or list(SECTIONS))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-published"
+        name = "-".join(options.only or ["published"])
+        stem = options.record / f"{datetime.date.today()}-{name}"
         write_json(stem.with_suffix(".json"), {each.name: each.figures for each in sections})
         stem.with_suffix(".md").write_text(markdown(sections))
 

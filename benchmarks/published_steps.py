@@ -6,7 +6,7 @@ All of them scan their layers, so that they compile in seconds.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
+from benchmarks.fused_attention import NAME, fused_attention
 from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
@@ -35,6 +36,29 @@ def llama_of(size: str) -> Callable[..., nn.Module]:
         return llama.Llama(llama.LlamaConfig(**llama.SIZES[size], scan=True, remat=remat))
 
     return model
+
+
+def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
+    """A Llama's step with cuDNN's attention, by the sizes of a `LlamaConfig`.
+
+    With `remat` its blocks keep what attention and the products with weights make.
+    """
+    policies = jax.checkpoint_policies
+    kept = policies.save_from_both_policies(
+        policies.checkpoint_dots_with_no_batch_dims, policies.save_only_these_names(NAME)
+    )
+
+    def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
+        config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
+        model = llama.Llama(config, fused_attention(zero.per_device), kept)
+        batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
+
+        def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
+            return apply(batch["tokens"], targets=batch["targets"]).mean()
+
+        return _workload(model, zero, batch, ("tokens",), loss, rows * seq)
+
+    return made
 
 
 def encoder(zero: Zero, rows: int, seq: int) -> Workload:
@@ -67,7 +91,7 @@ def _workload(
     tokens: int,
 ) -> Workload:
     def create_state(key: jax.Array) -> TrainState:
-        examples = (jnp.zeros((1, batch[name].shape[1]), jnp.int32) for name in inputs)
+        examples = (jnp.zeros(batch[name].shape, jnp.int32) for name in inputs)
         params = model.init(key, *examples)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
 

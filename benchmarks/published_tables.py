@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.published_search import Forecasts, Largest
 from zerojax.api import zero
+from zerojax.devices.topology import topology
 from zerojax.foresight.attribution import GATHERED, GRADIENTS, PARAMETERS, STATE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.forecast import Forecast
@@ -25,6 +26,10 @@ class Setup:
       seq: tokens in a row.
       precision: "fp16" or "bf16".
       remat: of functions that take it.
+      replicas: groups of devices, each of which holds the whole state.
+      network: as ``zerojax plan`` names it; None for that of the devices.
+      rates: figures in which the devices differ from those of their kind.
+      zero: further keywords of :func:`zerojax.zero`.
     """
 
     function: Callable[..., Any]
@@ -32,6 +37,10 @@ class Setup:
     seq: int
     precision: str = "fp16"
     remat: bool | None = None
+    replicas: int = 1
+    network: str | None = None
+    rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 Opener = Callable[[Setup], Forecasts]
@@ -41,8 +50,13 @@ def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) ->
     """A study with AdamW and one row a device."""
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     keywords: dict[str, Any] = {"stage": 0, "optimizer": optimizer, setup.precision: True}
+    keywords |= setup.zero
     config = zero(**keywords).config
     mesh, rates = parse_devices(setup.devices)
+    if setup.replicas > 1:
+        axes = {"replica": setup.replicas, "data": mesh.size // setup.replicas}
+        mesh = topology(rates.kind, mesh.size, axes=axes)
+    rates = dataclasses.replace(rates.over(setup.network), **setup.rates)
     return Study(
         setup.function, config, mesh, rates, rows=None, seq=setup.seq, remat=setup.remat, note=note
     )

@@ -337,13 +337,57 @@ class TestZero:
             zerojax.mesh(devices=devices)
 
     def test_axes_that_do_not_multiply_out(self) -> None:
-        with pytest.raises(ValueError, match="multiply to 6, not to the 8 devices"):
+        with pytest.raises(ValueError, match="multiply out to 6, not to devices=8"):
             zerojax.mesh(axes={"data": 2, "model": 3})
 
     def test_a_mesh_without_a_data_axis(self) -> None:
         mesh = zerojax.mesh(axes={"rows": 4, "columns": 2})
         with pytest.raises(ValueError, match=r"rows.*'data'"):
             zerojax.zero(stage=3, mesh=mesh)
+
+    @pytest.mark.parametrize(
+        ("keywords", "says"),
+        [
+            ({"replicas": 3}, "replicas=3 does not divide the 8 devices.*take 2 or 4"),
+            ({"replicas": 0}, "replicas=0: expected the number of replica groups"),
+            ({"replicas": "nodes"}, "replicas='nodes': expected .* or \"hosts\""),
+            ({"replicas": 2, "axes": {"data": 8}}, r"replicas=2 and axes=.*pass one.*'replica'"),
+            ({"axes": {"replica": 3, "data": 2}}, "replica=3 x data=2 multiply out to 6"),
+        ],
+    )
+    def test_replicas_that_do_not_divide(self, keywords: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            zerojax.mesh(**keywords)
+
+    @pytest.mark.parametrize(
+        "name", ["replicas", "dp_replicate", "dcn", "dcn_data", "dp", "Replica"]
+    )
+    def test_a_replica_axis_by_another_name(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"'{name}'.*batch would lie whole.*call it 'replica'"):
+            zerojax.zero(stage=3, mesh=zerojax.mesh(axes={name: 2, "data": 4}))
+
+    def test_an_axis_that_cuts_nothing(self) -> None:
+        mesh = zerojax.mesh(axes={"data": 2, "fsdp": 4})
+        with pytest.raises(ValueError, match=r"'fsdp'.*cuts no parameter.*'data'.*'replica'"):
+            zerojax.zero(stage=3, mesh=mesh).plan(make_state())
+
+    def test_replicas_alone(self) -> None:
+        with pytest.raises(ValueError, match=r"'replica'.*none is called 'data'"):
+            zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"replica": 8}))
+
+    @pytest.mark.parametrize(
+        ("size", "axes", "says"),
+        [
+            (3, None, r"mics_shard_size = 3 does not divide the 8 devices.*one of \[1, 2, 4, 8\]"),
+            (4, {"data": 8}, r"mics_shard_size = 4.*groups of 8.*zerojax\.mesh\(replicas=2\)"),
+            (4, {"replica": 4, "data": 2}, "mics_shard_size = 4.*groups of 2.*leave out one"),
+            (-2, None, r"mics_shard_size: expected -1 \(off\) or a number of devices, got -2"),
+        ],
+    )
+    def test_a_shard_group_of_another_size(self, size: int, axes: Any, says: str) -> None:
+        mesh = None if axes is None else zerojax.mesh(axes=axes)
+        with pytest.raises(zerojax.ConfigError, match=says):
+            zerojax.zero({"zero_optimization": {"stage": 3, "mics_shard_size": size}}, mesh=mesh)
 
     def test_an_unknown_topology(self) -> None:
         with pytest.raises(ValueError, match=r"unknown device kind 'h1000'.*Did you mean 'h100'"):

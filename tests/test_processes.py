@@ -28,17 +28,18 @@ def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Arr
     return state.apply_gradients(grads=grads), loss
 
 
-def losses(process: int = 0, own_rows: bool = False) -> list[float]:
+def losses(process: int = 0, own_rows: bool = False, groups: bool = False) -> list[float]:
     """Of three steps at stage 3, each in two micro-batches.
 
     Every process passes the whole batch as a numpy array, or, with ``own_rows``, a global array
-    made of the rows of each.
+    made of the rows of each. With ``groups`` each process is a replica group.
     """
+    mesh = zerojax.mesh(replicas=jax.process_count() if groups else None)
     zero = zerojax.zero(
-        stage=3, gradient_accumulation_steps=2, stage3_param_persistence_threshold=0
+        stage=3, gradient_accumulation_steps=2, stage3_param_persistence_threshold=0, mesh=mesh
     )
     step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
-    sharding = NamedSharding(zero.mesh, PartitionSpec("data"))
+    sharding = NamedSharding(zero.mesh, PartitionSpec(mesh.axis_names))
     each = ROWS // jax.process_count()
     found = []
     for seed in range(STEPS):
@@ -51,14 +52,18 @@ def losses(process: int = 0, own_rows: bool = False) -> list[float]:
     return found
 
 
-def both_ways(process: int) -> tuple[list[float], list[float]]:
-    return losses(process), losses(process, own_rows=True)
+def each_way(process: int) -> list[list[float]]:
+    return [
+        losses(process),
+        losses(process, own_rows=True),
+        losses(process, own_rows=True, groups=True),
+    ]
 
 
 def test_two_processes_compute_what_one_computes(
     in_two_processes: Callable[..., list[Any]],
 ) -> None:
     alone = losses()
-    for whole, own in in_two_processes(both_ways):
-        assert whole == pytest.approx(alone, rel=1e-6)
-        assert own == pytest.approx(alone, rel=1e-6)
+    for found in in_two_processes(each_way):
+        for way in found:
+            assert way == pytest.approx(alone, rel=1e-6)

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
-from zerojax.devices.mesh import automatic, shard_axis
+from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
@@ -43,7 +43,8 @@ class Zero:
         self.config = config
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
-        config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
+        check_groups(self.mesh, config.mics_shard_size)
+        config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
         self.states = States(config, self.mesh, axis, specs)
         self._donate, self._check_memory = donate, check_memory
 
@@ -75,7 +76,7 @@ class Zero:
             follow.
         """
         arguments = Arguments(train_step, static_argnums, static_argnames, batch_argnums)
-        guard = Guard(self.config, self.mesh, self.states.axis, self._other)
+        guard = Guard(self.config, self.mesh, self._other)
         return Step(arguments, self.states, self._donate, guard if self._check_memory else None)
 
     def evaluate(
@@ -215,7 +216,7 @@ class Zero:
           >>> norm(jnp.ones((8, 4)), jnp.full(4, 2.0)).shape
           (8, 4)
         """
-        return per_device(function, self.states.mesh, self.states.axis, whole)
+        return per_device(function, self.states.mesh, whole)
 
 
 def zero(
@@ -234,8 +235,9 @@ def zero(
     Args:
       config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
         :class:`ZeroConfig`.
-      mesh: The devices; by default all devices on one "data" axis. ZeRO shards over "data";
-        other axes are the user's.
+      mesh: The devices; by default all devices on one "data" axis, in replica groups where the
+        config has ``mics_shard_size``. ZeRO shards over "data", and the batch is spread over
+        "replica" too; other axes are the user's.
       specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, where
         the model does not carry them itself (flax partitioning metadata, logical or not).
       donate: Reuse the memory of the state passed to the step, which is then gone, as with
@@ -274,5 +276,5 @@ def zero(
     if check_finite is not None:
         notes = tuple(note for note in resolved.notes if note.key != "check_finite")
         resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
-    devices = all_devices() if mesh is None else mesh
+    devices = in_groups(all_devices(), resolved.mics_shard_size) if mesh is None else mesh
     return Zero(resolved, devices, specs, donate, check_memory)

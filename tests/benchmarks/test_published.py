@@ -20,6 +20,7 @@ from benchmarks.published_steps import encoder, encoder_decoder, gpt2_xl
 from benchmarks.published_tables import HEADINGS, Section, Setup, fits, open_study
 from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
 from zerojax.foresight.choice import Choice
+from zerojax.foresight.forecast import Traffic
 
 MB = 10**6
 ROOM = 24_000 * MB
@@ -41,7 +42,11 @@ class FakeStudy:
             devices=8,
             parameters=500 * MB,
             peak=SimpleNamespace(name="step", bytes=size, memory=memory),
-            rates=SimpleNamespace(kind="fake", room=ROOM, matrix={"f16": 1e14}),
+            rates=SimpleNamespace(
+                kind="fake", room=ROOM, matrix={"f16": 1e14}, matrix_share=0.7, network=5e10
+            ),
+            seconds=2.0,
+            traffic=(Traffic("all-reduce", ("f16",), 2, 8000 * MB, 1000 * MB, 0.25, 0.125),),
             plan=SimpleNamespace(bytes_per_device=750 * MB),
             host_bytes=0,
             tokens_per_second=1234.0,
@@ -88,7 +93,7 @@ def sections() -> list[Section]:
 def test_every_row_says_what_was_published_what_was_computed_and_why():
     found = sections()
     assert [each.name for each in found] == list(published.SECTIONS)
-    assert [len(each.rows) for each in found] == [3, 2, 2, 4, 4]
+    assert [len(each.rows) for each in found] == [3, 2, 2, 4, 4, 5, 2]
     for each in found:
         assert each.source
         assert each.ours
@@ -103,6 +108,13 @@ def test_every_row_says_what_was_published_what_was_computed_and_why():
     )
     assert found[3].rows[0].published == "fits; 7,000 tokens/s"
     assert "1,234 tokens/s" in found[3].rows[0].computed
+    scaled = found[5].rows[4]
+    assert (scaled.case, scaled.published, scaled.computed) == ("128 GPUs", "375", "50")
+    assert scaled.detail.startswith(
+        "2.00 s a step, 125 ms of them waiting; sends 7.0 GB inside its node, 1.0 GB to others"
+    )
+    assert "published 76%, computed 100%. Of the all-reduce between hosts 125 of 250" in scaled.why
+    assert "published 97.3% and 97.7%, computed 100.0%" in found[6].rows[1].why
 
 
 def test_the_record_and_the_console_show_every_row():

@@ -78,11 +78,18 @@ def create_uneven_nnx(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
 
 
 def zero_of(
-    stage: int, devices: int = 8, precision: str = "fp32", model_axis: bool = False
+    stage: int,
+    devices: int = 8,
+    precision: str = "fp32",
+    model_axis: bool = False,
+    replicas: int | None = None,
 ) -> zerojax.Zero:
     """Every leaf that can be cut is cut."""
     keywords: dict[str, Any] = {} if precision == "fp32" else {precision: True}
-    axes = {"data": devices // 2, "model": 2} if model_axis else {"data": devices}
+    groups = {} if replicas is None else {"replica": replicas}
+    models = {"model": 2} if model_axis else {}
+    each = devices // (replicas or 1) // (2 if model_axis else 1)
+    axes = {**groups, "data": each, **models}
     return zerojax.zero(
         stage=stage,
         mesh=zerojax.mesh(devices, axes),

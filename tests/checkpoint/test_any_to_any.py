@@ -12,26 +12,30 @@ import zerojax
 from zerojax.checkpoint import Checkpointer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Stage, devices, with a model axis; the precisions take turns.
+# Stage, devices, with a model axis, replica groups; the precisions take turns.
 LAYOUTS = [
-    (0, 1, False),
-    (0, 8, False),
-    (1, 2, False),
-    (1, 8, False),
-    (2, 4, False),
-    (2, 8, False),
-    (3, 1, False),
-    (3, 8, False),
-    (0, 4, True),
-    (3, 8, True),
+    (0, 1, False, None),
+    (0, 8, False, None),
+    (1, 2, False, None),
+    (1, 8, False, None),
+    (2, 4, False, None),
+    (2, 8, False, None),
+    (3, 1, False, None),
+    (3, 8, False, None),
+    (0, 4, True, None),
+    (3, 8, True, None),
+    (3, 8, False, 2),
+    (1, 8, False, 4),
+    (3, 8, True, 2),
 ]
 PLACES = [(*layout, PRECISIONS[i % 3]) for i, layout in enumerate(LAYOUTS)]
+Place = tuple[int, int, bool, int | None, str]
 CREATE: dict[str, Callable[..., Any]] = {"linen": create_linen, "nnx": create_nnx}
 
 
-def make(place: tuple[int, int, bool, str], form: str) -> zerojax.Zero:
-    stage, devices, model_axis, precision = place
-    return zero_of(stage, devices, precision, model_axis and form == "linen")
+def make(place: Place, form: str) -> zerojax.Zero:
+    stage, devices, model_axis, replicas, precision = place
+    return zero_of(stage, devices, precision, model_axis and form == "linen", replicas)
 
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.sweep]
@@ -52,9 +56,7 @@ def written(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_restores_from_everywhere(
-    written: tuple[str, Path], place: tuple[int, int, bool, str]
-) -> None:
+def test_restores_from_everywhere(written: tuple[str, Path], place: Place) -> None:
     form, root = written
     zero = make(place, form)
     abstract = zero.abstract_state(CREATE[form], KEY)
@@ -65,7 +67,7 @@ def test_restores_from_everywhere(
             got = checkpointer.restore(abstract, step)
             assert_same(got, expected)
             scale = {k: v for k, v in values(got).items() if "loss_scale" in k}
-            kept = values(expected) if origin[3] == "fp16" else fresh
+            kept = values(expected) if origin[-1] == "fp16" else fresh
             assert all((scale[name] == kept[name]).all() for name in scale), origin
             for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
                 assert x.sharding.is_equivalent_to(like.sharding, x.ndim)

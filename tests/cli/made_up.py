@@ -17,8 +17,8 @@ GIVEN = Choice(stage=3, micro=4, accumulation=2, remat=False)
 def cost(name: str = "step", **other: Any) -> ProgramCost:
     sizes = {"parameters": 20 * GB, "activations": 10 * GB, "logits": 123}
     traffic = (
-        Traffic("all-gather", ("bf16", "f32"), 1234, 5 * GB, 0.5, 0.125),
-        Traffic("to the device", (), 7, 3 * GB, 0.02, 0.02),
+        Traffic("all-gather", ("bf16", "f32"), 1234, 5 * GB, 0, 0.5, 0.125),
+        Traffic("to the device", (), 7, 3 * GB, 0, 0.02, 0.02),
     )
     made = dict(
         name=name, memory=sizes, host=0, seconds=2.0, forward=2e14,

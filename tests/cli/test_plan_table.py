@@ -11,6 +11,7 @@ from zerojax.cli.plan_table import duration, show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import KINDS
+from zerojax.foresight.forecast import Traffic
 from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 
@@ -45,6 +46,14 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word not in whole for word in ("does not fit", "host memory", "disk", "PREALLOC"))
 
 
+def test_traffic_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = (Traffic("all-gather", ("bf16",), 10, 8 * GB, GB, 0.5, 0.1),)
+    lines = printed(planned(forecast(cost(traffic=traffic))), capsys)
+    assert row(lines, "all-gather") == ["bf16", "10", "8 GB", "1 GB", "500 ms", "80%"]
+    links = "NVLink 450 GB/s inside a node, 50 GB/s (400 Gb/s) between nodes"
+    assert any(line.endswith(links) for line in lines)
+
+
 def test_the_json_holds_every_figure() -> None:
     told = json.loads(json.dumps(to_json(planned())))
     assert told["memory"]["kinds"] == {
@@ -57,8 +66,12 @@ def test_the_json_holds_every_figure() -> None:
     assert memory["device"] == memory["reserve"] + memory["headroom"] + memory["peak"]
     assert told["traffic"][0] == {
         "kind": "all-gather", "dtypes": ["bf16", "f32"], "times": 1234, "bytes": 5 * GB,
-        "seconds": 0.5, "waited": 0.125, "hidden": 0.75,
+        "between_nodes": 0, "seconds": 0.5, "waited": 0.125, "hidden": 0.75,
     }  # fmt: skip
+    assert told["links"] == {
+        "inside": {"name": "NVLink", "speed": 450e9},
+        "between": {"name": "network", "speed": 50e9},
+    }
     assert told["step"] == {
         "seconds": 2.0, "tokens": 65536, "tokens_per_second": 32768.0, "mfu": 6e14 / 989e12 / 2,
     }  # fmt: skip

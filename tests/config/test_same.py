@@ -54,6 +54,7 @@ FIELDS = {
         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
         True,
     ),
+    "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
     "offload_optimizer": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         OffloadOptimizer(ratio=0.5),

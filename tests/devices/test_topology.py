@@ -36,6 +36,12 @@ class TestMesh:
         assert mesh.axis_names == ("data", "model")
         assert mesh.devices.shape == (2, 4)
 
+    @pytest.mark.parametrize("replicas", [4, "hosts"])
+    def test_replica_groups_of_whole_hosts(self, replicas: Any) -> None:
+        mesh = topology("h100", 32, replicas=replicas)
+        assert dict(mesh.shape) == {"replica": 4, "data": 8}
+        assert all(len({d.process_index for d in group}) == 1 for group in mesh.devices)
+
     @pytest.mark.parametrize("name", list(device_kinds()["gpu"]))
     def test_compiles(self, name: str) -> None:
         mesh = topology(name)
@@ -81,6 +87,7 @@ class TestMesh:
         ({"name": "v5e", "devices": 2}, "take 4"),
         ({"name": "h100", "axes": {"data": 2, "model": 3}}, "data=2 x model=3 multiply out to 6"),
         ({"name": "h100", "axes": {}}, "multiply out to 1, not to devices=8"),
+        ({"name": "h100", "devices": 64, "replicas": 12}, "does not divide the 64.*take 8 or 16"),
         ({"name": "h100", "axes": {"a": -2, "b": -4}}, "change one of them"),
     ],
 )
@@ -108,7 +115,7 @@ def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
 
 def test_every_kind_has_its_source() -> None:
     kinds = device_kinds()
-    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common"}
+    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common", "latency"}
 
 
 def test_no_variable_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:

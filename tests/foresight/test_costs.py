@@ -66,4 +66,4 @@ def test_a_step_that_is_refused_does_not_fit() -> None:
     assert told(TEMPORARIES, "gradients").peak.bytes == found.peak.bytes
     other: Any = Refusing("INTERNAL: a fault")
     with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
-        measure(other, ParameterShapes.of(plan), v5e)
+        measure(other, ParameterShapes.of(plan), v5e, (0,) * 8)

@@ -66,7 +66,7 @@ def guarded(
     zero: zerojax.Zero, free: int | None, function: Callable[..., Any] = train_step
 ) -> Step[..., Any]:
     """A step on devices with so many bytes free."""
-    guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free)
+    guard = Guard(zero.config, zero.mesh, zero._other, lambda mesh: free)
     return Step(Arguments(function), zero.states, True, guard)
 
 
@@ -107,7 +107,7 @@ def test_nnx_is_checked_once() -> None:
         Arguments(nnx_step),
         zero.states,
         True,
-        Guard(zero.config, zero.mesh, "data", zero._other, free),
+        Guard(zero.config, zero.mesh, zero._other, free),
     )
     for _ in range(3):
         step(model, optimizer, BATCH)
@@ -130,7 +130,7 @@ def test_what_goes_wrong_in_the_search_hides_nothing() -> None:
         raise KeyError("no such settings")
 
     state = zero.init(create_state, jax.random.key(0))
-    guard = Guard(zero.config, zero.mesh, "data", other, lambda mesh: 1000)
+    guard = Guard(zero.config, zero.mesh, other, lambda mesh: 1000)
     with pytest.raises(OutOfMemoryError, match="not found: KeyError: 'no such settings'"):
         Step(Arguments(train_step), zero.states, True, guard)(state, BATCH)
 
@@ -151,7 +151,7 @@ def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str])
 
 def test_the_check_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     def tight(*setting: Any) -> Guard:
-        return Guard(*setting[:3], lambda *_: {}["no search"], lambda mesh: 1000)
+        return Guard(*setting[:2], lambda *_: {}["no search"], lambda mesh: 1000)
 
     monkeypatch.setattr("zerojax.api.Guard", tight)
     state = zerojax.zero(stage=3).init(create_state, jax.random.key(0))
@@ -182,7 +182,7 @@ def refuse_together(process: int) -> None:
     assert free_bytes(theirs) == 1000
     zero = zerojax.zero(stage=2)
     state = zero.init(create_state, jax.random.key(0))
-    guard = Guard(zero.config, zero.mesh, "data", zero._other, lambda mesh: free_bytes(theirs))
+    guard = Guard(zero.config, zero.mesh, zero._other, lambda mesh: free_bytes(theirs))
     by_row = NamedSharding(zero.mesh, PartitionSpec("data"))
     half = BATCH["x"][: ROWS // 2].astype(np.float32)
     batch = {"x": jax.make_array_from_process_local_data(by_row, half)}

@@ -3,8 +3,8 @@
 import pytest
 from hlo.mlp import DIM, LAYERS, compile_mlp
 
-from zerojax.hlo.program import parse
-from zerojax.hlo.traffic import collectives, group_size
+from zerojax.hlo.groups import Groups
+from zerojax.hlo.traffic import collectives
 
 ADD = """\
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -21,25 +21,31 @@ def program(*body: str, before: str = "") -> str:
     return f"{head}\n{ADD}\n{before}\nENTRY %main (p: f32[4]) -> f32[4] {{\n{lines}\n}}\n"
 
 
+EIGHT = (tuple(range(8)),)
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("written", "groups"),
     [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
-        ("replica_groups={{0,1,2,3,4,5,6,7}}", 8),
-        ("replica_groups=[1,8]<=[8]", 8),
-        ("replica_groups=[2,4]<=[4,2]T(1,0)", 4),
-        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", 8),
-        ("replica_groups=mesh['data'=4,'model'=2] {'model'}", 2),
-        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
-        ("replica_groups=mesh['a'=8] {'a':(2)4}", 4),
-        ("replica_groups={}", 8),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", HALVES),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", EIGHT),
+        ("replica_groups=[1,8]<=[8]", EIGHT),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", EIGHT),
+        ("replica_groups=mesh['data'=4,'model'=2] {'model'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", HALVES),
+        ("replica_groups=mesh['a'=8] {'a':(1)4}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", HALVES),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=(4,5,6,7,0,1,2,3) {'b'}", HALVES[::-1]),
+        ("replica_groups={}", EIGHT),
     ],
 )
-def test_group_size(groups: str, size: int) -> None:
-    text = program(f"ROOT %r = f32[4] all-reduce(%p), {groups}, to_apply=%add")
-    assert group_size(parse(text).entry.root, 8) == size
-    (found,) = collectives(text)
-    assert found.group_size == size
+def test_groups(written: str, groups: Groups) -> None:
+    (found,) = collectives(program(f"ROOT %r = f32[4] all-reduce(%p), {written}, to_apply=%add"))
+    assert found.groups == groups
+    assert found.group_size == len(groups[0])
 
 
 @pytest.mark.parametrize(

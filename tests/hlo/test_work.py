@@ -2,13 +2,14 @@
 
 import pytest
 
-from zerojax.devices.rates import RESERVE, rates
+from zerojax.devices.rates import RESERVE, Sent, rates
 from zerojax.hlo.program import parse
 from zerojax.hlo.timeline import program_time
 from zerojax.hlo.traffic import collectives
 from zerojax.hlo.transfers import host_copies
 from zerojax.hlo.work import work_of
 
+NODE = (0,) * 8
 HEAD = "HloModule m, is_scheduled=true, num_partitions=8\n"
 FUSED = """\
 %product (a: bf16[64,128], b: bf16[128,32]) -> bf16[64,32] {
@@ -93,7 +94,9 @@ def test_a_fusion_reads_what_it_slices_and_no_more() -> None:
 
 def seconds(*lines: str) -> float:
     text = program(*lines)
-    return program_time(parse(text), collectives(text), host_copies(text), rates("h100")).seconds
+    return program_time(
+        parse(text), collectives(text), host_copies(text), rates("h100"), NODE
+    ).seconds
 
 
 def test_a_loop_takes_its_body_as_often_as_it_runs() -> None:
@@ -113,9 +116,9 @@ def test_a_collective_is_hidden_by_what_runs_before_its_done() -> None:
     alone = seconds(*many)
     assert alone <= beside < alone + waited - seconds()
     text = program(START, *many, DONE)
-    spent = program_time(parse(text), collectives(text), host_copies(text), rates("h100"))
+    spent = program_time(parse(text), collectives(text), host_copies(text), rates("h100"), NODE)
     assert spent.under_way["main", "ag"] == pytest.approx(
-        rates("h100").collective_seconds(7 / 8 * 8000 * 4, 8)
+        rates("h100").collective_seconds(Sent(7 / 8 * 8000 * 4, 0, 7, 0, 8))
     )
 
 
@@ -126,9 +129,18 @@ def test_rates() -> None:
         1e15 / (989e12 * 0.7), rel=1e-3
     )
     assert h100.compute_seconds({}, 3 * 10**12) == pytest.approx(1, rel=0.01)
-    assert h100.collective_seconds(10**9, 1) == 0
-    # 8 cards of 50 GB/s carry less than a GPU's NVLink of 450 GB/s.
-    assert h100.collective_seconds(10**9, 16) > h100.collective_seconds(10**9, 8)
+    assert h100.collective_seconds(Sent(0, 0, 0, 0, 1)) == 0
+    # NVLink inside the node; beyond, 8 cards of 50 GB/s carry less than a GPU's 450.
+    inside, ring, far = (
+        Sent(1e9, 0, 7, 0, 8),
+        Sent(7e9 / 8, 1e9 / 8, 14, 1, 16),
+        Sent(0, 1e9, 0, 1, 2),
+    )
+    assert h100.collective_seconds(inside) == pytest.approx(1 / (450 * 0.8), rel=0.02)
+    assert h100.collective_seconds(ring) == pytest.approx(1 / (8 * 50 * 0.8), rel=0.02)
+    assert h100.collective_seconds(far) == pytest.approx(1 / (50 * 0.8), rel=0.02)
+    assert h100.over("100gb").collective_seconds(far) == pytest.approx(1 / (12.5 * 0.8), rel=0.02)
+    assert h100.over(None) is h100
     with pytest.raises(ValueError, match="Did you mean 'h100'"):
         rates("h10")
 

@@ -49,6 +49,7 @@ class Case:
     tx: str = "adamw"
     base: dict[str, Any] = field(default_factory=dict)
     devices: int = 2
+    replicas: int | None = None
     group: int = 240
     exact: bool = True
     cut: bool = True
@@ -103,6 +104,10 @@ CASES = [
     Case("nvme, nnx", NVME, 3, "nnx", sweep=True),
     Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16, sweep=True),
     Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
+    Case(
+        "both, scanned, replicas", BOTH, 3, "scanned", base=CLIP, devices=8, replicas=2, group=120,
+    ),
+    Case("both nvme, replicas", BOTH_NVME, 3, base=FP16, devices=8, replicas=4, sweep=True),
     Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
     Case(
         "both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500,
@@ -154,7 +159,7 @@ def compared(case: Case, disk: Path) -> dict[str, Any]:
     import numpy as np
 
     base = {"stage": case.stage, "stage3_param_persistence_threshold": 20, **case.base}
-    want = plain(case.model, case.tx, case.devices, json.dumps(base))
+    want = plain(case.model, case.tx, case.devices, case.replicas, json.dumps(base))
     offload = {
         section: given | {"nvme_path": str(disk)} if "buffer_count" in given else given
         for section, given in case.offload.items()
@@ -182,9 +187,9 @@ def compared(case: Case, disk: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def plain(name: str, tx: str, devices: int, base: str) -> dict[str, Any]:
+def plain(name: str, tx: str, devices: int, replicas: int | None, base: str) -> dict[str, Any]:
     """The run without offload."""
-    return train(Case("", {}, 0, name, tx, devices=devices), json.loads(base))
+    return train(Case("", {}, 0, name, tx, devices=devices, replicas=replicas), json.loads(base))
 
 
 def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
     import zerojax
 
     create, function = model(case.model, case.tx)
-    zero = zerojax.zero(mesh=zerojax.mesh(case.devices), **keywords)
+    zero = zerojax.zero(mesh=zerojax.mesh(case.devices, replicas=case.replicas), **keywords)
     state = zero.init(create)
     step, pair = zero(function), isinstance(state, tuple)
     arrays: Any = [*leaves(state)]

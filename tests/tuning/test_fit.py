@@ -131,6 +131,8 @@ def test_bad_input(tmp_path: Path) -> None:
     path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
     with pytest.raises(ConfigError, match="more than once"):
         zerojax.fit(path, small, rates=room(10**9))
+    with pytest.raises(ValueError, match="network '50GB': give gigabits"):
+        zerojax.fit(AUTO, small, rates=room(10**9), network="50GB")
     path.write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="object"):
         zerojax.fit(path, small, rates=room(10**9))

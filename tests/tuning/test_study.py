@@ -23,6 +23,7 @@ from zerojax.foresight.attribution import (
 )
 from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload, changes
 from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.remedies import milder_first, remedies
 from zerojax.hlo.assignment import buffers_at_peak
 from zerojax.models.registry import ModelError, bound, find
@@ -98,6 +99,20 @@ def test_time_and_traffic() -> None:
     assert all(0 <= each.hidden <= 1 for each in found.traffic)
     cut = of.forecast(dataclasses.replace(of.given, stage=3))
     assert {each.kind for each in cut.traffic} >= {"all-gather", "reduce-scatter"}
+
+
+def test_two_hosts_and_the_network_between_them() -> None:
+    def found(network: str | None) -> Forecast:
+        mesh, rates = parse_devices("h100:16")
+        config = load({**CONFIG, "zero_optimization": {"stage": 3}})
+        of = Study(model, config, mesh, rates.over(network), rows=16, seq=SEQ, remat=False)
+        return of.forecast(of.given)
+
+    near, far = found(None), found("10gb")
+    for each in near.traffic:  # rings leave a host of 8 once
+        assert each.between_nodes == pytest.approx(each.bytes / 8, rel=0.01, abs=1)
+    assert [each.bytes for each in near.traffic] == [each.bytes for each in far.traffic]
+    assert far.seconds > near.seconds
 
 
 def test_offload_shows_the_host() -> None:

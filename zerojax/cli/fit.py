@@ -13,7 +13,7 @@ import typer
 
 from zerojax.cli import terminal
 from zerojax.cli.explain import stand_ins
-from zerojax.cli.planning import Auto, Devices, Model, Seq, compile_only
+from zerojax.cli.planning import Auto, Devices, Model, Network, Seq, compile_only
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice
@@ -36,6 +36,7 @@ def fit(
         int | None, typer.Option(min=1, help="Rows of an update, over all devices; else open.")
     ] = None,
     seq: Seq = 1024,
+    network: Network = None,
     auto: Auto = None,
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
@@ -74,6 +75,7 @@ def fit(
                 seq=seq,
                 mesh=mesh,
                 rates=rates,
+                network=network,
                 auto=stand_ins(auto or []),
                 compiles=compiles,
                 seconds=60 * minutes,

@@ -12,7 +12,7 @@ from zerojax.cli import plan_picture
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
-from zerojax.cli.planning import Auto, Devices, Model, Seq, compile_only
+from zerojax.cli.planning import Auto, Devices, Model, Network, Seq, compile_only
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import spinner
 from zerojax.config import load
@@ -31,6 +31,7 @@ def plan(
         typer.Option(min=1, help="Rows of an update, over all devices; else the config's."),
     ] = None,
     seq: Seq = 1024,
+    network: Network = None,
     remat: Annotated[
         bool | None,
         typer.Option(
@@ -72,7 +73,7 @@ def plan(
                     f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
                 )
             mesh, rates = parse_devices(devices)
-            on = remat is not False
+            on, rates = remat is not False, rates.over(network)
             study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
         except (ValueError, ImportError, RuntimeError) as error:
             raise _bad(explained(error) or str(error)) from None

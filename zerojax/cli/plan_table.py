@@ -30,6 +30,8 @@ def show(planned: Planned) -> None:
         console.print(escape(line), soft_wrap=True)
     if forecast.traffic:
         console.print(_traffic(planned))
+    for line in _about_links(planned):
+        console.print(escape(line), soft_wrap=True)
     for line in _about_time(planned):
         console.print(escape(line), soft_wrap=True)
     if planned.remedies is not None:
@@ -123,19 +125,31 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 
 
 def _traffic(planned: Planned) -> Table:
+    traffic = planned.forecast.traffic
+    several = [">between nodes"] if any(each.between_nodes for each in traffic) else []
     table = terminal.table(
-        "traffic of a step", "dtypes", ">times", ">sent a device", ">time", ">hidden"
+        "traffic of a step", "dtypes", ">times", ">sent a device", *several, ">time", ">hidden"
     )
-    for each in planned.forecast.traffic:
+    for each in traffic:
         table.add_row(
             each.kind,
             ", ".join(each.dtypes),
             f"{each.times:,}",
             size(each.bytes),
+            *(size(each.between_nodes) for _ in several),
             duration(each.seconds),
             f"{each.hidden:.0%}",
         )
     return table
+
+
+def _about_links(planned: Planned) -> Iterator[str]:
+    if any(each.between_nodes for each in planned.forecast.traffic):
+        rates = planned.forecast.rates
+        yield (
+            f"links of a device, each way: {rates.link_name} {rates.link / 1e9:g} GB/s inside a "
+            f"node, {rates.network / 1e9:g} GB/s ({rates.network * 8 / 1e9:g} Gb/s) between nodes"
+        )
 
 
 def _about_time(planned: Planned) -> Iterator[str]:

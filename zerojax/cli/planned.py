@@ -98,6 +98,10 @@ def to_json(planned: Planned) -> dict[str, Any]:
             }
             for each in forecast.programs
         ],
+        "links": {
+            "inside": {"name": forecast.rates.link_name, "speed": forecast.rates.link},
+            "between": {"name": "network", "speed": forecast.rates.network},
+        },
         "traffic": [
             dataclasses.asdict(each) | {"hidden": each.hidden} for each in forecast.traffic
         ],

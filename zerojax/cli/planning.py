@@ -9,6 +9,14 @@ Model = Annotated[
     str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
 ]
 Devices = Annotated[str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEED",
+        help="Between nodes, each way: 400gb (gigabits a second) for each device, 3.2tb/host, or a "
+        "name, as ib-ndr or a3-mega; else that of the kind of device.",
+    ),
+]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
 Auto = Annotated[
     list[str] | None,

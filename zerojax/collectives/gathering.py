@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import many
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -68,6 +69,7 @@ class Gatherer:
 
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
+        self.replicas = mesh.shape.get(REPLICA, 1)
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""
@@ -125,20 +127,30 @@ class Gatherer:
         return whole
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Makes a gradient its shard: the sum over the axis becomes a reduce-scatter.
+        """Makes a gradient its shard: the sum over the devices becomes a reduce-scatter, and
+        between replica groups an all-reduce of the shards.
 
-        Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
-        made from as well, and gathers every device's activations or cotangents for it. Where
-        dimensions share the axis, to one more at a time: XLA all-reduces the whole gradient to
-        cut two at once. A mesh of parts is another one to XLA, which shards nothing else by it.
+        Without groups through the whole gradient: otherwise XLA shards what the gradient is made
+        from as well, and gathers every device's activations or cotangents for it. With groups
+        straight: otherwise XLA all-reduces the whole gradient over all of them. A vector, which is
+        little, is the sum of an activation, not a product: XLA would move that.
         """
-        cut = layout.dimensions(spec, self.axis)
-        if len(cut) < 2:
-            return self.constrain(self.constrain(gradient, layout.without(spec, self.axis)), spec)
+        if self.replicas > 1 and len(spec) > 1:
+            return self._straight(gradient, spec)
+        return self.scatter_whole(gradient, spec)
+
+    def scatter_whole(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same through the whole gradient, unless dimensions share the axis: XLA would
+        all-reduce it. A mesh of parts is another one to XLA, which shards nothing else by it."""
+        if len(layout.dimensions(spec, self.axis)) > 1:
+            return self._straight(gradient, spec)
+        return self.constrain(self.constrain(gradient, layout.without(spec, self.axis)), spec)
+
+    def _straight(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """Shards one dimension more at a time: for two at once XLA all-reduces the gradient."""
         whole = layout.without(spec, self.axis)
-        for last in cut:
-            part = [*spec[: last + 1], *whole[last + 1 :]]
-            gradient = self.constrain(gradient, part)
+        for last in layout.dimensions(spec, self.axis) or [len(spec)]:
+            gradient = self.constrain(gradient, [*spec[: last + 1], *whole[last + 1 :]])
         return gradient
 
     def on_device(self, v: Shard, scope: Scope) -> Any:

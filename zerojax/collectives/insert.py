@@ -24,11 +24,12 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many, order, propagate, residuals, wanted
+from zerojax.collectives import loops, many, order, propagate, residuals, tables, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.uneven import bind_padded
+from zerojax.devices.mesh import REPLICA, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.padded import pad
@@ -66,7 +67,7 @@ class Inserter(Gatherer):
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
         self.share = share or keep
-        self.smallest = None if away is None else away * mesh.shape[axis]
+        self.smallest = None if away is None else away * batch_devices(mesh)
         self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
@@ -142,7 +143,10 @@ class Inserter(Gatherer):
             return jaxprs.bind(eqn, values)
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
         place = self.constrain if _few_rows(eqn) else self.scatter
-        outs = self._made(eqn, values, [wants.get(v) for v in eqn.outvars], place)
+        if self.replicas > 1 and eqn.outvars[0] in wants and tables.can_split(eqn, self.replicas):
+            outs = [self._table(eqn, values, wants[eqn.outvars[0]])]
+        else:
+            outs = self._made(eqn, values, [wants.get(v) for v in eqn.outvars], place)
         gradients = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -167,6 +171,11 @@ class Inserter(Gatherer):
                 return [self.constrain(place(padded, spec)[tuple(map(slice, shape))], spec)]
         outs = jaxprs.bind(eqn, values)
         return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+
+    def _table(self, eqn: Any, values: Sequence[jax.Array], spec: Spec) -> jax.Array:
+        """The gradient of a table, reduce-scattered in each replica group, its pieces summed."""
+        parts = tables.by_group(eqn, values, self.replicas)
+        return tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""
@@ -358,10 +367,13 @@ class Inserter(Gatherer):
     def _summed(
         self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
     ) -> dict[int, jax.Array]:
-        """Reduces over the devices, once, the carried values that a loop has added up."""
+        """Reduces over the devices, once, the carried values that a loop has added up.
+
+        Whole first: XLA moves the sum over the devices out of the loop only where it is of all.
+        """
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {
-            v: x if (spec := specs[v]) is None else self.scatter(x, spec)
+            v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
         reduced = {}
@@ -370,7 +382,7 @@ class Inserter(Gatherer):
             for term in terms:
                 total = total + term.of(of[term.root])
             whole = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter if whole else self.constrain)(total, sums.want[i])
+            reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
 
 

@@ -92,6 +92,8 @@ class ZeroConfig:
       stage3_param_persistence_threshold: The elements below which a parameter stays whole.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
+      mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
+        group; -1 (or 0) for one group of all devices.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
@@ -133,6 +135,7 @@ class ZeroConfig:
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
+    mics_shard_size: int = -1
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000
@@ -316,6 +319,8 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
     if values.get("elasticity"):
         reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
+    if values.get("stage") == 0:
+        reasons["mics_shard_size"] = "stage 0 shards nothing"
     if not any(values.get(section) for section in OFFLOAD):
         reasons["sub_group_size"] = "nothing is offloaded"
     return reasons

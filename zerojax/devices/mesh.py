@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from zerojax.config import ConfigError
+
 AXIS = "data"
+REPLICA = "replica"
 
 
-def mesh(devices: int | None = None, axes: Mapping[str, int] | None = None) -> Mesh:
+_MICS = "zero_optimization.mics_shard_size"
+
+_LIKE_REPLICA = re.compile(r"replica|^dcn|^(dp|ddp|hsdp|mics)$", re.IGNORECASE)
+"""Names that others give the axis between replica groups."""
+
+
+def mesh(
+    devices: int | None = None,
+    axes: Mapping[str, int] | None = None,
+    *,
+    replicas: int | Literal["hosts"] | None = None,
+) -> Mesh:
     """A mesh over the devices that exist.
 
     Args:
       devices: how many of them; all by default.
       axes: axis names and sizes, multiplying to ``devices``; one "data" axis by default.
+      replicas: in place of ``axes``, the number of replica groups, on the axis "replica" outside
+        of "data": a group is of neighbouring devices. "hosts" makes every host a group, and every
+        slice of TPUs.
 
     Raises:
-      ValueError: more devices than there are, or axes that do not multiply out.
+      ValueError: more devices than there are, axes that do not multiply out, replicas that do not
+        divide the devices, or replicas beside axes.
 
     Example:
       >>> import zerojax
       >>> zerojax.mesh().axis_names
       ('data',)
+      >>> dict(zerojax.mesh(replicas=2).shape)
+      {'replica': 2, 'data': 4}
     """
     there = jax.devices()
     if devices is not None and not 0 < devices <= len(there):
@@ -38,13 +59,93 @@ def mesh(devices: int | None = None, axes: Mapping[str, int] | None = None) -> M
             "that are not there use zerojax.topology(...)."
         )
     chosen = there[:devices]
-    sizes = dict(axes) if axes is not None else {AXIS: len(chosen)}
-    if math.prod(sizes.values()) != len(chosen):
-        raise ValueError(
-            f"axes {sizes} multiply to {math.prod(sizes.values())}, not to the "
-            f"{len(chosen)} devices: change the axes or pass devices=."
-        )
+    hosts = {getattr(device, "slice_index", device.process_index) for device in chosen}
+    sizes = axis_sizes(len(chosen), axes, replicas, len(hosts))
     return automatic(Mesh(np.array(chosen).reshape(tuple(sizes.values())), tuple(sizes)))
+
+
+def axis_sizes(
+    devices: int, axes: Mapping[str, int] | None, replicas: int | str | None, hosts: int
+) -> dict[str, int]:
+    """The axes of a mesh over ``devices`` on so many ``hosts``, by name, outermost first; the
+    others as for :func:`mesh`.
+
+    Raises:
+      ValueError: the sizes do not multiply to ``devices``, or axes and replicas are given.
+    """
+    if replicas is not None:
+        replicas = hosts if replicas == "hosts" else replicas
+        if axes is not None:
+            raise ValueError(
+                f"replicas={replicas!r} and axes={dict(axes)} both lay out the devices: pass one. "
+                f"With further axes write axes={{{REPLICA!r}: ..., {AXIS!r}: ..., ...}}."
+            )
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(
+                f'replicas={replicas!r}: expected the number of replica groups, or "hosts" for one '
+                "on each host"
+            )
+        if devices % replicas:
+            fits = [n for n in range(1, devices + 1) if devices % n == 0]
+            near = sorted(sorted(fits, key=lambda n: abs(n - replicas))[:2])
+            raise ValueError(
+                f"replicas={replicas} does not divide the {devices} devices into equal groups: "
+                f"take {' or '.join(map(str, near))}"
+            )
+        return {REPLICA: replicas, AXIS: devices // replicas}
+    sizes = {AXIS: devices} if axes is None else dict(axes)
+    product = math.prod(sizes.values())
+    if product != devices or any(size < 1 for size in sizes.values()):
+        written = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"axes {written or '{}'} multiply out to {product}, not to devices={devices}: change "
+            "one of them"
+        )
+    return sizes
+
+
+def in_groups(given: Mesh, size: int) -> Mesh:
+    """``given`` with its shard axis divided into replica groups of ``size`` neighbours, where it
+    has none yet; -1 and 0 leave it as it is.
+
+    Args:
+      size: ``mics_shard_size`` of the config.
+
+    Raises:
+      ConfigError: the groups do not divide the devices.
+    """
+    if size < 1 or REPLICA in given.axis_names:
+        return given
+    axis = shard_axis(given)
+    at, devices = given.axis_names.index(axis), given.shape[axis]
+    if devices % size:
+        fits = [n for n in range(1, devices + 1) if devices % n == 0]
+        raise ConfigError(
+            f"{_MICS} = {size} does not divide the {devices} devices of the {axis!r} axis into "
+            f"equal groups: take one of {fits}"
+        )
+    shape, names = given.devices.shape, given.axis_names
+    return automatic(
+        Mesh(
+            given.devices.reshape(*shape[:at], devices // size, size, *shape[at + 1 :]),
+            (*names[:at], REPLICA, *names[at:]),
+        )
+    )
+
+
+def check_groups(given: Mesh, size: int) -> None:
+    """Refuses a mesh whose shard groups are not of ``size``, ``mics_shard_size`` of the config.
+
+    Raises:
+      ConfigError: with both sizes.
+    """
+    devices = given.shape[shard_axis(given)]
+    if 0 < size != devices:
+        raise ConfigError(
+            f"{_MICS} = {size}, but the mesh given, {dict(given.shape)}, has shard groups of "
+            f"{devices} (its {shard_axis(given)!r} axis): leave out one of them, or make the mesh "
+            f"with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
+        )
 
 
 def automatic(given: Mesh) -> Mesh:
@@ -109,16 +210,40 @@ def relabelled(tree: Any, given: Mesh) -> Any:
     return jax.tree.map(moved, tree)
 
 
-def shard_axis(given: Mesh) -> str:
-    """The axis over which ZeRO shards: "data", or the only one there is."""
-    if AXIS in given.axis_names:
+def shard_axis(given: Mesh | AbstractMesh) -> str:
+    """The axis over which ZeRO shards: "data", or the only one there is.
+
+    Raises:
+      ValueError: no axis has that name, or one seems to be a replica axis by another name.
+    """
+    names = given.axis_names
+    if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
+        raise ValueError(
+            f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
+            f"batch would lie whole along it. If it is the axis between replica groups, call it "
+            f"{REPLICA!r}, and the axis within a group {AXIS!r}; any other axis takes a name that "
+            "says what it cuts, as 'model'."
+        )
+    if AXIS in names:
         return AXIS
-    if len(given.axis_names) == 1:
-        return given.axis_names[0]
+    if len(names) == 1 and names[0] != REPLICA:
+        return names[0]
     raise ValueError(
         f"the mesh has axes {given.axis_names} and none is called {AXIS!r}: ZeRO shards over "
         f"that one. Rename the data-parallel axis to {AXIS!r}."
     )
+
+
+def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes that share the rows of a batch, in the mesh's order: the shard axis, and "replica"
+    where the mesh has one."""
+    axis = shard_axis(given)
+    return tuple(name for name in given.axis_names if name in (REPLICA, axis))
+
+
+def batch_devices(given: Mesh | AbstractMesh) -> int:
+    """The number of devices that share the rows of a batch."""
+    return math.prod(given.shape[name] for name in batch_axes(given))
 
 
 def same_devices(a: Mesh, b: Mesh) -> bool:

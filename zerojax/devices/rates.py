@@ -9,13 +9,51 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 
-from zerojax.devices.topology import GPUS_PER_HOST, device_kinds, lookup
+from zerojax.devices.network import network_speed
+from zerojax.devices.topology import device_kinds, lookup
 
 RESERVE = 3 * 10**9 // 2
 """Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
+
+
+class Sent(NamedTuple):
+    """What a device sends in one collective, by the link that the bytes cross.
+
+    Attributes:
+      inside: bytes to devices of its own node.
+      between: bytes to other nodes.
+      inside_steps, between_steps: steps, one after another, in which the collective crosses each.
+      group: how many devices take part.
+    """
+
+    inside: float
+    between: float
+    inside_steps: int
+    between_steps: int
+    group: int
+
+
+class Latency(NamedTuple):
+    """Seconds of a collective beside those of its bytes.
+
+    Attributes:
+      start: once.
+      doubling: for each doubling of the group.
+      inside, between: for each step inside a node, and between nodes.
+    """
+
+    start: float
+    doubling: float
+    inside: float
+    between: float
+
+    def seconds(self, sent: Sent) -> float:
+        steps = self.inside * sent.inside_steps + self.between * sent.between_steps
+        return self.start + self.doubling * math.ceil(math.log2(sent.group)) + steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +66,13 @@ class Rates:
       matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32".
       matrix_share, memory_share, link_share, host_share: what of the peaks programs reach.
       bandwidth: of device memory, peak.
-      link: each way between devices of a host, peak, for each device.
-      network: each way out of a host, peak, for each device.
+      link: each way between devices of a node, peak, for each device.
+      link_name: "NVLink", "PCIe" or "ICI".
+      network: each way out of a node, peak, for each device.
       host: each way between a device and host memory, peak.
       disk: each way between host memory and disk, for a host's devices together.
       launch: seconds that a kernel costs beyond its work.
-      latency: seconds of a collective for each doubling of its group.
+      latency: of a collective.
     """
 
     kind: str
@@ -41,6 +80,7 @@ class Rates:
     matrix: Mapping[str, float]
     bandwidth: float
     link: float
+    link_name: str
     network: float
     host: float
     disk: float
@@ -49,7 +89,7 @@ class Rates:
     link_share: float
     host_share: float
     launch: float
-    latency: float
+    latency: Latency
 
     @property
     def room(self) -> int:
@@ -63,18 +103,26 @@ class Rates:
         wait = moved / (self.bandwidth * self.memory_share)
         return max(busy / self.matrix_share, wait) + self.launch
 
-    def collective_seconds(self, moved: float, group: int) -> float:
-        """``bytes sent by each device / link`` + latency, for a ring over ``group`` devices.
+    def collective_seconds(self, sent: Sent) -> float:
+        """``max((inside + between) / link, between / network)`` + latency.
 
-        A ring that leaves the host uses all its network cards at a time, so that the slower of
-        one device's link and the host's cards together limits it.
+        All that a device sends passes its link, and what leaves the node also the device's share of
+        the network cards, which other groups share at the same time.
         """
-        if group < 2:
+        if sent.group < 2:
             return 0.0
-        link = self.link
-        if group > GPUS_PER_HOST:
-            link = min(link, self.network * GPUS_PER_HOST)
-        return moved / (link * self.link_share) + self.latency * math.ceil(math.log2(group))
+        passed = max((sent.inside + sent.between) / self.link, sent.between / self.network)
+        return passed / self.link_share + self.latency.seconds(sent)
+
+    def over(self, network: str | None) -> Rates:
+        """The rates with another network, as :func:`network_speed` knows it; None changes nothing.
+
+        Raises:
+          ValueError: The network is unknown.
+        """
+        return (
+            self if network is None else dataclasses.replace(self, network=network_speed(network))
+        )
 
     def host_seconds(self, moved: float) -> float:
         """Of a copy between device and pinned host memory."""
@@ -101,14 +149,11 @@ def rates(kind: str) -> Rates:
         **{
             key: known["common"][key]
             for key in (
-                "matrix_share", "memory_share", "link_share", "host_share", "launch", "latency",
-                "disk",
+                "matrix_share", "memory_share", "link_share", "host_share", "launch", "disk",
             )
         },
-        matrix=speeds["matrix"],
-        link=speeds["link"],
-        network=speeds["network"],
-        host=speeds["host"],
+        latency=Latency(**known["latency"]["gpu" if name in known["gpu"] else "tpu"]),
+        **speeds,
     )  # fmt: skip
 
 

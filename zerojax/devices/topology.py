@@ -15,16 +15,17 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+
+from zerojax.devices.mesh import axis_sizes
 
 GPUS_PER_HOST = 8
 TPUS_PER_HOST = 4
@@ -54,7 +55,13 @@ device_description_str: "$name"
 """)
 
 
-def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = None) -> Mesh:
+def topology(
+    name: str,
+    devices: int = 8,
+    *,
+    axes: Mapping[str, int] | None = None,
+    replicas: int | Literal["hosts"] | None = None,
+) -> Mesh:
     """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
 
     Args:
@@ -64,33 +71,30 @@ def topology(name: str, devices: int = 8, *, axes: Mapping[str, int] | None = No
         stand 4 to a host, so it is a multiple of 4.
       axes: sizes by axis name, outermost first; their product is ``devices``. By default one
         ``"data"`` axis over all devices.
+      replicas: as for :func:`zerojax.mesh`: replica groups in place of ``axes``.
 
     Raises:
-      ValueError: the kind is unknown, the number does not fill whole hosts, or the axes do not
-        multiply out to it.
+      ValueError: the kind is unknown, the number does not fill whole hosts, or the axes or
+        replicas do not multiply out to it.
       ImportError: the compiler's wheels are not installed.
       RuntimeError: the CUDA plugin is installed, but JAX could not load it in this process.
 
     Example::
 
       zerojax.topology("h100", devices=64, axes={"data": 8, "model": 8})
+      zerojax.topology("h100", devices=64, replicas="hosts")  # 8 groups of 8
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a positive int, got {devices!r}")
-    axes = {"data": devices} if axes is None else dict(axes)
-    if math.prod(axes.values()) != devices or any(size < 1 for size in axes.values()):
-        sizes = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise ValueError(
-            f"axes {sizes or '{}'} multiply out to {math.prod(axes.values())}, not to "
-            f"devices={devices}: change one of them"
-        )
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
+    each = GPUS_PER_HOST if family == "gpu" else TPUS_PER_HOST
+    sizes = axis_sizes(devices, axes, replicas, max(1, devices // each))
     absent = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
     return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
         devices=absent,
     )
 

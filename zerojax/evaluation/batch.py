@@ -10,7 +10,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.step.batch import put
+
+Entry = tuple[str, ...] | None
+"""The axes that cut one dimension."""
 
 
 class Division(NamedTuple):
@@ -73,14 +77,13 @@ class BatchPlacer:
 
     Args:
       mesh: The devices.
-      axis: The axis that shares the rows.
     """
 
-    def __init__(self, mesh: Mesh, axis: str) -> None:
-        self._mesh, self._axis, self.devices = mesh, axis, mesh.shape[axis]
-        self._by_row, self._replicated = self._of(axis), self._of()
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._axes, self.devices = mesh, batch_axes(mesh), batch_devices(mesh)
+        self._by_row, self._replicated = self._of(self._axes), self._of()
 
-    def _of(self, *entries: str | None) -> NamedSharding:
+    def _of(self, *entries: Entry) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
@@ -108,19 +111,19 @@ class BatchPlacer:
 
         return jax.tree.map(like, batch)
 
-    def _constrained(self, x: jax.Array, *entries: str | None) -> jax.Array:
+    def _constrained(self, x: jax.Array, *entries: Entry) -> jax.Array:
         return lax.with_sharding_constraint(x, self._of(*entries))
 
     def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
         """``[padded, ...]`` as ``[times, part, ...]``, each device with rows that it has."""
         x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
-        x = jnp.swapaxes(self._constrained(x, self._axis), 0, 1)
+        x = jnp.swapaxes(self._constrained(x, self._axes), 0, 1)
         x = x.reshape(division.times, division.part, *x.shape[3:])
-        return self._constrained(x, None, self._axis)
+        return self._constrained(x, None, self._axes)
 
     def rows(self, x: jax.Array, division: Division) -> jax.Array:
         """The way back, ``[times, part, ...]`` as ``[rows, ...]``."""
         x = x.reshape(division.times, division.devices, division.each, *x.shape[2:])
-        x = jnp.swapaxes(self._constrained(x, None, self._axis), 0, 1)
-        x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axis)
+        x = jnp.swapaxes(self._constrained(x, None, self._axes), 0, 1)
+        x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axes)
         return x if division.padded == division.rows else x[: division.rows]

@@ -87,7 +87,7 @@ class EvaluationProgram:
             jax.ShapeDtypeStruct(leaf.shape, dtype)
             for leaf, dtype in zip(self._leaves, dtypes, strict=True)
         ]
-        self._placer = BatchPlacer(plan.lowering_mesh, plan.axis)
+        self._placer = BatchPlacer(plan.lowering_mesh)
         self._micro = self._config.batch(self._placer.devices).micro
         self._inserter = Inserter(
             plan.lowering_mesh, plan.axis, keep=self._config.stage < 3, share=True
@@ -189,8 +189,7 @@ class EvaluationProgram:
             names, lies = self._explicit
             whole = [leaf.whole for leaf in self._leaves]
             specs = whole, jax.tree.unflatten(jax.tree.structure(batch), lies), PartitionSpec()
-            mesh, axis = self._plan.lowering_mesh, self._plan.axis
-            closed, out = make_jaxpr(body, given, specs, mesh, axis, names)
+            closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         by_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
         return _TracedFunction(closed, by_rows, jax.tree.structure(out))

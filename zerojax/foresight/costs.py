@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import (
     BATCH,
@@ -32,6 +33,7 @@ from zerojax.foresight.attribution import (
 )
 from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traffic
 from zerojax.hlo.assignment import compile_with_buffers
+from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
@@ -76,8 +78,17 @@ class Measurement:
     compiled: bool = True
 
 
-def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> Measurement:
-    """The measurement of a program, which is compiled; of a refused one, what XLA says."""
+def measure(
+    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
+) -> Measurement:
+    """The measurement of a program, which is compiled; of a refused one, what XLA says.
+
+    Args:
+      lowered: The program.
+      known: The shapes of the parameters.
+      rates: The speeds of the devices.
+      nodes: The node of each device, :func:`zerojax.devices.network.nodes_of`.
+    """
     begun = time.perf_counter()
     try:
         executable, held = compile_with_buffers(lowered)
@@ -88,8 +99,8 @@ def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
-    spent = program_time(program, sent, copied, rates)
-    traffic = tuple(_traffic(sent, copied, spent))
+    spent = program_time(program, sent, copied, rates, nodes)
+    traffic = tuple(_traffic(sent, copied, spent, nodes))
     measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
     return dataclasses.replace(
         measured, seconds=spent.seconds, forward=spent.forward, traffic=traffic
@@ -97,14 +108,18 @@ def measure(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -
 
 
 def measure_memory(
-    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, *, several: bool = True
+    lowered: jax.stages.Lowered,
+    known: ParameterShapes,
+    rates: Rates,
+    nodes: tuple[int, ...],
+    *,
+    several: bool = True,
 ) -> Measurement:
     """The memory alone of a program, compiled as it will be run: jax does not compile it again.
 
     Args:
       lowered: The program.
-      known: Not used; :data:`Measure` has it.
-      rates: Not used; :data:`Measure` has them.
+      known, rates, nodes: Not used; :data:`Measure` has them.
       several: Whether the step has several programs. The text of an only one is not read.
     """
     begun = time.perf_counter()
@@ -164,7 +179,7 @@ def _measured(
     )
 
 
-Measure = Callable[[jax.stages.Lowered, ParameterShapes, Rates], Measurement]
+Measure = Callable[[jax.stages.Lowered, ParameterShapes, Rates, tuple[int, ...]], Measurement]
 
 
 def forecast(
@@ -190,12 +205,12 @@ def forecast(
     Raises:
       ImportError: The compiler's wheels are not installed.
     """
-    known = ParameterShapes.of(plan)
+    known, nodes = ParameterShapes.of(plan), nodes_of(plan.mesh)
     costs: list[ProgramCost] = []
     first, left_out = None, False
     for name, lowered, times in programs:
         note(name)
-        one = measured(lowered, known, rates)
+        one = measured(lowered, known, rates, nodes)
         kinds = collections.Counter(one.memory)
         kinds[GRADIENTS if name == FIRST else OTHER] += one.result
         if not one.compiled:
@@ -260,22 +275,28 @@ def _copies(plan: Plan, place: str) -> int:
 
 
 def _traffic(
-    sent: Sequence[Collective], copied: Sequence[HostCopy], spent: ProgramTime
+    sent: Sequence[Collective],
+    copied: Sequence[HostCopy],
+    spent: ProgramTime,
+    nodes: tuple[int, ...],
 ) -> Iterator[Traffic]:
     """The traffic of a program: collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
     # A computation called from two places gives its collectives twice, its time once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(kind: str, dtypes: tuple[str, ...], times: int, moved: int, key: Place) -> None:
+    def add(
+        kind: str, dtypes: tuple[str, ...], times: int, moved: int, between: int, key: Place
+    ) -> None:
         seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
-        parts[kind].append(Traffic(kind, dtypes, times, moved, seconds, wait))
+        parts[kind].append(Traffic(kind, dtypes, times, moved, between, seconds, wait))
 
     for each in sent:
         key = Place(each.computation, each.name)
-        add(each.kind, each.dtypes, each.times, each.moved_bytes, key)
+        between = round(each.times * sent_by(each, nodes).between)
+        add(each.kind, each.dtypes, each.times, each.moved_bytes, between, key)
     for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, Place(copy.computation, copy.name))
+        add(kind, (), copy.times, copy.times * copy.bytes, 0, Place(copy.computation, copy.name))
     for same in parts.values():
         yield sum_traffic(same)

@@ -20,6 +20,7 @@ class Traffic:
       dtypes: The dtypes moved, that of most bytes first; empty for copies.
       times: How many a step.
       bytes: Bytes that each device sends (or copies) in a step.
+      between_nodes: Those of the bytes that leave its node.
       seconds: Seconds for which they are under way.
       waited: Those of the seconds that no computation hides.
     """
@@ -28,6 +29,7 @@ class Traffic:
     dtypes: tuple[str, ...]
     times: int
     bytes: int
+    between_nodes: int
     seconds: float
     waited: float
 
@@ -37,6 +39,7 @@ class Traffic:
             self,
             times=times * self.times,
             bytes=times * self.bytes,
+            between_nodes=times * self.between_nodes,
             seconds=times * self.seconds,
             waited=times * self.waited,
         )
@@ -167,6 +170,7 @@ def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
         dtypes=tuple(dtype for dtype, _ in sizes.most_common()),
         times=sum(part.times for part in parts),
         bytes=sum(part.bytes for part in parts),
+        between_nodes=sum(part.between_nodes for part in parts),
         seconds=sum(part.seconds for part in parts),
         waited=sum(part.waited for part in parts),
     )

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import Rates, rates_of
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.costs import forecast, measure_memory
@@ -35,7 +36,6 @@ class Guard:
     Args:
       config: The step's config.
       mesh: The step's mesh.
-      axis: The name of the shard axis.
       other: Gives the same step under another config, for an abstract state and batch: its plan,
         and its programs, which are traced on demand.
       free: Bytes free in the fullest device of a mesh, None where unknown.
@@ -45,11 +45,10 @@ class Guard:
         self,
         config: ZeroConfig,
         mesh: Mesh,
-        axis: str,
         other: Callable[..., Other],
         free: Callable[[Mesh], int | None] = free_bytes,
     ) -> None:
-        self._config, self._mesh, self._world = config, mesh, mesh.shape[axis]
+        self._config, self._mesh, self._world = config, mesh, batch_devices(mesh)
         self._other, self._free = other, free
 
     def check(

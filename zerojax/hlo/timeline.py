@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zerojax.devices.rates import Rates
+from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import Computation, HloProgram, Instruction
 from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
@@ -65,6 +66,7 @@ def program_time(
     sent: Sequence[Collective],
     copied: Sequence[HostCopy],
     rates: Rates,
+    nodes: tuple[int, ...],
 ) -> ProgramTime:
     """The predicted time of a program.
 
@@ -73,11 +75,11 @@ def program_time(
       sent: Its collectives.
       copied: Its copies between device and host.
       rates: The speeds of the devices.
+      nodes: The node of each device, :func:`zerojax.devices.network.nodes_of`.
     """
     transfers: dict[Place, Transfer] = {}
     for each in sent:
-        moved = each.moved_bytes / max(each.times, 1)
-        seconds = rates.collective_seconds(moved, each.group_size)
+        seconds = rates.collective_seconds(sent_by(each, nodes))
         transfers[Place(each.computation, each.name)] = Transfer(COLLECTIVES, seconds)
     for copy in copied:
         link = INWARD if copy.inward else OUTWARD

@@ -5,10 +5,10 @@ for each in collectives(compiled.as_text()):
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 
+from zerojax.hlo.groups import Groups, replica_groups
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 
 # Bytes that a device sends for each byte of payload, in a ring of n devices.
@@ -32,7 +32,7 @@ class Collective:
       kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
       shapes: The arrays it moves, whole: gathered, or as they were before scattering. A collective
         that XLA combined has several.
-      group_size: How many devices take part together.
+      groups: The devices that take part together, by their numbers in the program.
       times: Runs in a step: the product of the enclosing loops' trip counts.
       exact: False where an enclosing loop's trip count is not known. That loop counts once.
       name: Name of the instruction.
@@ -42,12 +42,17 @@ class Collective:
 
     kind: str
     shapes: tuple[Shape, ...]
-    group_size: int
+    groups: Groups
     times: int
     exact: bool
     name: str
     computation: str
     op_name: str
+
+    @property
+    def group_size(self) -> int:
+        """How many devices take part together; of a permute two."""
+        return len(self.groups[0])
 
     @property
     def payload_bytes(self) -> int:
@@ -98,11 +103,11 @@ def _walk(
         kind = each.opcode.removesuffix("-done")
         if kind in _RING:
             started = computation[each.operands[0]] if each.opcode.endswith("-done") else each
-            group = group_size(started, program.devices)
+            groups = replica_groups(started, program.devices)
             yield Collective(
                 kind=kind,
-                shapes=_whole(started, each.shapes, group),
-                group_size=group,
+                shapes=_whole(started, each.shapes, len(groups[0])),
+                groups=groups,
                 times=times,
                 exact=exact,
                 name=started.name,
@@ -132,23 +137,3 @@ def _whole(started: Instruction, results: tuple[Shape, ...], group: int) -> tupl
         )
         for each in results
     )
-
-
-def group_size(instruction: Instruction, devices: int) -> int:
-    """Devices in one group of a collective, from any of the forms XLA prints.
-
-    ``{{0,1},{2,3}}`` lists them, ``[2,4]<=[8]`` counts groups by members,
-    ``mesh['x'=4,'y'=2] {'x'}`` names mesh axes, and ``{}`` is all devices.
-    """
-    attributes = instruction.attributes
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
-        return len(set(re.findall(r"\d+", pairs[1])))
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return len(listed[1].split(","))
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-        return int(iota[1])
-    if mesh := re.search(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"['\"]?([\w.]+)['\"]?=(\d+)", mesh[1]))
-        named = re.findall(r"['\"]([\w.]+)['\"](?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in named)
-    return devices

@@ -15,7 +15,9 @@ L n_layer.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -160,10 +162,14 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return one_of_each(grouped, k, v).reshape(q.shape)
 
 
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     config: LlamaConfig
+    attention: Attention
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
@@ -174,7 +180,7 @@ class SelfAttention(nn.Module):
 
         q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
         v = heads(c.kv_heads, "v_proj")
-        y = grouped_attention(rotate(q, tables), rotate(k, tables), v)
+        y = self.attention(rotate(q, tables), rotate(k, tables), v)
         return _dense(c.n_embd, c, "o_proj")(y.reshape(x.shape))
 
 
@@ -194,12 +200,13 @@ class Block(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s."""
 
     config: LlamaConfig
+    attention: Attention
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
         c = self.config
         normal = _rms_norm(c, "input_layernorm")(x)
-        x = x + SelfAttention(c, name="self_attn")(normal, tables)
+        x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
         return x + MLP(c, name="mlp")(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
@@ -207,10 +214,14 @@ class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
-    Llama has no dropout, so that `deterministic` changes nothing.
+    Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
+    `grouped_attention` is; `policy` names what rematerialised blocks keep beside their input, as
+    for `jax.checkpoint`.
     """
 
     config: LlamaConfig
+    attention: Attention = grouped_attention
+    policy: Callable[..., bool] | None = None
 
     @nn.compact
     def __call__(
@@ -226,7 +237,8 @@ class Llama(nn.Module):
         x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
-        block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
+        again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
+        block = again(Block) if c.remat else Block
         if c.scan:
             stack = nn.scan(
                 block,
@@ -235,10 +247,10 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, name="layers")(x, tables)
+            x, _ = stack(c, self.attention, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, name=f"layers_{i}")(x, tables)
+                x, _ = block(c, self.attention, name=f"layers_{i}")(x, tables)
         x = _rms_norm(c, "norm")(x)
         logits = embed.attend(x) if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)

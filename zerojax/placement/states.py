@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import automatic_context, relabelled, same_devices
+from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.wrap import (
     ZeroOptState,
@@ -37,6 +37,8 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 
 LITTLE = 0.01
 """The share of a device's bytes at rest that it may hold twice without a warning."""
+_FSDP = "fsdp"
+"""What others call the shard axis."""
 
 
 class States:
@@ -136,8 +138,21 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        """How a state lies over the devices; warns once of arrays beyond a device's share."""
+        """How a state lies over the devices; warns once of arrays beyond a device's share.
+
+        Raises:
+          ValueError: An axis of the mesh named "fsdp" is the user's own and cuts no parameter.
+        """
         plan = make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        own = {
+            axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
+        }
+        if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own:
+            raise ValueError(
+                f"the mesh's axis {_FSDP!r} of {self.mesh.shape[_FSDP]} devices cuts no parameter, "
+                f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
+                f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
+            )
         lost = sum(leaf.lost for leaf in plan.all_leaves())
         if lost > LITTLE * plan.bytes_per_device and not self._warned:
             self._warned = True
@@ -208,7 +223,7 @@ class States:
 
         def make_there(*args: Any) -> Parts:
             if explicit:
-                return evaluate(make, args, self.mesh, self.axis, explicit)
+                return evaluate(make, args, self.mesh, explicit)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import are_there
+from zerojax.devices.mesh import REPLICA, are_there
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.padded import pad, shown
@@ -148,6 +148,11 @@ class Plan:
         )
 
     @property
+    def even(self) -> bool:
+        """Whether no array of the state is padded at rest."""
+        return all(leaf.even for leaf in self.all_leaves())
+
+    @property
     def lost(self) -> str:
         """What each device holds beyond its share, in a sentence; empty where it is nothing."""
         whole = [leaf for leaf in self.all_leaves() if leaf.lost]
@@ -229,7 +234,9 @@ class Plan:
         """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
         n, config = self.mesh.shape[self.axis], self.config
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
-        others = {a: k for a, k in self.mesh.shape.items() if a != self.axis}
+        if groups := self.mesh.shape.get(REPLICA):
+            title += f" in each of {groups} replica groups"
+        others = {a: k for a, k in self.mesh.shape.items() if a not in (self.axis, REPLICA)}
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
+from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.step.call import is_array
 
 
@@ -27,9 +28,10 @@ class BatchLayout:
       world: Devices that share the rows.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, sizes: BatchSizes) -> None:
-        self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, mesh.shape[axis]
-        rows = (None, axis) if sizes.accumulation > 1 else (axis,)
+    def __init__(self, mesh: Mesh, sizes: BatchSizes) -> None:
+        self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, batch_devices(mesh)
+        axes = batch_axes(mesh)
+        rows = (None, axes) if sizes.accumulation > 1 else (axes,)
         self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
         self.replicated = NamedSharding(mesh, PartitionSpec())
 

@@ -9,13 +9,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax.devices.mesh import batch_axes, batch_devices
+
 
 def per_device(
-    function: Callable[..., Any], mesh: Mesh, axis: str, whole: Collection[int]
+    function: Callable[..., Any], mesh: Mesh, whole: Collection[int]
 ) -> Callable[..., Any]:
     """See :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
-    n = mesh.shape[axis]
+    n, axes = batch_devices(mesh), batch_axes(mesh)
 
     @functools.wraps(function)
     def over_rows(*args: Any) -> Any:
@@ -25,17 +27,17 @@ def per_device(
                     raise ValueError(
                         f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has shape "
                         f"{x.shape}, whose first dimension does not divide among {n} devices "
-                        f"(axis {axis!r}): make it a multiple, or add {i} to `whole`"
+                        f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `whole`"
                     )
         specs = tuple(
-            PartitionSpec() if i in whole else PartitionSpec(axis) for i in range(len(args))
+            PartitionSpec() if i in whole else PartitionSpec(axes) for i in range(len(args))
         )
         mapped = jax.shard_map(
             function,
             mesh=mesh,
             in_specs=specs,
-            out_specs=PartitionSpec(axis),
-            axis_names={axis},
+            out_specs=PartitionSpec(axes),
+            axis_names=set(axes),
             check_vma=False,
         )
         return mapped(*args)

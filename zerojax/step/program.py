@@ -9,6 +9,7 @@ import jax
 
 from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
@@ -58,7 +59,7 @@ class StepSetting:
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
-        self.layout = BatchLayout(mesh, axis, config.batch(mesh.shape[axis]))
+        self.layout = BatchLayout(mesh, config.batch(batch_devices(mesh)))
         types = Types(plan, explicit) if explicit else None
         self.body = Body(function, opened, _once(config, self.layout.accumulation), types)
         self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))

@@ -32,7 +32,8 @@ class ResidentStep:
         shardings = plan.shardings()
         self._to_shards = constrainer(shardings.params)
         one_pass, update = setting.tx.one_pass, None
-        if one_pass is not None and one_pass.wins(plan.mesh):
+        alike = plan.even and len({s.mesh for s in jax.tree.leaves(shardings.params)}) == 1
+        if one_pass is not None and alike and one_pass.wins(plan.mesh):
             update = functools.partial(one_pass.update, shardings=shardings.params)
         self._tx = updating(advancing(setting.tx, update), self._to_shards)
         self._jitted = jax.jit(

@@ -3,8 +3,8 @@
 Under ``jax.set_mesh`` of a mesh with explicit axes every array's type has its sharding, and a step
 may ask for one (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives through
 constraints, which take automatic axes alone. So the step is traced with explicit axes, by jax's own
-rules, and its jaxpr is written again without them: what it asked for over the shard axis becomes a
-constraint, the rest is left to XLA. None of that changes a number.
+rules, and its jaxpr is written again without them: what it asked for over the axes of the batch
+becomes a constraint, the rest is left to XLA. None of that changes a number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import explicit_axes
+from zerojax.devices.mesh import batch_axes, explicit_axes
 from zerojax.plan.plan import Plan, layout
 from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
@@ -36,7 +36,6 @@ def make_jaxpr(
     args: Sequence[Any],
     specs: Sequence[Any],
     mesh: Mesh,
-    axis: str,
     names: tuple[str, ...],
 ) -> tuple[Any, Any]:
     """``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh explicit.
@@ -46,7 +45,7 @@ def make_jaxpr(
       args: what it takes, arrays or abstract ones.
       specs: a tree of ``PartitionSpec`` for each argument, or a prefix of one: what the types of
         its arrays say.
-      mesh, axis: with automatic axes, and the axis over which ZeRO shards.
+      mesh: with automatic axes.
       names: of the axes that are explicit.
     """
 
@@ -68,14 +67,14 @@ def make_jaxpr(
                 "in jax.make_mesh nothing has to be said about how results lie."
             )
             raise
-        return _automatic(closed, mesh, axis), shape
+        return _automatic(closed, mesh), shape
 
 
 def evaluate(
-    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, axis: str, names: tuple[str, ...]
+    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, names: tuple[str, ...]
 ) -> Any:
     """``function(*args)`` with some axes of the mesh explicit within, of arrays that lie whole."""
-    closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, axis, names)
+    closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, names)
     outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
@@ -119,8 +118,7 @@ class Types:
         """The jaxpr of ``body(parts, batch)`` and the shapes that it returns."""
         names, rows = self.explicit
         specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
-        mesh, axis = self.plan.lowering_mesh, self.plan.axis
-        return make_jaxpr(body, (parts, batch), specs, mesh, axis, names)
+        return make_jaxpr(body, (parts, batch), specs, self.plan.lowering_mesh, names)
 
     def _of_parts(self, parts: Parts) -> Parts:
         view = parts.opt_state
@@ -162,7 +160,7 @@ def automatic_update(tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _automatic(closed: Any, mesh: Mesh, axis: str) -> Any:
+def _automatic(closed: Any, mesh: Mesh) -> Any:
     """The same jaxpr without explicit axes; what calls open is written out."""
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
@@ -171,7 +169,7 @@ def _automatic(closed: Any, mesh: Mesh, axis: str) -> Any:
 
     def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
         with jaxprs.context(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return _equation(eqn, [*map(_constant, values)], mesh, axis)
+            return _equation(eqn, [*map(_constant, values)], mesh)
 
     def function(*args: Any) -> list[Any]:
         return [*map(_constant, jaxprs.evaluate(closed, args, run, _opens))]
@@ -184,42 +182,43 @@ def _opens(eqn: Any) -> bool:
     return eqn.primitive is not prims.remat_p and not marks.holds(eqn, marks.CHANGE)
 
 
-def _equation(eqn: Any, values: list[Any], mesh: Mesh, axis: str) -> Sequence[Any]:
+def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
     requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
     asked = next((sharding for sharding in requests if sharding is not None), None)
     if not isinstance(asked, NamedSharding) or not explicit_axes(asked.mesh):
         asked = None
     if eqn.primitive.name in ("reshard", "mesh_cast"):
-        return [_placed(values[0], asked, mesh, axis)]
+        return [_placed(values[0], asked, mesh)]
     if eqn.primitive is prims.sharding_constraint_p and asked is not None:
-        return [_placed(values[0], asked, mesh, axis)]
+        return [_placed(values[0], asked, mesh)]
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
         )
-    params = {name: _parameter(x, mesh, axis) for name, x in eqn.params.items()}
+    params = {name: _parameter(x, mesh) for name, x in eqn.params.items()}
     if eqn.primitive is not prims.sharding_constraint_p:
         params |= {name: None for name in _ASKING if name in params and asked is not None}
     outs = jaxprs.bind(eqn, values, params)
     if eqn.primitive is prims.dot_general_p and asked is not None:
-        return [_placed(outs[0], asked, mesh, axis)]
+        return [_placed(outs[0], asked, mesh)]
     return outs
 
 
-def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh, axis: str) -> Any:
+def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh) -> Any:
     """``x`` as the step asked for it, where that says how the rows of a batch lie."""
-    if asked is None or not any(axis in layout.axes(entry) for entry in asked.spec):
+    rows = batch_axes(mesh)
+    if asked is None or not any(axis in rows for e in asked.spec for axis in layout.axes(e)):
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, asked.spec))
 
 
-def _parameter(value: Any, mesh: Mesh, axis: str) -> Any:
+def _parameter(value: Any, mesh: Mesh) -> Any:
     """A parameter of an equation without explicit axes."""
     if type(value) is tuple:
-        return tuple(_parameter(x, mesh, axis) for x in value)
+        return tuple(_parameter(x, mesh) for x in value)
     if jaxprs.is_jaxpr(value):
-        return jaxprs.shaped_like(value, _automatic(value, mesh, axis))
+        return jaxprs.shaped_like(value, _automatic(value, mesh))
     return value
 
 

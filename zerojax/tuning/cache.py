@@ -47,9 +47,13 @@ class Cache:
         self.hits = self.misses = 0
 
     def __call__(
-        self, lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates
+        self,
+        lowered: jax.stages.Lowered,
+        known: ParameterShapes,
+        rates: Rates,
+        nodes: tuple[int, ...],
     ) -> Measurement:
-        path = self._folder / f"{_key(lowered, known, rates)}.json"
+        path = self._folder / f"{_key(lowered, known, rates, nodes)}.json"
         try:
             fields = json.loads(path.read_text())
             fields["traffic"] = tuple(map(_traffic, fields["traffic"]))
@@ -57,7 +61,7 @@ class Cache:
             os.utime(path)
         except (OSError, ValueError, TypeError, KeyError):  # absent, or cut off
             self.misses += 1
-            measurement = measure(lowered, known, rates)
+            measurement = measure(lowered, known, rates, nodes)
             self._keep(path, json.dumps(dataclasses.asdict(measurement)))
         else:
             self.hits += 1
@@ -77,7 +81,9 @@ class Cache:
             return
 
 
-def _key(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> str:
+def _key(
+    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
+) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     package = Path(__file__).parents[1]
     for room in MEASURING:
@@ -86,7 +92,7 @@ def _key(lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates) -> s
     flags = [os.environ.get(name) for name in FLAGS]
     speeds = dataclasses.replace(rates, memory=0)  # free memory differs from run to run
     figures = dataclasses.asdict(speeds), sorted(known.params), known.vocabulary, device_kinds()
-    digest.update(repr((figures, flags, [_version(name) for name in VERSIONS])).encode())
+    digest.update(repr((figures, nodes, flags, [_version(name) for name in VERSIONS])).encode())
     return digest.hexdigest()[:32]
 
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.json_file import read_json
+from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
-from zerojax.devices.mesh import shard_axis
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
@@ -55,6 +55,7 @@ def fit(
     seq: int = 1024,
     mesh: Mesh | None = None,
     rates: Rates | None = None,
+    network: str | None = None,
     auto: Mapping[str, Any] | None = None,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
@@ -76,6 +77,8 @@ def fit(
       mesh: The devices, as for :func:`zerojax.zero`; :func:`zerojax.topology` for absent ones.
       rates: The speeds and the memory of the devices; None for the figures of their kind, with the
         memory that is free.
+      network: The network between nodes, as ``"400gb"`` a device or ``"ib-ndr"``
+        (:func:`zerojax.devices.network.network_speed`); None for that of ``rates``.
       auto: What stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
       compiles: How many choices are compiled at the most.
       seconds: How long the search takes at the most, in seconds.
@@ -85,7 +88,8 @@ def fit(
     Raises:
       ConfigError: The config is wrong, or the rows do not divide among the devices.
       OutOfMemoryError: No choice that was compiled fits.
-      ValueError: Nothing is known of such devices, or the model is unknown or no language model.
+      ValueError: Nothing is known of such devices or of the network, or the model is unknown or no
+        language model.
 
     Example::
 
@@ -99,8 +103,8 @@ def fit(
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh
-    rates = rates_here(mesh) if rates is None else rates
-    world = mesh.shape[shard_axis(mesh)]
+    rates = (rates_here(mesh) if rates is None else rates).over(network)
+    world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
     cache = Cache()

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from zerojax.api import zero
 from zerojax.config import OffloadParam, ZeroConfig
-from zerojax.devices.mesh import shard_axis
+from zerojax.devices.mesh import batch_devices, in_groups
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
@@ -60,8 +60,8 @@ class Study(Trials):
         note: Callable[[str], None] = lambda text: None,
         measured: Measure = measure,
     ) -> None:
-        self._function, self._config, self._mesh, self._seq = function, config, mesh, seq
-        self.world = mesh.shape[shard_axis(mesh)]
+        self._function, self._config, self._seq = function, config, seq
+        self._mesh, self.world = in_groups(mesh, config.mics_shard_size), batch_devices(mesh)
         remats = takes(function, "remat")
         sizes = config.batch(self.world)
         rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world

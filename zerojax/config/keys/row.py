@@ -106,6 +106,7 @@ INTEGER = _whole("a whole number")
 WHOLE = _whole("a whole number of at least 0", ge=0)
 POSITIVE = _whole("a whole number of at least 1", ge=1)
 BUFFERS = _whole("a whole number of at least 2", ge=2)
+GROUP = _whole("-1 (off) or a number of devices", ge=-1)
 STAGE = _whole("0, 1, 2 or 3", ge=0, le=3)
 POWER = _whole("a whole number from 0 to 126", ge=0, le=126)
 # Sizes are often written 5e8, which JSON reads as a float.

@@ -14,7 +14,7 @@ from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
     FRACTION,
-    INTEGER,
+    GROUP,
     MICRO_BATCHES,
     OBJECT,
     OFF,
@@ -196,6 +196,14 @@ SHARDING: tuple[Key, ...] = (
         "if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
         auto="DeepSpeed's default, weights in the dtype in which they are saved",
     ),
+    setting(
+        f"{ZERO}.mics_shard_size",
+        GROUP,
+        -1,
+        "devices of a shard group: the state is cut within it, and each group has a copy; "
+        "-1 is off",
+        auto="off: one group of all devices",
+    ),
     *left_to_xla(
         ZERO,
         "the compiler schedules, combines and overlaps the collectives",
@@ -248,7 +256,10 @@ SHARDING: tuple[Key, ...] = (
         ZERO,
         "a second, smaller shard group is not there yet",
         zero_hpz_partition_size=(WHOLE, 1, 0),
-        mics_shard_size=(INTEGER, -1, 0),
+    ),
+    *no_effect(
+        ZERO,
+        "a group's gather is one collective, whose path the collectives' library chooses",
         mics_hierarchical_params_gather=FLAG_OFF,
     ),
     *off_only(

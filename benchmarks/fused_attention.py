@@ -1,0 +1,72 @@
+"""Attention as one call of cuDNN's, for programs that are compiled on machines without cuDNN.
+
+    Llama(config, attention=fused_attention(zero.per_device))
+
+The calls carry cuDNN's names and shapes, so that a forecast counts their arithmetic and the arrays
+they read and write. A program with them compiles and cannot run.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+NAME = "attention"
+"""Of what the forward pass makes, for ``jax.checkpoint_policies.save_only_these_names``."""
+
+
+def fused_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Attention of q [B, T, H, d] on k and v [B, T, G, d], each device on its own rows.
+
+    Args:
+      per_device: :meth:`zerojax.api.Zero.per_device`.
+    """
+
+    @jax.custom_vjp
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward(q, k, v)[0]
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        out, sums = (checkpoint_name(x, NAME) for x in per_device(_forward)(q, k, v))
+        return out, (q, k, v, out, sums)
+
+    def backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(per_device(_backward)(*kept, gradient))
+
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    rows, tokens, heads, _ = q.shape
+    sums = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)  # log-sum-exp of each query
+    return _call("__cudnn$fmhaSoftmax", (_like(q), sums), q, k, v)
+
+
+def _backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, gradient: jax.Array
+) -> Any:
+    made = tuple(map(_like, (q, k, v)))
+    return _call("__cudnn$fmhaSoftmaxBackward", made, q, k, v, out, sums, gradient)
+
+
+def _call(target: str, made: Any, q: jax.Array, k: jax.Array, *rest: jax.Array) -> Any:
+    rows, queries, heads, _ = q.shape
+    scores = [str(size) for size in (rows, heads, queries, k.shape[1])]
+    shape = {"intermediate_tensor_shape": {"dimensions": scores}}
+    call: Callable[..., Any] = jax.ffi.ffi_call(
+        target,
+        made,
+        custom_call_api_version=1,
+        legacy_backend_config=json.dumps(
+            {"cudnn_fmha_backend_config": shape}, separators=(",", ":")
+        ),
+    )
+    return call(q, k, *rest)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,45 @@
+"""Replica groups of a mesh."""
+
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, shard_axis
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows", "devices"),
+    [
+        ({"data": 8}, ("data",), 8),
+        ({"rows": 8}, ("rows",), 8),
+        ({"replica": 2, "data": 4}, ("replica", "data"), 8),
+        ({"data": 4, "replica": 2}, ("data", "replica"), 8),
+        ({"replica": 2, "data": 2, "model": 2}, ("replica", "data"), 4),
+        ({"data": 2, "fsdp": 4}, ("data",), 2),
+    ],
+)
+def test_the_axes_that_share_the_rows(
+    axes: dict[str, int], rows: tuple[str, ...], devices: int
+) -> None:
+    mesh = zerojax.mesh(axes=axes)
+    assert batch_axes(mesh) == rows
+    assert batch_devices(mesh) == devices
+    assert shard_axis(mesh) == ("rows" if "rows" in axes else "data")
+
+
+def test_a_group_is_of_neighbours() -> None:
+    plain, grouped = zerojax.mesh(), zerojax.mesh(replicas=2)
+    assert np.array_equal(grouped.devices.reshape(-1), plain.devices)
+    assert in_groups(plain, 4) == grouped
+    assert in_groups(grouped, 4) is grouped
+
+
+def test_groups_beside_another_axis() -> None:
+    mesh = in_groups(zerojax.mesh(axes={"model": 2, "data": 4}), 2)
+    assert dict(mesh.shape) == {"model": 2, "replica": 2, "data": 2}
+    assert [d.id for d in mesh.devices[0, 1]] == [2, 3]
+
+
+def test_a_group_on_each_host() -> None:
+    """Here all devices are of one."""
+    assert dict(zerojax.mesh(replicas="hosts").shape) == {"replica": 1, "data": 8}

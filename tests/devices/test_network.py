@@ -1,0 +1,34 @@
+"""The speed of a network by its name, and the nodes of devices."""
+
+import pytest
+
+import zerojax
+from zerojax.devices.network import network_speed, nodes_of
+from zerojax.devices.topology import device_kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabits"),
+    [
+        ("400gb", 400), ("100Gbps", 100), ("12.5 Gb/s", 12.5), ("0.4tb", 400),
+        ("3.2tb/host", 400), ("3200gb/host", 400), ("IB-NDR", 400), ("a3-high", 100),
+    ],
+)  # fmt: skip
+def test_speeds(text: str, gigabits: float) -> None:
+    assert network_speed(text) == pytest.approx(gigabits * 1e9 / 8)
+
+
+@pytest.mark.parametrize("text", ["", "400", "fast", "50GB", "0gb", "-1gb", "400gb/node"])
+def test_what_is_no_speed(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"400gb, those of a host as 3\.2tb/host, or one of ib-hdr"
+    ):
+        network_speed(text)
+
+
+def test_every_network_has_a_source() -> None:
+    assert all(each["source"] and each["speed"] for each in device_kinds()["networks"].values())
+
+
+def test_devices_of_a_process_that_are_no_gpus_share_a_node() -> None:
+    assert nodes_of(zerojax.mesh()) == (0,) * 8

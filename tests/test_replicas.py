@@ -1,0 +1,189 @@
+"""Replica groups: the batch lies over "replica" and "data", the state over "data" alone."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CASES
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+from test_equality import assert_equal_runs, follow, plain, start
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
+
+MESHES = ({"replica": 2, "data": 4}, {"replica": 4, "data": 2})
+# The sweep has all of these, at every stage on both meshes.
+NAMES = ("mlp", "gpt_scan_remat", "convnet", "tied", "odd", "masked", "nnx_mlp", "nnx_gpt")
+COMMON = {("mlp", stage, 1, 0) for stage in range(4)} | {
+    ("mlp", 2, 4, 0), ("mlp", 3, 4, 1), ("gpt_scan_remat", 3, 1, 1)
+}  # fmt: skip
+
+
+def zero_for(axes: dict[str, int], stage: int, **keywords: Any) -> zerojax.Zero:
+    keywords = {"stage3_param_persistence_threshold": 0} | keywords
+    return zerojax.zero(stage=stage, mesh=zerojax.mesh(axes=axes), **keywords)
+
+
+def born(zero: zerojax.Zero, name: str, dtype: str = "float64") -> Any:
+    state = start(name, dtype)
+    return zero.init(lambda: state)
+
+
+def follows_plain(zero: zerojax.Zero, name: str) -> None:
+    got = follow(name, zero(CASES[name].step), start(name, "float64"), "float64")
+    want = plain(name, "float64")
+    if zero.config.gradient_accumulation_steps in (None, 1):
+        assert_equal_runs(got, want, "float64")
+    else:  # metrics of a row each come stacked
+        assert_equal_runs((got[0], {}, *got[2:]), (want[0], {}, *want[2:]), "float64")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "accumulation", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in COMMON else pytest.mark.sweep)
+        for name in NAMES
+        for stage in range(4)
+        for accumulation in (1, 4)
+        for mesh in (0, 1)
+        if accumulation == 1 or CASES[name].averages
+        for case in [(name, stage, accumulation, mesh)]
+    ],
+)
+def test_a_step_computes_what_the_plain_one_computes(
+    name: str, stage: int, accumulation: int, mesh: int
+) -> None:
+    follows_plain(zero_for(MESHES[mesh], stage, gradient_accumulation_steps=accumulation), name)
+
+
+def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
+    zero = zero_for(MESHES[0], 3)
+    state = born(zero, "mlp")
+    for x in jax.tree.leaves(state.params):
+        assert len(x.addressable_shards) == 8
+        assert len({str(shard.index) for shard in x.addressable_shards}) == 4
+    title = str(zero.plan(state)).splitlines()[0]
+    assert title == "ZeRO stage 3 over 4 devices (axis 'data') in each of 2 replica groups"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
+def test_fp16_takes_the_steps_of_one_group(stage: int) -> None:
+    """The loss scale, its overflows and the losses of a plain mesh."""
+    runs = []
+    for mesh in (zerojax.mesh(), zerojax.mesh(replicas=2)):
+        zero = zerojax.zero(
+            stage=stage, mesh=mesh, fp16=True, initial_scale_power=30, hysteresis=1,
+            stage3_param_persistence_threshold=0, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        state, step, told = born(zero, "momentum", "float32"), zero(scaled_step), []
+        for (batch,) in CASES["momentum"].arguments("float32"):
+            state, loss = step(state, batch)
+            seen = zerojax.telemetry(state)
+            told.append([float(loss), float(seen["loss_scale"]), int(seen["skipped_steps"])])
+        runs.append(np.array(told))
+    assert runs[0][-1, 2] > 2
+    np.testing.assert_array_equal(runs[1][:, 1:], runs[0][:, 1:])
+    np.testing.assert_allclose(runs[1][:, 0], runs[0][:, 0], rtol=1e-2)
+
+
+def scaled_step(state: TrainState, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        out = state.apply_fn({"params": params}, batch["x"])
+        return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
+
+    loss, grads = zerojax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+@pytest.mark.parametrize("rows", [32, 13])
+def test_an_evaluation_is_spread_over_both_axes(rows: int) -> None:
+    zero = zero_for(MESHES[0], 3, train_micro_batch_size_per_gpu=2)
+    state = born(zero, "mlp")
+    x = np.random.default_rng(0).normal(size=(rows, 16))
+
+    @zero.evaluate
+    def predict(state: TrainState, x: jax.Array) -> Any:
+        out = state.apply_fn({"params": state.params}, x)
+        return out, jnp.mean(out)
+
+    bare = start("mlp", "float64")
+    want = bare.apply_fn({"params": bare.params}, x)
+    out, mean = predict(state, x)
+    np.testing.assert_allclose(out, want, rtol=1e-9)
+    np.testing.assert_allclose(mean, np.mean(want), rtol=1e-9)
+
+
+def test_a_function_per_device_has_its_own_rows() -> None:
+    def own(x: jax.Array, w: jax.Array) -> jax.Array:
+        assert x.shape == (2, 4)
+        return jnp.tanh(x * w)
+
+    over = zero_for(MESHES[0], 0).per_device(own, whole=[1])
+    x, w = np.random.default_rng(0).normal(size=(16, 4)), np.arange(4.0)
+    np.testing.assert_allclose(jax.jit(over)(x, w), np.tanh(x * w), rtol=1e-9)
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(over(x, w))))(w)
+    np.testing.assert_allclose(grad, np.sum(x * (1 - np.tanh(x * w) ** 2), 0), rtol=1e-9)
+
+
+def test_a_step_with_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("replica", "data"))
+    zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
+    rows = np.arange(256.0).reshape(16, 16) / 256
+    over = P(("replica", "data"), None)
+
+    def create() -> TrainState:
+        return TrainState.create(apply_fn=None, params={"w": np.ones((16, 8))}, tx=optax.sgd(0.1))
+
+    def loss_fn(params: Any, x: jax.Array, **how: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(jnp.einsum("bi,io->bo", x, params["w"], **how)))
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, out_sharding=over))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    with jax.set_mesh(mesh):
+        state = zero.init(create)
+        state, loss = zero(step)(state, jax.device_put(rows, jax.NamedSharding(mesh, over)))
+    want, grads = jax.value_and_grad(loss_fn)(create().params, rows)
+    np.testing.assert_allclose(loss, want, rtol=1e-9)
+    np.testing.assert_allclose(np.asarray(state.params["w"]), 1 - 0.1 * grads["w"], rtol=1e-9)
+
+
+def test_the_config_makes_the_groups() -> None:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}
+    assert dict(zerojax.zero(config).mesh.shape) == {"replica": 2, "data": 4}
+    assert dict(zerojax.zero(stage=1, mics_shard_size=2).mesh.shape) == {"replica": 4, "data": 2}
+    given = zerojax.zero(config, mesh=zerojax.mesh(axes={"replica": 2, "data": 4}))
+    assert dict(given.mesh.shape) == {"replica": 2, "data": 4}
+    for off in (-1, 0):
+        assert dict(zerojax.zero(stage=3, mics_shard_size=off).mesh.shape) == {"data": 8}
+
+
+def test_a_checkpoint_goes_to_any_other_mesh(tmp_path: Path) -> None:
+    def zero_on(replicas: int | None, stage: int) -> zerojax.Zero:
+        mesh = zerojax.mesh(replicas=replicas)
+        return zerojax.zero(stage=stage, mesh=mesh, stage3_param_persistence_threshold=0)
+
+    places = [(2, 3), (None, 3), (4, 1), (None, 0)]
+    for step, place in enumerate(places):
+        zero = zero_on(*place)
+        with Checkpointer(tmp_path, zero) as checkpointer:
+            checkpointer.save(step, born(zero, "mlp"))
+    state = start("mlp", "float64")
+    want = jax.tree.map(np.asarray, state.params)
+    for place in places[:2]:
+        zero = zero_on(*place)
+        abstract = zero.abstract_state(lambda: state)
+        with Checkpointer(tmp_path, zero, read_only=True) as checkpointer:
+            for step in range(len(places)):
+                got = checkpointer.restore(abstract, step)
+                jax.tree.map(np.testing.assert_array_equal, jax.device_get(got.params), want)
+                for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
+                    assert x.sharding.is_equivalent_to(like.sharding, x.ndim)

@@ -1,0 +1,59 @@
+"""Nodes, and the speed of the network between them.
+
+nodes_of(zerojax.topology("h100", devices=16))    # (0, 0, 0, 0, 0, 0, 0, 0, 1, ...)
+network_speed("400gb")                            # 5e10 bytes a second
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([gt])b(?:it)?(?:ps|/s)?(/host)?", re.IGNORECASE)
+_BITS = {"g": 1e9, "t": 1e12}
+
+
+def nodes_of(mesh: Mesh) -> tuple[int, ...]:
+    """The node of each device of a mesh, in the order of the program's device numbers.
+
+    A node is what the fast links join: a host's GPUs (or several hosts', where NVLink joins those),
+    a slice of TPUs.
+    """
+    return tuple(map(_node, mesh.devices.flat))
+
+
+def _node(device: Any) -> int:
+    # All absent GPUs are in one slice; their hosts are processes.
+    absent = device.platform == "gpu" and device not in jax.devices()
+    return device.process_index if absent else getattr(device, "slice_index", device.process_index)
+
+
+def network_speed(text: str) -> float:
+    """Bytes a second, each way, that a device's share of its host's network cards carries.
+
+    Args:
+      text: Gigabits a second for each device (``"400gb"``) or for a host of eight devices
+        (``"3.2tb/host"``), or a network of ``device_kinds.json`` (``"ib-ndr"``).
+
+    Raises:
+      ValueError: The text has another form, or the network is unknown.
+
+    Example:
+      >>> network_speed("400gb"), network_speed("3.2tb/host"), network_speed("a3-mega")
+      (50000000000.0, 50000000000.0, 25000000000.0)
+    """
+    networks = device_kinds()["networks"]
+    if text.lower() in networks:
+        return float(networks[text.lower()]["speed"])
+    form = _FORM.fullmatch(text)
+    if form is None or "B" in text or not float(form[1]):
+        raise ValueError(
+            f"network {text!r}: give gigabits a second for each device as 400gb, those of a host "
+            f"as 3.2tb/host, or one of {', '.join(networks)}"
+        )
+    return float(form[1]) * _BITS[form[2].lower()] / 8 / (GPUS_PER_HOST if form[3] else 1)

@@ -137,10 +137,7 @@ class Inserter(Gatherer):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
-        if self.replicas > 1 and eqn.outvars[0] in wants and tables.can_split(eqn, self.replicas):
-            outs: Sequence[Any] = [self._table(eqn, values, wants[eqn.outvars[0]])]
-        else:
-            outs = jaxprs.bind(eqn, values)
+        outs = self._table(eqn, values, wants) or jaxprs.bind(eqn, values)
         if wanted.passes(eqn):
             return outs
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
@@ -160,10 +157,18 @@ class Inserter(Gatherer):
             scope.reduced.append(gradients)
         return outs
 
-    def _table(self, eqn: Any, values: Sequence[jax.Array], spec: Spec) -> jax.Array:
-        """The gradient of a table, reduce-scattered in each replica group, its pieces summed."""
+    def _table(
+        self, eqn: Any, values: Sequence[jax.Array], wants: dict[Any, Spec]
+    ) -> list[jax.Array]:
+        """The gradient of a table, reduce-scattered in each replica group, its pieces summed;
+        empty for other equations."""
+        spec = wants.get(eqn.outvars[0]) if eqn.outvars and self.replicas > 1 else None
+        if spec is None or not is_sharded(spec, self.axis):
+            return []
+        if not tables.can_split(eqn, self.replicas):
+            return []
         parts = tables.by_group(eqn, values, self.replicas)
-        return tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))
+        return [tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))]
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""

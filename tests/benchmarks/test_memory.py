@@ -123,6 +123,12 @@ def test_gradients_are_scattered_in_a_group_and_their_pieces_summed_between_grou
         assert 0.9 < found.total_moved_bytes / found.total_expected_moved_bytes < 1.09
 
 
+@pytest.mark.sweep
+def test_groups_change_nothing_of_what_stage_0_sends():
+    found = record(replace(SCANNED, stage=0, devices=16, replicas=2))
+    assert 0.999 < found.total_moved_bytes / found.total_expected_moved_bytes < 1.001
+
+
 def test_the_scanned_program_does_not_grow_with_its_depth():
     few, many = (lowered(replace(SCANNED, n_layer=n)) for n in (12, 48))
     assert many.count("\n") < 1.02 * few.count("\n")

@@ -143,10 +143,8 @@ class Inserter(Gatherer):
             return jaxprs.bind(eqn, values)
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
         place = self.constrain if _few_rows(eqn) else self.scatter
-        if self.replicas > 1 and eqn.outvars[0] in wants and tables.can_split(eqn, self.replicas):
-            outs = [self._table(eqn, values, wants[eqn.outvars[0]])]
-        else:
-            outs = self._made(eqn, values, [wants.get(v) for v in eqn.outvars], place)
+        specs = [wants.get(v) for v in eqn.outvars]
+        outs = self._table(eqn, values, wants) or self._made(eqn, values, specs, place)
         gradients = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -172,10 +170,18 @@ class Inserter(Gatherer):
         outs = jaxprs.bind(eqn, values)
         return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
-    def _table(self, eqn: Any, values: Sequence[jax.Array], spec: Spec) -> jax.Array:
-        """The gradient of a table, reduce-scattered in each replica group, its pieces summed."""
+    def _table(
+        self, eqn: Any, values: Sequence[jax.Array], wants: dict[Any, Spec]
+    ) -> list[jax.Array]:
+        """The gradient of a table, reduce-scattered in each replica group, its pieces summed;
+        empty for other equations."""
+        spec = wants.get(eqn.outvars[0]) if eqn.outvars and self.replicas > 1 else None
+        if spec is None or not is_sharded(spec, self.axis):
+            return []
+        if not tables.can_split(eqn, self.replicas):
+            return []
         parts = tables.by_group(eqn, values, self.replicas)
-        return tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))
+        return [tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))]
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import Shard
+from zerojax.collectives.gathering import plain
 from zerojax.collectives.host import Host, Unpadded, fetched, on_host, sent, unpadded
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
@@ -210,6 +211,7 @@ class _Leaving:
         if on_host(gradient):
             self.square_sums.append(gradient.sums)
             return gradient
+        gradient = plain(gradient)  # one that is made element by element from its parameter
         spec = layout.full(leaf.spec, gradient.ndim)
         gradient = self._setting.inserter.constrain(gradient, spec)
         self.square_sums.append(self._sums(gradient))

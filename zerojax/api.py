@@ -44,6 +44,7 @@ class Zero:
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
         config.batch(self.mesh.shape[axis])  # a triangle that does not multiply out fails here
+        config.check_partition(self.mesh.shape[axis])
         self.states = States(config, self.mesh, axis, specs)
         self._donate, self._check_memory = donate, check_memory
 

@@ -16,6 +16,7 @@ from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 
 # By the name of a mark: what stands in for it, given its value.
@@ -87,7 +88,7 @@ class Gatherer:
         for i, shard in enumerate(shards):
             if not isinstance(shard, Shard) or shard.host:
                 continue
-            if many.is_small(shard.value.shape, shard.spec, self.axis):
+            if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep:
                 wholes[i] = self.whole(shard.value, shard.spec)
@@ -129,16 +130,17 @@ class Gatherer:
 
         Constrained whole first, and to its shard then. Otherwise XLA shards what the gradient is
         made from as well, and gathers every device's activations or cotangents for it. Where
-        dimensions share the axis, to one more at a time: XLA all-reduces the whole gradient to
-        cut two at once. A mesh of parts is another one to XLA, which shards nothing else by it.
+        parts of the axis share it, to one more at a time: XLA all-reduces the whole gradient to
+        cut two at once. The inner parts come first, so that least is sent between hosts. A mesh of
+        parts is another one to XLA, which shards nothing else by it.
         """
-        cut = layout.dimensions(spec, self.axis)
-        if len(cut) < 2:
-            return self.constrain(self.constrain(gradient, layout.without(spec, self.axis)), spec)
-        whole = layout.without(spec, self.axis)
-        for last in cut:
-            part = [*spec[: last + 1], *whole[last + 1 :]]
-            gradient = self.constrain(gradient, part)
+        parts = layout.parts_of(spec, self.axis)
+        shard = layout.without(spec, self.axis)
+        if len(parts) < 2:
+            return self.constrain(self.constrain(gradient, shard), spec)
+        for dimension, name in parts:
+            shard = layout.within(shard, dimension, name)
+            gradient = self.constrain(gradient, shard)
         return gradient
 
     def on_device(self, v: Shard, scope: Scope) -> Any:

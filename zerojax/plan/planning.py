@@ -47,7 +47,15 @@ def make_plan(
         if config.stage == 0:
             spec, reason = whole, "stage 0 keeps the state whole"
         else:
-            spec, reason = shard_spec(x.shape, whole, mesh, axis, smallest, parts=parts_too)
+            spec, reason = shard_spec(
+                x.shape,
+                whole,
+                mesh,
+                axis,
+                smallest,
+                parts=parts_too,
+                partition=config.zero_hpz_partition_size,
+            )
         return Leaf.of(path, x, spec, whole, reason, mesh)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)

@@ -167,6 +167,14 @@ SHARDING: tuple[Key, ...] = (
         auto="DeepSpeed's default, 100000 elements",
     ),
     setting(
+        f"{ZERO}.zero_hpz_partition_size",
+        WHOLE,
+        1,
+        "the GPUs of a host, say: parameters are gathered from other hosts once a step, and "
+        "within the host at each use; 1 is off",
+        auto="1: not asked for",
+    ),
+    setting(
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         FLAG,
         False,
@@ -224,7 +232,6 @@ SHARDING: tuple[Key, ...] = (
     *off_only(
         ZERO,
         "a second, smaller shard group is not there yet",
-        zero_hpz_partition_size=(WHOLE, 1, 0),
         mics_shard_size=(INTEGER, -1, 0),
         mics_hierarchical_params_gather=FLAG_OFF,
     ),

@@ -80,6 +80,12 @@ class Gatherer:
         pinned = self.constrain(value, spec)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
+    def secondary(self, value: jax.Array, spec: Sequence[Any], partly: Spec) -> jax.Array:
+        """All-gathers a shard between partitions, to be gathered within one later: a barrier keeps
+        XLA from gathering at once."""
+        pinned = self.constrain(self.constrain(value, spec), partly)
+        return self.constrain(lax.optimization_barrier(pinned), partly)
+
     def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
         """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
         is set, else the small ones; None for the others."""

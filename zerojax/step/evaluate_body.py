@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
@@ -100,8 +99,7 @@ def enter(
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
     What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
-    and a secondary shard from the other partitions (hpZ). A barrier keeps XLA from gathering that
-    and the whole in one.
+    and secondary shards (hpZ).
 
     Args:
       inserter: Runs the body.
@@ -119,8 +117,7 @@ def enter(
         cut = away or (leaf.sharded and x is not None)
         secondary = None if away or inserter.share else plan.secondary_spec(leaf)
         if secondary is not None and x is not None:
-            pinned = inserter.constrain(x, spec)  # after a cast to the compute dtype
-            x, spec = lax.optimization_barrier(inserter.constrain(pinned, secondary)), secondary
+            x, spec = inserter.secondary(x, spec, secondary), secondary
         entered.append(Shard(x, spec, host=away) if cut else x)
     return [
         x if whole is None else dataclasses.replace(x, whole=whole)

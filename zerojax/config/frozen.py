@@ -228,7 +228,6 @@ class ZeroConfig:
             world,
         )
 
-
     def check_partition(self, world: int) -> None:
         """Whether partitions (hpZ) are equal parts of `world` devices.
 

@@ -127,7 +127,7 @@ def shard_spec(
     if math.prod(shape) < smallest:
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
-    partition = partition if partition < n else 1
+    partition = partition if 1 < partition < n else 1
     piece = layout.piece(shape, own, mesh)
     free = [d for d, entry in enumerate(own) if entry is None]
     cut = _single(piece, free, n) or _best(piece, free, n, parts, partition)
@@ -163,9 +163,7 @@ def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
     return Cut(((max(chosen, key=lambda d: piece[d]), n),)) if chosen else None
 
 
-def _best(
-    piece: Sequence[int], free: Sequence[int], n: int, parts: bool, partition: int
-) -> Cut:
+def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool, partition: int) -> Cut:
     """The cut that leaves each device the least; of those as good as that, by far the simplest."""
     whole, size = Cut(()), math.prod(piece)
     if size <= SMALL:

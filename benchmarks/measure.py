@@ -10,18 +10,22 @@ bf16 or fp16 over fp32 masters. ``memory.py`` prints these records, and the test
 import dataclasses
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
+from zerojax.devices.topology import GPUS_PER_HOST
+from zerojax.hlo.program import parse
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn
@@ -44,6 +48,7 @@ class Case:
       device: a name that ``zerojax.topology`` knows.
       precision: "bf16"; "fp16", with a dynamic loss scale; or "bf16 checked", which skips steps
         that overflow.
+      partition: GPUs that keep a secondary shard together (hpZ); 1 for none.
     """
 
     stage: int | None
@@ -58,6 +63,7 @@ class Case:
     micro_batch: int = 4
     device: str = "h100"
     precision: str = "bf16"
+    partition: int = 1
 
     @property
     def name(self) -> str:
@@ -65,6 +71,7 @@ class Case:
         words += [f"gas {self.accumulate}"] if self.accumulate > 1 else []
         words += ["scan"] if self.scan else []
         words += [self.precision] if self.precision != "bf16" else []
+        words += [f"hpZ {self.partition}"] if self.partition > 1 else []
         return ", ".join(words)
 
     @property
@@ -233,7 +240,80 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
         return {"all-gather": once, "all-reduce": 2 * g * once}
     if case.stage in (1, 2):
         return {"all-gather": once, "reduce-scatter": g * once}
-    return {"all-gather": 2 * g * once, "reduce-scatter": g * once}
+    near = case.partition if case.partition > 1 else case.devices
+    return {
+        "all-gather": round(
+            COMPUTE_BYTES * parameters * (2 * g * (near - 1) / near + 1 / near - 1 / case.devices)
+        ),
+        "reduce-scatter": g * once,
+    }
+
+
+def expected_between(case: Case, parameters: int) -> int:
+    """Bytes that have to come into each host in a step at stage 3, for P parameters of 2 bytes.
+
+    One pass over all parameters, a gather or a scatter, is ``(h-1)/h * 2P`` on h hosts. A step
+    takes 3g of them with g micro-batches; with a secondary shard in each host 1 gather, however
+    many the micro-batches, and g scatters.
+    """
+    hosts = case.devices // GPUS_PER_HOST
+    passes = 1 + case.accumulate if case.partition > 1 else 3 * case.accumulate
+    return round(passes * (hosts - 1) / hosts * COMPUTE_BYTES * parameters)
+
+
+def between_hosts(text: str) -> dict[str, int]:
+    """Bytes that have to come into each host in a step, by kind of collective.
+
+    Of a payload, gathered or to be reduced, by a group of n devices over h hosts, a host has 1/h
+    itself; each of its other groups is another payload.
+    """
+    program = parse(text)
+    total: dict[str, int] = {}
+    for each in collectives(text):
+        attributes = program.computations[each.computation][each.name].attributes
+        groups = replica_groups(attributes, program.devices)
+        hosts = {len({device // GPUS_PER_HOST for device in group}) for group in groups}
+        n = max(hosts)
+        if n > 1:
+            mine = sum(any(device < GPUS_PER_HOST for device in group) for group in groups)
+            passes = 2 if each.kind == "all-reduce" else 1
+            size = each.times * each.payload_bytes * passes * mine * (n - 1) // n
+            total[each.kind] = total.get(each.kind, 0) + size
+    return total
+
+
+def replica_groups(attributes: str, devices: int) -> list[list[int]]:
+    """The groups of devices of a collective, from any of the forms XLA prints."""
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes):
+        return [[*map(int, group.split(","))] for group in re.findall(r"[\d,]+\d", listed[1])]
+    iota = re.search(
+        r"replica_groups=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?", attributes
+    )
+    if iota:
+        return _iota(devices, iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
+        attributes,
+    )
+    if mesh is None:
+        return [[*range(devices)]]
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+    named, together = [*sizes], re.findall(r"'(\w+)'", mesh[4])
+    order = [named.index(name) for name in (*(set(named) - {*together}), *together)]
+    size = math.prod(sizes[name] for name in together)
+    ids = _iota(devices, mesh[2], mesh[3]).reshape([*sizes.values()])
+    return ids.transpose(order).reshape(-1, size).tolist()
+
+
+def _iota(devices: int, shape: str | None, order: str | None) -> np.ndarray:
+    ids = np.arange(devices)
+    ids = ids.reshape(_numbers(shape)) if shape else ids
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _numbers(text: str) -> list[int]:
+    return [*map(int, text.split(","))]
 
 
 def train_step_of(
@@ -275,7 +355,10 @@ def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
             "gradient_accumulation_steps": case.accumulate,
             "gradient_clipping": 0.0,
             **({"fp16": {"enabled": True}} if case.precision == "fp16" else precision),
-            "zero_optimization": {"stage": case.stage},
+            "zero_optimization": {
+                "stage": case.stage,
+                "zero_hpz_partition_size": case.partition,
+            },
         },
         mesh=mesh,
     )

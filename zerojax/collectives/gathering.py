@@ -140,14 +140,29 @@ class Gatherer:
         cut two at once. The inner parts come first, so that least is sent between hosts. A mesh of
         parts is another one to XLA, which shards nothing else by it.
         """
-        parts = layout.parts_of(spec, self.axis)
+        if len(layout.parts_of(spec, self.axis)) < 2:
+            gradient = self.constrain(gradient, layout.without(spec, self.axis))
+        return self.scatter_parts(gradient, spec)
+
+    def scatter_parts(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same, where XLA may gather what the gradient is made from."""
         shard = layout.without(spec, self.axis)
-        if len(parts) < 2:
-            return self.constrain(self.constrain(gradient, shard), spec)
-        for dimension, name in parts:
+        for dimension, name in layout.parts_of(spec, self.axis):
             shard = layout.within(shard, dimension, name)
             gradient = self.constrain(gradient, shard)
         return gradient
+
+    def scatter_table(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same for the gradient of a lookup, which XLA sums over all devices at once: it is
+        reduce-scattered in their order, and pieces change places then."""
+        parts = layout.parts_of(spec, self.axis)
+        if len(parts) > 1 and len({d for d, _ in parts}) == 1:
+            whole = layout.without(spec, self.axis)
+            flat = whole
+            for dimension, name in reversed(parts):
+                flat = layout.within(flat, dimension, name)
+            return self.constrain(self.constrain(self.constrain(gradient, whole), flat), spec)
+        return self.scatter(gradient, spec)
 
     def on_device(self, v: Shard, scope: Scope) -> Any:
         """Brings a parameter from host memory to the device: as a shard, or whole."""

@@ -106,6 +106,8 @@ class Record:
       argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
       moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
       expected_moved_bytes: the same by ``expected_moved``.
+      between_bytes: that have to come into each host in a step, by kind of collective.
+      expected_between_bytes: the same in all at stage 3, by ``expected_between``.
       collective_dtypes: payload bytes a step by kind, then dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
       collective_counts: collectives in the text by kind, those in loops once.
@@ -124,6 +126,8 @@ class Record:
     temporary_bytes: int
     moved_bytes: dict[str, int]
     expected_moved_bytes: dict[str, int]
+    between_bytes: dict[str, int]
+    expected_between_bytes: int
     collective_dtypes: dict[str, dict[str, int]]
     gather_dtypes: dict[str, int]
     collective_counts: dict[str, int]
@@ -199,6 +203,8 @@ def measure(case: Case, compiled: Compiled) -> Record:
         temporary_bytes=memory.temp_size_in_bytes,
         moved_bytes=_sum_by((each.kind, each.moved_bytes) for each in moves),
         expected_moved_bytes=expected_moved(case, compiled.parameters),
+        between_bytes=between_hosts(text),
+        expected_between_bytes=expected_between(case, compiled.parameters),
         collective_dtypes={
             kind: _sum_by(
                 (dtype, each.times * size)

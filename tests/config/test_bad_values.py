@@ -142,8 +142,8 @@ def test_optimizers_and_schedules(section, given, says):
         (
             {"stage": 3, "zero_hpz_partition_size": 8, "offload_optimizer": {"device": "cpu"}},
             "zero_optimization.zero_hpz_partition_size = 8 keeps a second shard of the parameters "
-            "on the device, and zero_optimization.offload_optimizer.device has the state elsewhere; "
-            "leave out one of them",
+            "on the device, and zero_optimization.offload_optimizer.device has the state "
+            "elsewhere; leave out one of them",
         ),
     ],
 )

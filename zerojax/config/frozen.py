@@ -90,6 +90,8 @@ class ZeroConfig:
       stage3_param_persistence_threshold: The elements below which a parameter stays whole.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
+      zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
+        step, at stage 3: those of a host; 1 for none.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.

@@ -10,6 +10,8 @@ stage  masters and moments  gradients          compute parameters
 2      sharded              sharded            gathered once a step
 3      sharded              sharded            gathered where used, again in the backward
 =====  ===================  =================  ============================================
+
+With partitions (hpZ) stage 3 gathers once a step between them, and where used within one.
 """
 
 from __future__ import annotations

@@ -259,6 +259,8 @@ def test_secondary_shards_of_padded_arrays(
             want, plain_loss = plain_one(want, batch)
             np.testing.assert_allclose(loss, plain_loss, rtol=1e-9)
         np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-9)
+        evaluated = zero.evaluate(lambda state, x: x @ state.params["w"])(state, batches[0])
+        np.testing.assert_allclose(evaluated, batches[0] @ want.params["w"], rtol=1e-9)
 
 
 # Of three layers, bias before kernel. A bias whose one dimension "model" cuts is cut again.

@@ -62,6 +62,10 @@ def test_memory_rises_by_the_secondary_shard():
     flat, near = (measure(case, compiled(case)) for case in (FLAT, NEAR))
     theory = 2 * flat.parameters * (1 / 8 - 1 / 16)
     assert near.temporary_bytes - flat.temporary_bytes == pytest.approx(theory, rel=0.15)
+    # The shards live from the forward to the backward pass, and nothing else that is gathered.
+    assert near.crossing_bytes == pytest.approx(2 * near.parameters / 8, rel=0.02)
+    assert flat.crossing_bytes == 0
+    assert set(near.gather_dtypes) == {"bf16"}
     assert near.argument_bytes == pytest.approx(flat.argument_bytes, rel=1e-3)
 
 

@@ -236,22 +236,21 @@ class Plan:
     def _far(self) -> list[str]:
         """What hpZ leaves to be gathered over all devices at each use."""
         size = self.config.zero_hpz_partition_size
-        if not 1 < size < self.mesh.shape[self.axis]:
-            return []
+        specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in self.compute]
         far = [
             leaf
-            for leaf in self.compute
-            if self.secondary_spec(leaf) is None
-            and not is_small(leaf.shape, layout.full(leaf.spec, len(leaf.shape)), self.axis)
-            and layout.dimensions(leaf.spec, self.axis)
+            for leaf, spec in zip(self.compute, specs, strict=True)
+            if layout.dimensions(spec, self.axis)
+            and not is_small(leaf.shape, spec, self.axis)
+            and self.secondary_spec(leaf) is None
         ]
-        if not far:
+        if not far or not 1 < size < self.mesh.shape[self.axis]:
             return []
+        names = ", ".join(leaf.path for leaf in far[:4]) + (", ..." if far[4:] else "")
         return [
             f"zero_hpz_partition_size = {size}: {len(far)} parameters "
             f"({table.size(sum(leaf.bytes for leaf in far))}) have no secondary shard and are "
-            f"gathered over all devices at each use: {', '.join(leaf.path for leaf in far[:4])}"
-            + (", ..." if far[4:] else "")
+            f"gathered over all devices at each use: {names}"
         ]
 
     def copies(self) -> tuple[Leaf, ...]:

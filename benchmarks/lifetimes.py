@@ -149,7 +149,9 @@ def _lifetimes(
                 backward=any("transpose(" in name for name in names),
                 stacked=any(each.stacks for each in uses),
                 of_parameter=shape.dtype.startswith(("f", "bf"))
-                and is_argument(program, callers, computation, start.operands[element]),
+                and is_argument(
+                    program, callers, computation, start.operands[element], gathered=True
+                ),
             )
 
 

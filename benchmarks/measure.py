@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
+from zerojax.devices.topology import GPUS_PER_HOST
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn
@@ -45,6 +46,7 @@ class Case:
       device: a name that ``zerojax.topology`` knows.
       precision: "bf16"; "fp16", with a dynamic loss scale; or "bf16 checked", which skips steps
         that overflow.
+      partition: GPUs that keep a secondary shard together (hpZ); 1 for none.
     """
 
     stage: int | None
@@ -60,6 +62,7 @@ class Case:
     micro_batch: int = 4
     device: str = "h100"
     precision: str = "bf16"
+    partition: int = 1
 
     @property
     def name(self) -> str:
@@ -68,6 +71,7 @@ class Case:
         words += ["scan"] if self.scan else []
         words += [f"{self.replicas} x {self.group}"] if self.replicas > 1 else []
         words += [self.precision] if self.precision != "bf16" else []
+        words += [f"hpZ {self.partition}"] if self.partition > 1 else []
         return ", ".join(words)
 
     @property
@@ -107,6 +111,8 @@ class Record:
       argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
       moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
       expected_moved_bytes: the same by ``expected_moved``.
+      between_bytes: that have to come into each host in a step, by kind of collective.
+      expected_between_bytes: the same in all at stage 3, by ``expected_between``.
       collective_dtypes: payload bytes a step by kind, then dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
       collective_counts: collectives in the text by kind, those in loops once.
@@ -125,6 +131,8 @@ class Record:
     temporary_bytes: int
     moved_bytes: dict[str, int]
     expected_moved_bytes: dict[str, int]
+    between_bytes: dict[str, int]
+    expected_between_bytes: int
     collective_dtypes: dict[str, dict[str, int]]
     gather_dtypes: dict[str, int]
     collective_counts: dict[str, int]
@@ -202,6 +210,8 @@ def measure(case: Case, compiled: Compiled) -> Record:
         temporary_bytes=memory.temp_size_in_bytes,
         moved_bytes=_sum_by((each.kind, each.moved_bytes) for each in moves),
         expected_moved_bytes=expected_moved(case, compiled.parameters),
+        between_bytes=between_hosts(text),
+        expected_between_bytes=expected_between(case, compiled.parameters),
         collective_dtypes={
             kind: _sum_by(
                 (dtype, each.times * size)
@@ -252,8 +262,40 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     if case.stage == 1 and g > 1:
         return {"all-gather": once, "all-reduce": g * whole}
     pieces = {"all-reduce": g * round(2 * (r - 1) / r * size / d)} if r > 1 else {}
-    gathers = 1 if case.stage in (1, 2) else 2 * g
-    return {"all-gather": gathers * once, "reduce-scatter": g * once, **pieces}
+    gathered = once if case.stage in (1, 2) else 2 * g * once
+    if case.partition > 1:
+        p = case.partition
+        gathered = round(size * (2 * g * (p - 1) / p + 1 / p - 1 / d))
+    return {"all-gather": gathered, "reduce-scatter": g * once, **pieces}
+
+
+def expected_between(case: Case, parameters: int) -> int:
+    """Bytes that have to come into each host in a step at stage 3, for P parameters of 2 bytes.
+
+    One pass over all parameters, a gather or a scatter, is ``(h-1)/h * 2P`` on h hosts. A step
+    takes 3g of them with g micro-batches; with a secondary shard in each host 1 gather, however
+    many the micro-batches, and g scatters.
+    """
+    hosts = case.devices // GPUS_PER_HOST
+    passes = 1 + case.accumulate if case.partition > 1 else 3 * case.accumulate
+    return round(passes * (hosts - 1) / hosts * COMPUTE_BYTES * parameters)
+
+
+def between_hosts(text: str) -> dict[str, int]:
+    """Bytes that have to come into each host in a step, by kind of collective.
+
+    Of a payload, gathered or to be reduced, by a group of n devices over h hosts, a host has 1/h
+    itself; each of its other groups is another payload.
+    """
+    total: dict[str, int] = {}
+    for each in collectives(text):
+        n = max(len({device // GPUS_PER_HOST for device in group}) for group in each.groups)
+        if n > 1:
+            mine = sum(any(device < GPUS_PER_HOST for device in group) for group in each.groups)
+            passes = 2 if each.kind == "all-reduce" else 1
+            size = each.times * each.payload_bytes * passes * mine * (n - 1) // n
+            total[each.kind] = total.get(each.kind, 0) + size
+    return total
 
 
 def train_step_of(
@@ -295,7 +337,10 @@ def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
             "gradient_accumulation_steps": case.accumulate,
             "gradient_clipping": 0.0,
             **({"fp16": {"enabled": True}} if case.precision == "fp16" else precision),
-            "zero_optimization": {"stage": case.stage},
+            "zero_optimization": {
+                "stage": case.stage,
+                "zero_hpz_partition_size": case.partition,
+            },
         },
         mesh=mesh,
     )

@@ -63,6 +63,11 @@ def sections(quick: bool) -> dict[str, list[Case]]:
             )
             for stage in (2, 3)
         ],
+        "partitions": [
+            dataclasses.replace(third, devices=16, scan=True, partition=size, accumulate=k)
+            for k in (1, gas)
+            for size in (1, 8)
+        ],
         "indivisible": [
             dataclasses.replace(third, devices=count, scan=True, vocab_size=50257, n_layer=depth)
             for count in ((24, 1024) if quick else (3, 24, 48, 64, 256, 1000, 1024))
@@ -103,7 +108,8 @@ def traffic_table(title: str, records: Iterable[Record]) -> Table:
     """Bytes sent per step by each device, beside what theory asks for."""
     table = Table(title=f"{title}: MB sent per step and device, measured / theory")
     table.add_column("case", no_wrap=True)
-    for name in ("all-gather", "reduce-scatter", "all-reduce", "total", "parameters gathered in",
+    for name in ("all-gather", "reduce-scatter", "all-reduce", "total", "into a host",
+                 "parameters gathered in",
                  "largest all-reduce", "all-to-alls", "held into backward"):  # fmt: skip
         table.add_column(name, justify="right")
     for each in records:
@@ -111,6 +117,9 @@ def traffic_table(title: str, records: Iterable[Record]) -> Table:
             each.case.name + (f", {each.case.devices} devices" if each.case.devices != 8 else ""),
             *(_beside(each, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
             f"{_mega(each.total_moved_bytes)} / {_mega(each.total_expected_moved_bytes)}",
+            f"{_mega(sum(each.between_bytes.values()))} / {_mega(each.expected_between_bytes)}"
+            if each.case.stage == 3 and each.case.devices > 8
+            else "-",
             ", ".join(f"{dtype} {_mega(size)}" for dtype, size in each.gather_dtypes.items())
             or "-",
             f"{each.largest_all_reduce / MEGA:.3f}",

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec
 
 import zerojax
 from zerojax.models.gpt import loss_fn as cross_entropy
-from zerojax.plan import layout
+from zerojax.plan import layout, rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+P = PartitionSpec
 STAGES = (0, 1, 2, 3)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 ALL = CASES | PARTITIONED
@@ -191,8 +192,78 @@ def test_accumulation_by_four(name: str, stage: int) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "partition", "accumulation"),
+    [
+        ("mlp", 2, 1),
+        ("mlp", 4, 4),
+        ("tied", 2, 1),
+        ("nnx_mlp", 2, 1),
+        ("gpt_scan_remat", 4, 4),
+        pytest.param("gpt_remat", 2, 1, marks=pytest.mark.sweep),
+        pytest.param("nnx_gpt", 4, 4, marks=pytest.mark.sweep),
+        pytest.param("convnet", 2, 1, marks=pytest.mark.sweep),
+    ],
+)
+def test_secondary_shards(
+    name: str, partition: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hpZ, of parameters as small as these too."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    zero = zero_for(3, zero_hpz_partition_size=partition, gradient_accumulation_steps=accumulation)
+    with jax.enable_x64(True):
+        assert zero.plan(start(name, "float64")).secondary()
+        got = follow(name, zero(CASES[name].step), start(name, "float64"), "float64")
+        want = plain(name, "float64")
+        if accumulation > 1:
+            got, want = (got[0], *got[2:]), (want[0], *want[2:])  # metrics come by micro-batch
+        assert_equal_runs(got, want, "float64")
+
+
+@pytest.mark.parametrize(
+    ("devices", "partition", "shape", "spec"),
+    [
+        (8, 4, (12, 7), P("data:(2)4", "data:(1)2")),
+        (6, 2, (7, 10), P("data:(1)3", "data:(3)2")),
+        (6, 3, (8, 9), P("data:(1)2", "data:(2)3")),
+        (8, 4, (7, 5), None),  # nothing divides: no secondary shard, which the plan says
+    ],
+)
+def test_secondary_shards_of_padded_arrays(
+    devices: int, partition: int, shape: Any, spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+    rng = np.random.default_rng(0)
+
+    def create() -> TrainState:
+        params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=shape))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"]) ** 2))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    with jax.enable_x64(True):
+        zero = zero_for(3, mesh=zerojax.mesh(devices), zero_hpz_partition_size=partition)
+        state, want = zero.init(create), create()
+        plan = zero.plan(state)
+        assert [leaf.spec for leaf in plan.leaves["params"]] == [spec or plan.params["w"]]
+        assert len(plan.secondary()) == bool(spec)
+        assert ("have no secondary shard" in str(plan)) != bool(spec)
+        batches = rng.normal(size=(3, 2 * devices, shape[0]))
+        one, plain_one = zero(step), jax.jit(step)
+        for batch in batches:
+            state, loss = one(state, batch)
+            want, plain_loss = plain_one(want, batch)
+            np.testing.assert_allclose(loss, plain_loss, rtol=1e-9)
+        np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-9)
+        evaluated = zero.evaluate(lambda state, x: x @ state.params["w"])(state, batches[0])
+        np.testing.assert_allclose(evaluated, batches[0] @ want.params["w"], rtol=1e-9)
+
+
 # Of three layers, bias before kernel. A bias whose one dimension "model" cuts is cut again.
-P = PartitionSpec
 BOTH = ("model", "data")
 USERS = [P("model"), P(None, "model"), P(), P("model"), P("model"), P(None, "model")]
 USERS_AND_ZEROS = [

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.monitor.after_step import LossScaleError
+from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -517,3 +518,22 @@ def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
         _, losses = run(zero_for(2, gradient_accumulation_steps=2, **keywords), batches(3), body)
         _, plain = run(zero_for(0), batches(3), body)
         np.testing.assert_allclose(losses, plain, rtol=1e-2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_secondary_shards_in_fp16(accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scale, the same skipped step and nearly the same numbers as without them."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    some = batches(6)
+    some[3] = spoilt(some[3], np.inf)
+    keywords = {"fp16": True, "gradient_accumulation_steps": accumulation}
+    (near, losses), (flat, want) = (
+        run(zero_for(3, zero_hpz_partition_size=size, **keywords), some) for size in (4, 1)
+    )
+    np.testing.assert_allclose(losses, want, rtol=2e-3)
+    got, expected = zerojax.telemetry(near), zerojax.telemetry(flat)
+    for name in ("loss_scale", "skipped_steps", "step"):
+        assert got[name] == expected[name]
+    assert got["skipped_steps"] == 1
+    for a, b in zip(jax.tree.leaves(near.params), jax.tree.leaves(flat.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)

@@ -45,6 +45,7 @@ class Zero:
         axis = shard_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size)
         config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
+        config.check_partition(self.mesh.shape[axis])
         self.states = States(config, self.mesh, axis, specs)
         self._donate, self._check_memory = donate, check_memory
 

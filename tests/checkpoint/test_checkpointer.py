@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, zero_of
+from checkpoint.states import KEY, SPECS, assert_same, create_linen, create_nnx, filled, zero_of
 from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1
@@ -285,6 +286,29 @@ def test_restores_into_a_state_that_is_there(tmp_path: Path, zero: Any, state: A
         got = checkpointer.restore(jax.eval_shape(create_linen, KEY))
         assert_same(got, state)
         assert got.params["embed"].sharding == state.params["embed"].sharding
+
+
+def test_pieces_in_the_order_of_partitions(tmp_path: Path) -> None:
+    """From hpZ to none and other partitions, numbers of devices and meshes, and back."""
+
+    def of(devices: int, partition: int, **axes: int) -> zerojax.Zero:
+        return zerojax.zero(
+            stage=3,
+            mesh=zerojax.mesh(devices, axes or None),
+            specs=SPECS if axes else None,
+            stage3_param_persistence_threshold=0,
+            zero_hpz_partition_size=partition,
+        )
+
+    zeros = [of(8, 4), of(8, 1), of(4, 2), of(6, 3), of(8, 2, data=4, model=2), of(8, 2)]
+    state = saved = filled(zeros[0].init(create_linen, KEY))
+    assert "data:(2)4" in str(state.params["embed"].sharding.spec)
+    for step, (one, other) in enumerate(itertools.pairwise(zeros)):
+        with Checkpointer(tmp_path / str(step), one) as checkpointer:
+            checkpointer.save(1, state)
+        with Checkpointer(tmp_path / str(step), other) as checkpointer:
+            state = checkpointer.restore(other.abstract_state(create_linen, KEY))
+    assert_same(state, saved)
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_each_comes_back_as_it_was() -> None:
 
     def run(values: list[jax.Array]) -> Any:
         shards = [Shard(x, spec) for x, spec in zip(values, SPECS * 2, strict=True)]
-        return many.gather_together(shards, "data", 8, inserter.constrain)
+        return many.gather_together(shards, MESH, inserter.constrain)
 
     with jax.enable_x64(True):
         assert [move.dtype for move in gathers(jax.make_jaxpr(run)(values))] == [
@@ -42,20 +42,6 @@ def test_each_comes_back_as_it_was() -> None:
         for got, want in zip(jax.jit(run)(values), values, strict=True):
             assert got.sharding.is_fully_replicated
             np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "small"),
-    [
-        ((many.SMALL,), ("data",), True),
-        ((many.SMALL + 8,), ("data",), False),
-        ((8, 8), ("data", "model"), False),
-        ((8, 8), (("data", "model"), None), False),
-        ((8, 8), (None, None), False),
-    ],
-)
-def test_which_are_small(shape: Any, spec: Any, small: bool) -> None:
-    assert many.is_small(shape, spec, "data") is small
 
 
 def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:

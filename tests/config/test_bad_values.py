@@ -128,3 +128,37 @@ def test_optimizers_and_schedules(section, given, says):
         load({section: given})
     with pytest.raises(ConfigError, match=says):
         ZeroConfig.from_keywords(**{section: given})
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"stage": 2, "zero_hpz_partition_size": 8},
+            "zero_optimization.zero_hpz_partition_size = 8 needs stage 3, where parameters are "
+            "sharded, and the stage is 2; set zero_optimization.stage to 3, or the partition size "
+            "to 1",
+        ),
+        (
+            {"stage": 3, "zero_hpz_partition_size": 8, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization.zero_hpz_partition_size = 8 keeps a second shard of the parameters "
+            "on the device, and zero_optimization.offload_optimizer.device has the state "
+            "elsewhere; leave out one of them",
+        ),
+    ],
+)
+def test_partitions_without_what_they_need(section, says):
+    with pytest.raises(ConfigError) as caught:
+        load({"zero_optimization": section})
+    assert caught.value.problems == (says,)
+
+
+@pytest.mark.parametrize(("devices", "known"), [(4, "1, 2, 4"), (12, "1, 2, 3, 4, 6, 12")])
+def test_partitions_that_do_not_divide_the_devices(devices, known):
+    config = load({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
+    with pytest.raises(ConfigError, match=f"does not divide the {devices} .* one of {known}: "):
+        config.check_partition(devices)
+    for size in (0, 1, 2, devices):
+        load({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}).check_partition(
+            devices
+        )

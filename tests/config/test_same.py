@@ -55,6 +55,7 @@ FIELDS = {
         True,
     ),
     "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
+    "zero_hpz_partition_size": ({"zero_optimization": {"zero_hpz_partition_size": 8}}, 8),
     "offload_optimizer": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         OffloadOptimizer(ratio=0.5),
@@ -92,7 +93,7 @@ FIELDS = {
 # What a JSON has by default, and keywords do not.
 QUIET = {"gradient_clipping": 0, "steps_per_print": 0}
 # What a field is refused without.
-BESIDE = {"offload_optimizer": 1, "offload_param": 3}
+BESIDE = {"offload_optimizer": 1, "offload_param": 3, "zero_hpz_partition_size": 3}
 
 
 def test_every_field_is_here():
@@ -115,7 +116,9 @@ def test_three_ways_to_say_it(name):
 
 
 def test_all_at_once():
-    names = set(FIELDS) - {"bf16", "check_grad_overflow", "train_batch_size"}
+    names = set(FIELDS) - {
+        "bf16", "check_grad_overflow", "train_batch_size", "zero_hpz_partition_size",
+    }  # fmt: skip
     json: dict[str, object] = {}
     for name in names:
         for section, value in FIELDS[name][0].items():

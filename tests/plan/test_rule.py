@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import AbstractMesh
 from jaxprs import Spec
 
 import zerojax
 from zerojax.plan import layout
-from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
+from zerojax.plan.rule import SMALL, ShardSpec, check_own_spec, is_small, shard_spec
 
 MESH = zerojax.mesh(axes={"data": 4, "model": 2})
 
@@ -33,6 +34,29 @@ def test_the_largest_free_dimension_that_divides(
     shape: tuple[int, ...], own: Spec, spec: Spec
 ) -> None:
     assert shard_spec(shape, own, MESH, "data", 0) == ShardSpec(spec, "")
+
+
+@pytest.mark.parametrize(
+    ("devices", "partition", "shape", "spec"),
+    [
+        # The devices of a partition tell the largest pieces apart.
+        (24, 8, (48, 8), (("data:(3)8", "data:(1)3"), None)),
+        # Of two dimensions one is padded, and not where a partition shares it.
+        (24, 8, (4096, 11008), ("data:(1)3", "data:(3)8")),
+        (24, 8, (11008, 4096), ("data:(3)8", "data:(1)3")),
+        (1024, 8, (1600, 1600), ("data:(1)32", ("data:(128)8", "data:(32)4"))),
+        (24, 4, (36, 10, 26), (("data:(6)2", "data:(1)6"), "data:(12)2", None)),
+        # Pieces that the padding moves: as without partitions.
+        (24, 8, (10007,), ("data",)),
+        (8, 8, (16, 64), (None, "data")),
+    ],
+)
+def test_the_order_of_pieces_in_partitions(
+    devices: int, partition: int, shape: tuple[int, ...], spec: Spec
+) -> None:
+    mesh: Any = jax.sharding.AbstractMesh((devices,), ("data",))
+    own = (None,) * len(shape)
+    assert shard_spec(shape, own, mesh, "data", 0, partition=partition) == ShardSpec(spec, "")
 
 
 @pytest.mark.parametrize(
@@ -129,3 +153,17 @@ def test_an_axis_of_one_device_shards_nothing() -> None:
 def test_a_spec_that_does_not_fit_is_refused(shape: Any, spec: Spec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_own_spec("params['w']", shape, spec, MESH)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "small"),
+    [
+        ((SMALL,), ("data",), True),
+        ((SMALL + 8,), ("data",), False),
+        ((8, 8), ("data", "model"), False),
+        ((8, 8), (("data", "model"), None), False),
+        ((8, 8), (None, None), False),
+    ],
+)
+def test_which_are_small(shape: Any, spec: Any, small: bool) -> None:
+    assert is_small(shape, spec, "data") is small

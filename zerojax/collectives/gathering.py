@@ -17,6 +17,7 @@ from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 
 # By the name of a mark: what stands in for it, given its value.
@@ -81,6 +82,12 @@ class Gatherer:
         pinned = self.constrain(value, spec)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
+    def secondary(self, value: jax.Array, spec: Sequence[Any], partly: Spec) -> jax.Array:
+        """All-gathers a shard between partitions, to be gathered within one later: a barrier keeps
+        XLA from gathering at once."""
+        pinned = self.constrain(self.constrain(value, spec), partly)
+        return self.constrain(lax.optimization_barrier(pinned), partly)
+
     def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
         """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
         is set, else the small ones; None for the others."""
@@ -89,7 +96,7 @@ class Gatherer:
         for i, shard in enumerate(shards):
             if not isinstance(shard, Shard) or shard.host:
                 continue
-            if many.is_small(shard.value.shape, shard.spec, self.axis):
+            if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep:
                 wholes[i] = self.whole(shard.value, shard.spec)
@@ -136,22 +143,39 @@ class Gatherer:
         little, is the sum of an activation, not a product: XLA would move that.
         """
         if self.replicas > 1 and len(spec) > 1:
-            return self._straight(gradient, spec)
+            return self.scatter_parts(gradient, spec)
         return self.scatter_whole(gradient, spec)
 
     def scatter_whole(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """The same through the whole gradient, unless dimensions share the axis: XLA would
-        all-reduce it. A mesh of parts is another one to XLA, which shards nothing else by it."""
-        if len(layout.dimensions(spec, self.axis)) > 1:
-            return self._straight(gradient, spec)
-        return self.constrain(self.constrain(gradient, layout.without(spec, self.axis)), spec)
+        """The same through the whole gradient, unless parts of the axis share the gradient. A mesh
+        of parts is another one to XLA, which shards nothing else by it."""
+        if len(layout.parts_of(spec, self.axis)) < 2:
+            gradient = self.constrain(gradient, layout.without(spec, self.axis))
+        return self.scatter_parts(gradient, spec)
 
-    def _straight(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Shards one dimension more at a time: for two at once XLA all-reduces the gradient."""
-        whole = layout.without(spec, self.axis)
-        for last in layout.dimensions(spec, self.axis) or [len(spec)]:
-            gradient = self.constrain(gradient, [*spec[: last + 1], *whole[last + 1 :]])
+    def scatter_parts(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same straight, over one part of the axis more at a time: XLA all-reduces the whole
+        gradient to cut two at once. The inner parts come first, so that least is sent between
+        hosts."""
+        shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
+        if not parts:
+            return self.constrain(gradient, shard)
+        for dimension, name in parts:
+            shard = layout.within(shard, dimension, name)
+            gradient = self.constrain(gradient, shard)
         return gradient
+
+    def scatter_table(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+        """The same for the gradient of a lookup, which XLA sums over all devices at once: it is
+        reduce-scattered in their order, and pieces change places then."""
+        parts = layout.parts_of(spec, self.axis)
+        if len(parts) > 1 and len({d for d, _ in parts}) == 1:
+            whole = layout.without(spec, self.axis)
+            flat = whole
+            for dimension, name in reversed(parts):
+                flat = layout.within(flat, dimension, name)
+            return self.constrain(self.constrain(self.constrain(gradient, whole), flat), spec)
+        return self.scatter(gradient, spec)
 
     def on_device(self, v: Shard, scope: Scope) -> Any:
         """Brings a parameter from host memory to the device: as a shard, or whole."""

@@ -141,8 +141,10 @@ class Inserter(Gatherer):
             return self._use(eqn, values, scope)
         if wanted.passes(eqn):
             return jaxprs.bind(eqn, values)
-        # The gradient of a lookup with fewer rows than its table: gathering those moves less.
-        place = self.constrain if _few_rows(eqn) else self.scatter
+        place = self.scatter
+        if eqn.primitive.name.startswith("scatter"):
+            # The gradient of a lookup with fewer rows than its table: gathering those moves less.
+            place = self.scatter_parts if _few_rows(eqn) else self.scatter_table
         specs = [wants.get(v) for v in eqn.outvars]
         outs = self._table(eqn, values, wants) or self._made(eqn, values, specs, place)
         gradients = [
@@ -393,8 +395,6 @@ class Inserter(Gatherer):
 
 
 def _few_rows(eqn: Any) -> bool:
-    if not eqn.primitive.name.startswith("scatter"):
-        return False
     table, _, rows = eqn.invars
     return rows.aval.size < table.aval.size
 

@@ -1,13 +1,13 @@
 """Small parameters gathered together: one all-gather for all of a dtype.
 
 A collective has a price whatever it moves, and small parameters take little memory: the scale of a
-norm, a bias, up to ``SMALL`` elements. So they are made whole once a step, at stage 3 too: side by
-side in one matrix with a row a device, gathered, and taken apart. At rest they stay sharded.
+norm, a bias, see :func:`zerojax.plan.rule.is_small`. So they are made whole once a step, at stage 3
+too: side by side in one matrix with a row a device, gathered, and taken apart. At rest they stay
+sharded.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,18 +19,7 @@ from jax.sharding import Mesh
 from zerojax.collectives.shard import Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.rule import SMALL
-
-
-def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
-    """Whether a parameter of this shape is gathered with others.
-
-    One that is sharded over a second axis, or along two dimensions, is not: a row of the matrix
-    would mix its pieces.
-    """
-    named = [entry for entry in spec if entry is not None]
-    alone = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
-    return math.prod(shape) <= SMALL and alone
+from zerojax.plan.rule import is_small
 
 
 def is_whole(value: Any, axis: str) -> bool:

@@ -94,6 +94,8 @@ class ZeroConfig:
         weights of this run's checkpoints by default, at every stage.
       mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
         group; -1 (or 0) for one group of all devices.
+      zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
+        step, at stage 3: those of a host; 1 for none.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
@@ -136,6 +138,7 @@ class ZeroConfig:
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
     mics_shard_size: int = -1
+    zero_hpz_partition_size: int = 1
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000
@@ -239,6 +242,21 @@ class ZeroConfig:
             world,
         )
 
+    def check_partition(self, world: int) -> None:
+        """Whether partitions (hpZ) are equal parts of `world` devices.
+
+        Raises:
+          ConfigError: They are not.
+        """
+        size = self.zero_hpz_partition_size
+        if size > 1 and world % size:
+            sizes = [k for k in range(1, world + 1) if world % k == 0]
+            raise ConfigError(
+                f"{ZERO}.zero_hpz_partition_size = {size} does not divide the {world} devices over "
+                f"which the state is sharded; set it to one of {', '.join(map(str, sizes))}: the "
+                "GPUs of a host, as a rule; 1 is off"
+            )
+
 
 def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
     """One problem for each contradiction.
@@ -278,6 +296,20 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 f"{name(section)}: {shown(given.device)} needs {needs}, and the stage is {stage}; "
                 f"set {name('stage')} to {first}, or the device to none"
             )
+    partition = values.get("zero_hpz_partition_size", 1)
+    if partition > 1:
+        hpz = f"{name('zero_hpz_partition_size')} = {partition}"
+        if stage is not None and stage < 3:
+            yield (
+                f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
+                f"set {name('stage')} to 3, or the partition size to 1"
+            )
+        for section in OFFLOAD:
+            if values.get(section) is not None:
+                yield (
+                    f"{hpz} keeps a second shard of the parameters on the device, and "
+                    f"{name(section)} has the state elsewhere; leave out one of them"
+                )
     optimizer = values.get("optimizer")
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:

@@ -110,7 +110,10 @@ def _kind(
 ) -> str:
     made = computation[held.instruction]
     if made.operation == "all-gather":
-        gathered = any(is_argument(program, callers, computation, each) for each in made.operands)
+        gathered = any(
+            is_argument(program, callers, computation, each, gathered=True)
+            for each in made.operands
+        )
         return GATHERED if gathered else ACTIVATIONS
     if made.operation in ("reduce-scatter", "all-reduce"):
         return GRADIENTS

@@ -1,5 +1,6 @@
 """Which values of a compiled program are its arguments, moved but not computed upon."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -45,6 +46,8 @@ def is_argument(
     computation: Computation,
     name: str,
     element: int | None = None,
+    *,
+    gathered: bool = False,
 ) -> bool:
     """Whether a value is an argument of the program, but for moves and conversions.
 
@@ -57,42 +60,40 @@ def is_argument(
       computation: The computation in which the value is made.
       name: The instruction that makes the value.
       element: The element of that instruction's tuple; None for a value that is no tuple.
+      gathered: Whether an all-gather counts as a move.
     """
+    same = functools.partial(is_argument, program, callers, gathered=gathered)
     instruction = computation[name]
-    if instruction.opcode in ("fusion-done", "async-done"):
+    if instruction.opcode in ("fusion-done", "async-done", "all-gather-done"):
         instruction = computation[instruction.operands[0]]
     match instruction.operation:
         case "parameter" if computation.name in callers and element is not None:
             caller = callers[computation.name]
             carried = caller.loop.operands[0]
-            return is_argument(program, callers, caller.computation, carried, element)
+            return same(caller.computation, carried, element)
         case "parameter":
             return computation.name == program.entry_name
         case "get-tuple-element":
-            return is_argument(
-                program, callers, computation, instruction.operands[0], instruction.index
-            )
+            return same(computation, instruction.operands[0], instruction.index)
         case "tuple" if element is not None:
-            return is_argument(program, callers, computation, instruction.operands[element])
+            return same(computation, instruction.operands[element])
         case "while" if element is not None:
             kept = all(hands_on(body, element) for body in program.callees(instruction))
-            return kept and is_argument(
-                program, callers, computation, instruction.operands[0], element
-            )
+            return kept and same(computation, instruction.operands[0], element)
+        case "all-gather" if gathered:
+            return same(computation, instruction.operands[element or 0])
         case "fusion":
             sources: tuple[str, ...] = ()
             for inside in program.callees(instruction):
                 numbers = moved_from(inside, result(inside, element))
                 sources = tuple(instruction.operands[number] for number in numbers)
-            return bool(sources) and all(
-                is_argument(program, callers, computation, s) for s in sources
-            )
+            return bool(sources) and all(same(computation, s) for s in sources)
     if instruction.opcode not in MOVES:
         return False
     if element is not None:  # a tuple passing through a barrier
-        return is_argument(program, callers, computation, instruction.operands[0], element)
+        return same(computation, instruction.operands[0], element)
     moved = _moved_operands(computation, instruction)
-    return bool(moved) and all(is_argument(program, callers, computation, each) for each in moved)
+    return bool(moved) and all(same(computation, each) for each in moved)
 
 
 def moved_from(fused: Computation, name: str) -> tuple[int, ...]:

@@ -77,6 +77,17 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
     return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec)
 
 
+def inside(spec: Sequence[Any], axis: str, before: int) -> Spec:
+    """``spec`` after an all-gather over the outer parts of ``axis``, those with fewer than
+    ``before`` pieces before them."""
+
+    def stays(name: str) -> bool:
+        part = SubAxis.of(name)
+        return part is None or part.axis != axis or part.before >= before
+
+    return tuple(_entry(tuple(filter(stays, axes(entry)))) for entry in spec)
+
+
 def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
     """``spec`` with these axes alone."""
     return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) in names)) for entry in spec)
@@ -97,6 +108,12 @@ def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
 def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
     """The dimensions that ``axis`` shards, or parts of the axis."""
     return [d for d, entry in enumerate(spec) if axis in map(whole_axis, axes(entry))]
+
+
+def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
+    """The dimensions that ``axis`` or parts of the axis shard, by which, the innermost first."""
+    named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if whole_axis(a) == axis]
+    return sorted(named, key=lambda pair: -getattr(SubAxis.of(pair[1]), "before", 0))
 
 
 def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:

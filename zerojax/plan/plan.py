@@ -10,6 +10,8 @@ stage  masters and moments  gradients          compute parameters
 2      sharded              sharded            gathered once a step
 3      sharded              sharded            gathered where used, again in the backward
 =====  ===================  =================  ============================================
+
+With partitions (hpZ) stage 3 gathers once a step between them, and where used within one.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.padded import pad, shown
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
+from zerojax.plan.rule import is_small
 from zerojax.train_state.state_parts import Parts
 
 DTYPES: dict[str | None, Any] = {
@@ -244,12 +247,14 @@ class Plan:
             "params": self.leaves["params"],
             "grads": self.gradients(),
             "compute": self.copies(),
+            "secondary": self.secondary(),
         }
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
             if note.status in ("default", "resolved", "no effect")
         ]
+        notes += self._far()
         total = f"state at rest: {table.size(self.bytes_per_device)} per device"
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
@@ -259,6 +264,26 @@ class Plan:
 
     __str__ = table
 
+    def _far(self) -> list[str]:
+        """What hpZ leaves to be gathered over all devices at each use."""
+        size = self.config.zero_hpz_partition_size
+        specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in self.compute]
+        far = [
+            leaf
+            for leaf, spec in zip(self.compute, specs, strict=True)
+            if layout.dimensions(spec, self.axis)
+            and not is_small(leaf.shape, spec, self.axis)
+            and self.secondary_spec(leaf) is None
+        ]
+        if not far or not 1 < size < self.mesh.shape[self.axis]:
+            return []
+        names = ", ".join(leaf.path for leaf in far[:4]) + (", ..." if far[4:] else "")
+        return [
+            f"zero_hpz_partition_size = {size}: {len(far)} parameters "
+            f"({table.size(sum(leaf.bytes for leaf in far))}) have no secondary shard and are "
+            f"gathered over all devices at each use: {names}"
+        ]
+
     def copies(self) -> tuple[Leaf, ...]:
         """Compute parameters that stay from step to step beside the state, as they do where
         something is offloaded."""
@@ -266,6 +291,28 @@ class Plan:
             return ()
         pairs = zip(self.compute, self.leaves["params"], strict=True)
         return tuple(leaf for leaf, rest in pairs if leaf != rest)
+
+    def secondary(self) -> tuple[Leaf, ...]:
+        """Compute parameters as the devices of one partition hold them during a step (hpZ)."""
+        return tuple(
+            dataclasses.replace(
+                Leaf.of(leaf.path, leaf, spec, layout.full(leaf.whole, len(spec)), "", self.mesh),
+                place=leaf.place,
+            )
+            for leaf in self.compute
+            if (spec := self.secondary_spec(leaf)) is not None
+        )
+
+    def secondary_spec(self, leaf: Leaf) -> Spec | None:
+        """The spec of a parameter that is gathered from the other partitions; None where it has no
+        such secondary shard."""
+        size, n = self.config.zero_hpz_partition_size, self.mesh.shape[self.axis]
+        spec = layout.full(leaf.spec, len(leaf.shape))
+        if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
+            return None
+        near = layout.inside(spec, self.axis, n // size)
+        alone = math.prod(layout.parts(e, self.mesh) for e in layout.only(near, [self.axis]))
+        return near if near != spec and alone == size else None
 
     def gradients(self) -> tuple[Leaf, ...]:
         """How gradients lie while they are accumulated: float32, in the form of ``grads``.

@@ -47,7 +47,15 @@ def make_plan(
         if config.stage == 0:
             cut = ShardSpec(whole, "stage 0 keeps the state whole")
         else:
-            cut = shard_spec(x.shape, whole, mesh, axis, smallest, parts=parts_too)
+            cut = shard_spec(
+                x.shape,
+                whole,
+                mesh,
+                axis,
+                smallest,
+                parts=parts_too,
+                partition=config.zero_hpz_partition_size,
+            )
         leaf = Leaf.of(path, x, cut.spec, whole, cut.reason, mesh)
         return dataclasses.replace(leaf, whole_over=cut.whole_over)
 

@@ -12,6 +12,10 @@
 6. An array of at most 8192 elements (``SMALL``) is not padded: the largest part of the axis that
    divides one or two dimensions shards them, and over the rest of the axis the array stays whole.
 
+Devices in partitions (hpZ) change the order of the pieces, and prefer cuts that allow the change:
+the devices of a partition hold next to each other what the n-th devices of all partitions hold
+together, so that gathering between partitions alone leaves a secondary shard.
+
 The first of three or more dimensions is the layers of a stack as a rule, of which a step takes one
 at a time. It is left alone where it is not the largest and another dimension can be sharded.
 
@@ -69,6 +73,22 @@ class Cut(NamedTuple):
     def exact(self, piece: Sequence[int]) -> bool:
         return all(piece[d] % n == 0 for d, n in self.pieces)
 
+    def inner(self, partition: int) -> list[int]:
+        """Of each dimension's pieces, how many the devices of one partition tell apart."""
+        left, sizes = partition, []
+        for _, k in reversed(self.pieces):
+            sizes.append(math.gcd(k, left))
+            left //= sizes[-1]
+        return sizes[::-1]
+
+    def nests(self, piece: Sequence[int], partition: int) -> bool:
+        """Whether the pieces of a partition are whole pieces of the array, without padding."""
+        inner = self.inner(partition)
+        exact = [piece[d] % n == 0 for d, n in self.pieces]
+        return math.prod(inner) == partition and all(
+            one == 1 or even for one, even in zip(inner, exact, strict=True)
+        )
+
     def padded(self, piece: Sequence[int]) -> int:
         """Elements of the dimensions that are padded. The activations that a gradient is made from
         are copied for padding, rows of such a dimension."""
@@ -76,7 +96,14 @@ class Cut(NamedTuple):
 
 
 def shard_spec(
-    shape: Sequence[int], own: Spec, mesh: Mesh, axis: str, smallest: int, *, parts: bool = True
+    shape: Sequence[int],
+    own: Spec,
+    mesh: Mesh,
+    axis: str,
+    smallest: int,
+    *,
+    parts: bool = True,
+    partition: int = 1,
 ) -> ShardSpec:
     """Applies the rule to one array.
 
@@ -86,6 +113,7 @@ def shard_spec(
       mesh, axis: The devices, and the axis over which ZeRO shards.
       smallest: Arrays with fewer elements stay whole.
       parts: Whether the axis may be shared by its factors.
+      partition: Devices of one partition, the innermost of the axis; 1 for none.
 
     Example:
       >>> import zerojax
@@ -102,9 +130,10 @@ def shard_spec(
     if math.prod(shape) < smallest:
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
+    partition = partition if 1 < partition < n else 1
     piece = layout.piece(shape, own, mesh)
     free = [d for d, entry in enumerate(own) if entry is None]
-    cut = _single(piece, free, n) or _best(piece, free, n, parts)
+    cut = _single(piece, free, n) or _best(piece, free, n, parts, partition)
     into = math.prod(k for _, k in cut.pieces)
     reason = ""
     if into < n:
@@ -113,7 +142,19 @@ def shard_spec(
         reason = f"{what} divides by {into} of {n}"
         if into == 1:
             reason = f"no dimension of {what} is divisible by {n}"
-    return ShardSpec(_spec(own, cut, axis, n), reason, n // into if math.prod(piece) >= n else 1)
+    nests = cut.nests(piece, partition)
+    whole_over = n // into if math.prod(piece) >= n else 1
+    return ShardSpec(_spec(own, cut, axis, n, partition if nests else 1), reason, whole_over)
+
+
+def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
+    """Whether a parameter of this shape is gathered with others, once a step.
+
+    One that is sharded over a second axis, or along two dimensions, is not.
+    """
+    named = [entry for entry in spec if entry is not None]
+    alone = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
+    return math.prod(shape) <= SMALL and alone
 
 
 def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
@@ -126,7 +167,7 @@ def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
     return Cut(((max(chosen, key=lambda d: piece[d]), n),)) if chosen else None
 
 
-def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool) -> Cut:
+def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool, partition: int) -> Cut:
     """The cut that leaves each device the least; of those as good as that, by far the simplest."""
     whole, size = Cut(()), math.prod(piece)
     if size <= SMALL:
@@ -136,6 +177,7 @@ def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool) -> Cut
     cuts = [cut for cut in cuts if not any(_is_stack(piece, d) for d, _ in cut.pieces)] or cuts
     if not cuts:
         return whole
+    cuts = [cut for cut in cuts if cut.nests(piece, partition)] or cuts
     least = min(cut.share(piece) for cut in cuts)
     near = [cut for cut in cuts if cut.share(piece) <= _NEAR * max(least, size / n)]
     return min(near, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut)))
@@ -167,15 +209,18 @@ def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def _spec(own: Spec, cut: Cut, axis: str, n: int) -> Spec:
+def _spec(own: Spec, cut: Cut, axis: str, n: int, partition: int) -> Spec:
     """The user's spec with a cut. Parts of an axis are innermost where they are not all of it, so
-    that the devices that share an array are next to each other."""
-    spec = own
-    before = n // math.prod(k for _, k in cut.pieces)
-    for d, k in cut.pieces:
-        if k > 1:
-            spec = layout.within(spec, d, axis if k == n else SubAxis(axis, before, k).name)
-        before *= k
+    that the devices that share an array are next to each other. The pieces that a partition tells
+    apart are the largest."""
+    spec, outer = own, n // math.prod(k for _, k in cut.pieces)
+    inner = n // partition
+    for (d, k), near in zip(cut.pieces, cut.inner(partition), strict=True):
+        for before, size in ((inner, near), (outer, k // near)):
+            if size > 1:
+                name = axis if size == n else SubAxis(axis, before, size).name
+                spec = layout.within(spec, d, name)
+        inner, outer = inner * near, outer * (k // near)
     return spec
 
 

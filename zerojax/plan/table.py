@@ -9,6 +9,7 @@ GROUPS = {
     "params": "parameters",
     "grads": "gradients",
     "compute": "compute copies",
+    "secondary": "secondary shards",
     "opt_state": "optimizer state",
     "rest": "other state",
 }

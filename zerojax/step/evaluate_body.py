@@ -98,7 +98,8 @@ def enter(
 ) -> list[Any]:
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
-    What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays.
+    What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
+    and secondary shards (hpZ).
 
     Args:
       inserter: Runs the body.
@@ -116,6 +117,9 @@ def enter(
         if away and x is not None:
             x = unpadded(x, leaf.shape)
         cut = away or (leaf.sharded and x is not None)
+        secondary = None if away or inserter.share else plan.secondary_spec(leaf)
+        if secondary is not None and x is not None:
+            x, spec = inserter.secondary(x, spec, secondary), secondary
         entered.append(Shard(x, spec, host=away) if cut else x)
     return [
         x if whole is None else dataclasses.replace(x, whole=whole)

@@ -50,6 +50,7 @@ class ResidentStep:
         compute, view = parts.params, View(opt=parts.opt_state)
         if dtype is not None:
             compute = self._to_shards(cast(parts.params, dtype))
+        if dtype is not None or setting.plan.secondary():  # the body has a copy of the parameters
             view = View(opt=parts.opt_state, masters=parts.params, compute=compute)
         start = parts._replace(params=compute, opt_state=view)
         plan = setting.plan

@@ -190,6 +190,14 @@ SHARDING: tuple[Key, ...] = (
         auto="DeepSpeed's default, 100000 elements",
     ),
     setting(
+        f"{ZERO}.zero_hpz_partition_size",
+        WHOLE,
+        1,
+        "the GPUs of a host, say: parameters are gathered from other hosts once a step, and "
+        "within the host at each use; 1 is off",
+        auto="1: not asked for",
+    ),
+    setting(
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         FLAG,
         False,
@@ -252,11 +260,6 @@ SHARDING: tuple[Key, ...] = (
         ignore_unused_parameters=(FLAG, True),
     ),
     *off_only(ZERO, "one implementation of stage 1 is enough", legacy_stage1=FLAG_OFF),
-    *off_only(
-        ZERO,
-        "a second, smaller shard group is not there yet",
-        zero_hpz_partition_size=(WHOLE, 1, 0),
-    ),
     *no_effect(
         ZERO,
         "a group's gather is one collective, whose path the collectives' library chooses",

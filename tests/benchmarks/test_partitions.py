@@ -50,7 +50,8 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
         assert sent[case]["reduce-scatter"] / once > 0.95 * case.accumulate
     record = measure(near, found[near])
     assert record.total_moved_bytes < 1.09 * record.total_expected_moved_bytes
-    assert record.largest_all_reduce < 1.1e6
+    # A lookup's gradient that two dimensions share, as on 24 devices, is all-reduced.
+    assert record.largest_all_reduce < (1.1e6 if case.devices == 16 else 9e6)
     assert record.all_to_all == 0
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 from test_equality import assert_near, host, start, taken_apart
 
 import zerojax
-from zerojax.collectives import many
 from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64", "padded_however_small")
@@ -28,7 +27,6 @@ COMMON = {("mlp", 7, 3), ("mlp", 6, 2), ("mlp", 5, 1), ("tied", 5, 3), ("nnx_mlp
 def padded_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays, which otherwise stay whole where no dimension divides, are padded too."""
     monkeypatch.setattr(rule, "SMALL", 0)
-    monkeypatch.setattr(many, "SMALL", 0)
 
 
 def follow(case: Case, step: Callable[..., Any], state: Any, rows: int) -> tuple[Any, Any]:

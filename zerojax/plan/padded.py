@@ -79,7 +79,7 @@ class PaddedArray:
         return self.whole()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "stored":
             raise AttributeError(name)
         return getattr(self.whole(), name)
 

@@ -17,6 +17,7 @@ With partitions (hpZ) stage 3 gathers once a step between them, and where used w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import REPLICA, are_there
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
-from zerojax.plan.padded import pad, shown
+from zerojax.plan.padded import pad, shown, stored
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.rule import is_small
 from zerojax.train_state.state_parts import Parts
@@ -150,7 +151,7 @@ class Plan:
             if leaf.place == place
         )
 
-    @property
+    @functools.cached_property
     def even(self) -> bool:
         """Whether no array of the state is padded at rest."""
         return all(leaf.even for leaf in self.all_leaves())
@@ -205,9 +206,17 @@ class Plan:
         whole = x[tuple(map(slice, leaf.shape))]
         return lax.with_sharding_constraint(whole, self.sharding(leaf))
 
+    def stored(self, parts: Parts) -> Parts:
+        """The arrays of a state at rest, given its leaves."""
+        return parts if self.even else stored(parts)
+
     def shown(self, parts: Parts) -> Parts:
         """The leaves of a state, given its arrays at rest."""
-        return self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
+        return (
+            parts
+            if self.even
+            else self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
+        )
 
     @staticmethod
     def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:

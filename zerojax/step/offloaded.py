@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.placement.states import abstract
-from zerojax.plan.padded import stored
 from zerojax.plan.places import DISK
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
@@ -47,7 +46,7 @@ class OffloadedStep:
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         setting = self.setting
-        parts = stored(parts)
+        parts = setting.plan.stored(parts)
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
         given = parts._replace(params=self._copies.of(params), opt_state=opt_state)
         made = self._gradients(given, batch, args, kwargs)

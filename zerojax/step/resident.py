@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from zerojax.placement.states import abstract
-from zerojax.plan.padded import stored
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Static, divide
@@ -66,8 +65,9 @@ class ResidentStep:
         return StepResult(plan.at_rest(made), out, setting.signals(made.opt_state, out))
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
-        result: StepResult = self._jitted(stored(parts), batch, *divide(args, kwargs))
-        return result._replace(parts=self.setting.plan.shown(result.parts))
+        plan = self.setting.plan
+        result: StepResult = self._jitted(plan.stored(parts), batch, *divide(args, kwargs))
+        return result._replace(parts=plan.shown(result.parts))
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program."""

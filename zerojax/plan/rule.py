@@ -5,7 +5,7 @@
 3. Of the dimensions that the axis divides, the largest is sharded, and of those that the user's
    spec leaves free before the others: one of these is sharded again, piece by piece.
 4. Where the axis divides no dimension, two dimensions share the axis by its factors, if all of the
-   axis divides them so: 1600 x 1600 over 1024 devices is 64 x 16 pieces.
+   axis divides them so: 1600 x 1600 over 1024 devices is 32 x 32 pieces.
 5. Else a dimension, or one of two, is padded with zeros at rest: 4096 over 24 devices is 24
    pieces of 171. Of the ways to do so one is taken that wastes least memory, or hardly more than
    least and pads the smaller dimension.
@@ -132,8 +132,12 @@ def shard_spec(
         return ShardSpec(own, reason)
     partition = partition if 1 < partition < n else 1
     piece = layout.piece(shape, own, mesh)
-    free = [d for d, entry in enumerate(own) if entry is None]
-    cut = _single(piece, free, n) or _best(piece, free, n, parts, partition)
+    free = tuple(d for d, entry in enumerate(own) if entry is None)
+    cut = _single(piece, free, n)
+    if cut is None and math.prod(piece) <= SMALL:
+        cut = _exact(piece, free, n, parts)
+    elif cut is None:
+        cut = _best(piece, free, n, parts, partition)
     into = math.prod(k for _, k in cut.pieces)
     reason = ""
     if into < n:
@@ -167,19 +171,25 @@ def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
     return Cut(((max(chosen, key=lambda d: piece[d]), n),)) if chosen else None
 
 
-def _best(piece: Sequence[int], free: Sequence[int], n: int, parts: bool, partition: int) -> Cut:
+@functools.cache
+def _exact(piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool) -> Cut:
+    """The cut by factors that leaves each device the least."""
+    cuts = [cut for cut in _cuts(free, n, parts, partly=True) if cut.exact(piece)]
+    return min([Cut(()), *cuts], key=lambda cut: (cut.share(piece), len(cut.pieces)))
+
+
+@functools.cache
+def _best(
+    piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int
+) -> Cut:
     """The cut that leaves each device the least; of those as good as that, by far the simplest."""
-    whole, size = Cut(()), math.prod(piece)
-    if size <= SMALL:
-        exact = [cut for cut in _cuts(free, n, parts, partly=True) if cut.exact(piece)]
-        return min([whole, *exact], key=lambda cut: (cut.share(piece), len(cut.pieces)))
     cuts = [*_cuts(free, n, parts, partly=False)]
     cuts = [cut for cut in cuts if not any(_is_stack(piece, d) for d, _ in cut.pieces)] or cuts
     if not cuts:
-        return whole
+        return Cut(())
     cuts = [cut for cut in cuts if cut.nests(piece, partition)] or cuts
     least = min(cut.share(piece) for cut in cuts)
-    near = [cut for cut in cuts if cut.share(piece) <= _NEAR * max(least, size / n)]
+    near = [c for c in cuts if c.share(piece) <= _NEAR * max(least, math.prod(piece) / n)]
     return min(near, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut)))
 
 

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import CASES, Case
 from flax import nnx
+from flax.training.train_state import TrainState
 from test_equality import assert_near, host, start, taken_apart
 
 import zerojax
@@ -15,6 +18,15 @@ from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64", "padded_however_small")
 
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(1e-2)),
+    "clipped": optax.chain(optax.clip_by_block_rms(0.001), optax.adam(1e-2)),
+    "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "sm3": optax.sm3(1e-2),
+}
 STEPS = 6
 # Devices, and rows of a batch that divide among them.
 DEVICES = {3: 30, 5: 30, 6: 30, 7: 28}
@@ -69,3 +81,37 @@ def test_equal_to_plain_jit(name: str, devices: int, stage: int) -> None:
     got = follow(case, zero(case.step), state, rows)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-9)
     assert_near(got[1], want[1], 1e-9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("adafactor", "clipped") else pytest.param(name, marks=pytest.mark.sweep)
+        for name in OPTIMIZERS
+    ],
+)
+def test_an_optimizer_that_reads_shapes_sees_no_padding(name: str) -> None:
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(10, 20)), "down": rng.normal(size=(20, 10))}
+    batches = rng.normal(size=(4, 14, 10))
+
+    def create() -> TrainState:
+        placed = jax.tree.map(jnp.asarray, params)
+        return TrainState.create(apply_fn=None, params=placed, tx=OPTIMIZERS[name])
+
+    def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            out = jnp.tanh(batch @ params["up"]) @ params["down"]
+            return jnp.mean((out - batch) ** 2) + optax.tree.norm(params)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    zero = zerojax.zero(stage=1, mesh=zerojax.mesh(devices=7))
+    state, plain, sharded = zero.init(create), jax.jit(train_step), zero(train_step)
+    want = create()
+    assert not zero.plan(state).even
+    for batch in batches:
+        want, _ = plain(want, batch)
+        state, _ = sharded(state, batch)
+    assert_near(host(state.params), host(want.params), 1e-9)

@@ -115,7 +115,7 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "approx_top_k": (lambda x: lax.approx_max_k(x, 2), "reduction_dimension"),
     "fft": (jnp.fft.fft, "fft_lengths"),
     "gather": (lambda x: x[AT[:, 0]], "dimension_numbers slice_sizes"),
-    "scatter-add": (lambda x: x.at[AT[:, 0]].add(1), "dimension_numbers update_jaxpr"),
+    "scatter-add": (lambda x: x.at[AT[:, 0]].add(1), "dimension_numbers mode update_jaxpr"),
     "scatter": (lambda x: x.at[AT[:, 0]].set(1), "dimension_numbers update_jaxpr"),
     "reduce_window_max": (
         windowed,

@@ -396,7 +396,7 @@ class Inserter(Gatherer):
 
 def _few_rows(eqn: Any) -> bool:
     table, _, rows = eqn.invars
-    return rows.aval.size < table.aval.size
+    return rows.aval.size <= table.aval.size
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.checkpoint import state_tree
 from zerojax.plan import layout
-from zerojax.plan.padded import pad, shown, stored
+from zerojax.plan.stored import pad, shown, stored
 
 KEY = jax.random.key(0)
 SPECS = {

@@ -14,7 +14,7 @@ import zerojax
 from zerojax.checkpoint import checksum as module
 from zerojax.checkpoint.checksum import begin_checksums, checksum, finish_checksum, share
 from zerojax.plan import layout
-from zerojax.plan.padded import PaddedArray, pad
+from zerojax.plan.stored import StoredArray, pad
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -101,7 +101,7 @@ def test_padding_does_not_count(shape: tuple[int, ...], dtype: str) -> None:
 def test_padding_over_devices(spec: tuple[str | None, ...]) -> None:
     x = values("float32", (9, 13))
     padded = jax.device_put(pad(x + 1, (16, 16)), layout.sharding(zerojax.mesh(), spec))
-    begun = begin_checksums({"x": PaddedArray(padded, x.shape)})
+    begun = begin_checksums({"x": StoredArray(padded, x.shape)})
     assert finish_checksum(begun["x"]) == share(x + 1)
 
 

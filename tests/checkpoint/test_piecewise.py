@@ -31,7 +31,7 @@ from zerojax.__main__ import app
 from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, piecewise
 from zerojax.checkpoint.exporter import export
 from zerojax.checkpoint.saved import SavedStep
-from zerojax.plan.padded import PaddedArray, pad, stored
+from zerojax.plan.stored import StoredArray, pad, stored
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -56,8 +56,8 @@ def offloading(devices: int, section: Any) -> zerojax.Zero:
     )
 
 
-def padded_of(state: Any) -> list[PaddedArray]:
-    return [x for x in jax.tree.leaves(state) if isinstance(x, PaddedArray)]
+def padded_of(state: Any) -> list[StoredArray]:
+    return [x for x in jax.tree.leaves(state) if isinstance(x, StoredArray)]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_shards_that_are_padding_alone(
     zero = zerojax.zero(stage=1)
     rows = NamedSharding(zero.mesh, PartitionSpec("data"))
     w = np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32)
-    padded = PaddedArray(jax.device_put(pad(w, (16, 40)), rows), w.shape)
+    padded = StoredArray(jax.device_put(pad(w, (16, 40)), rows), w.shape)
     state: Any = TrainState(jnp.int32(0), None, {"w": padded}, None, ())  # type: ignore[arg-type]
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)

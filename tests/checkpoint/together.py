@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.plan.padded import stored
+from zerojax.plan.stored import stored
 
 BYTES = 10**9  # at most
 SHAPE = (2048, 5120)

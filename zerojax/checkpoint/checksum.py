@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.state_tree import is_key
 from zerojax.plan import layout
-from zerojax.plan.padded import PaddedArray, stored
+from zerojax.plan.stored import StoredArray, stored
 
 _BLOCK = 2**16
 """Words that the host mixes at once, so that they stay in the cache."""
@@ -167,7 +167,7 @@ def _moved(index: Sequence[jax.Array]) -> jax.Array:
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
 
-def begin_checksums(arrays: Mapping[str, jax.Array | PaddedArray]) -> dict[str, jax.Array]:
+def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, jax.Array]:
     """Starts the checksums of arrays on the devices, for :func:`finish_checksum`.
 
     Every device adds up its shards; arrays in host memory pass through the devices block by block.
@@ -191,7 +191,7 @@ def finish_checksum(parts: Any) -> int:
     return int(np.sum(np.asarray(parts), dtype=np.uint32))
 
 
-def _parts(x: jax.Array | PaddedArray) -> jax.Array:
+def _parts(x: jax.Array | StoredArray) -> jax.Array:
     """Uint32 [devices], or [] where the array lies on one device only."""
     at_rest = stored(x)
     sharding = at_rest.sharding

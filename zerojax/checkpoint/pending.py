@@ -23,8 +23,8 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.padded import PaddedArray, stored
 from zerojax.plan.places import PINNED
+from zerojax.plan.stored import StoredArray, stored
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -136,9 +136,9 @@ def _check_arrays(tree: Any) -> None:
             )
 
 
-def _array(x: Any) -> jax.Array | DiskArray | PaddedArray:
+def _array(x: Any) -> jax.Array | DiskArray | StoredArray:
     """A leaf as an array that does not change during the save."""
-    if isinstance(x, DiskArray | PaddedArray):
+    if isinstance(x, DiskArray | StoredArray):
         return x
     if isinstance(x, jax.Array):
         # Orbax keeps a reference to host memory, and the next step could not donate the array.

@@ -21,8 +21,8 @@ from jax.sharding import Sharding
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.pieces import Index, boxes, grid, meet, moved, results, shape_of, whole
-from zerojax.plan.padded import PaddedArray, pad, stored
 from zerojax.plan.places import PINNED
+from zerojax.plan.stored import StoredArray, pad, stored
 
 CHUNK_BYTES = 64 * 2**20
 """The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
@@ -34,7 +34,7 @@ _THREADS = 2
 
 
 class PiecewiseHandler(ocp.type_handlers.TypeHandler):
-    """Writes :class:`DiskArray` and :class:`PaddedArray` as orbax writes NumPy arrays; orbax's own
+    """Writes :class:`DiskArray` and :class:`StoredArray` as orbax writes NumPy arrays; orbax's own
     handler reads them.
 
     Arrays in memory are copied first. The next training step overwrites those on a disk:
@@ -169,7 +169,7 @@ class _Array(NamedTuple):
     on_disk: bool
 
     @classmethod
-    def of(cls, x: DiskArray | PaddedArray) -> _Array:
+    def of(cls, x: DiskArray | StoredArray) -> _Array:
         """Copies the shards in memory."""
         at_rest = stored(x)
         on_disk = isinstance(at_rest, DiskArray)

@@ -25,9 +25,9 @@ from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, take_apart
 from zerojax.plan import layout
-from zerojax.plan.padded import PaddedArray, pad, shown, stored
 from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.plan import Leaf
+from zerojax.plan.stored import StoredArray, pad, shown, stored
 from zerojax.train_state.state_parts import OpenedState
 
 _UNDER_WAY_GB = 0.5
@@ -155,7 +155,7 @@ def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeS
 
 def _read(
     saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]
-) -> dict[Path, jax.Array | PaddedArray]:
+) -> dict[Path, jax.Array | StoredArray]:
     """Reads arrays through orbax, each device's shards alone, by path; pads as the shardings need.
 
     Raises:
@@ -190,8 +190,7 @@ def _read(
     finally:
         handler.close()
     read = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
-    uneven = {path: s.shape for path, s in wanted.items() if _padded(s) != s.shape}
-    return read | {path: PaddedArray(read[path], shape) for path, shape in uneven.items()}
+    return {path: shown(x, wanted[path].shape) for path, x in read.items()}
 
 
 def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -224,7 +223,7 @@ def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=wanted.sharding, global_shape=padded, strict=False)
 
 
-def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array | PaddedArray]) -> None:
+def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array | StoredArray]) -> None:
     """Checks the checksums of arrays; on the host for 64-bit dtypes that JAX makes narrower.
 
     Raises:
@@ -267,7 +266,7 @@ def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np
         )
 
 
-def _fit(path: Path, x: jax.Array | PaddedArray, wanted: _Wanted) -> jax.Array | PaddedArray:
+def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array | StoredArray:
     struct = wanted.leaves[path]
     if x.shape != struct.shape or (x.dtype != struct.dtype and is_key(struct)):
         raise CheckpointError(
@@ -289,7 +288,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _to_disk(
     saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
-) -> dict[Path, DiskArray | PaddedArray]:
+) -> dict[Path, DiskArray | StoredArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
     disk_leaf = zero.states.placer.disk_leaf
     targets = {

@@ -23,7 +23,7 @@ from zerojax.checkpoint.pending import PendingSave
 from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.padded import PaddedArray
+from zerojax.plan.stored import StoredArray
 
 DELETED = ".deleted"
 LOCK = ".writer"
@@ -55,7 +55,7 @@ class Writer:
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
                 (DiskArray, self._piecewise),
-                (PaddedArray, self._piecewise),
+                (StoredArray, self._piecewise),
                 (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
             ),
         )

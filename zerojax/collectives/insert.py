@@ -32,7 +32,7 @@ from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.padded import pad
+from zerojax.plan.stored import pad
 from zerojax.trace import changes
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs

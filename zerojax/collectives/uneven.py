@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import primitives as prims
 
-from zerojax.plan.padded import pad
+from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from zerojax.placement.states import States, is_placed
-from zerojax.plan.padded import stored
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import Plan
+from zerojax.plan.stored import stored
 from zerojax.train_state.state_parts import Parts
 
 

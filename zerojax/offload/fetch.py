@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.padded import PaddedArray
 from zerojax.plan.places import DEVICE, PINNED
+from zerojax.plan.stored import StoredArray
 
 
 def on_device(tree: Any) -> Any:
@@ -41,8 +41,8 @@ def on_device(tree: Any) -> Any:
 
 
 def _brought(x: Any) -> Any:
-    if isinstance(x, PaddedArray):
-        return PaddedArray(_brought(x.stored), x.shape)
+    if isinstance(x, StoredArray):
+        return StoredArray(_brought(x.stored), x.shape)
     if isinstance(x, DiskArray):
         return x.load()
     if isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED:

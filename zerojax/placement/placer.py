@@ -17,9 +17,9 @@ from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_pieces
-from zerojax.plan.padded import pad, shown
 from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.stored import pad, shown
 from zerojax.train_state.state_parts import Parts
 
 SMALLEST, LARGEST = 2**26, 2**30

@@ -26,10 +26,10 @@ from zerojax.optim.wrap import (
 )
 from zerojax.placement.placer import Placer
 from zerojax.plan import layout
-from zerojax.plan.padded import PaddedArray, stored
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
+from zerojax.plan.stored import StoredArray, stored
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -262,7 +262,7 @@ class States:
 
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     """Whether an array lies where the plan has it."""
-    if leaf.even == isinstance(x, PaddedArray):
+    if leaf.plain == isinstance(x, StoredArray):
         return False
     x = stored(x)
     return (

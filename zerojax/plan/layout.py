@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 Spec = tuple[Any, ...]
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
@@ -173,6 +173,41 @@ def undivided(mesh: Mesh) -> Mesh:
     for name, size in mesh.shape.items():
         sizes[whole_axis(name)] *= size
     return Mesh(np.reshape(mesh.devices, [*sizes.values()]), names)
+
+
+def is_divided(sharding: Sharding) -> bool:
+    """Whether the mesh of a sharding has parts of axes for axes."""
+    return isinstance(sharding, NamedSharding) and any(map(SubAxis.of, sharding.mesh.axis_names))
+
+
+def in_whole_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
+    """Where an array lies after an all-gather over what is not a whole axis, or divides its
+    dimension unevenly."""
+    on = undivided(mesh)
+    entries = [
+        _dividing(size, _whole_axes(axes(entry), on), on)
+        for size, entry in zip(shape, full(tuple(spec), len(shape)), strict=True)
+    ]
+    return NamedSharding(on, PartitionSpec(*entries))
+
+
+def _whole_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
+    """The axes of ``mesh`` all of whose parts are among ``names``."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        part = SubAxis.of(name)
+        axis, size = (name, mesh.shape[name]) if part is None else (part.axis, part.size)
+        sizes[axis] = sizes.get(axis, 1) * size
+    return [axis for axis, size in sizes.items() if size == mesh.shape[axis]]
+
+
+def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> Any:
+    """The entry of the axes, of these, that divide a dimension."""
+    kept: tuple[str, ...] = ()
+    for name in names:
+        if size % parts((*kept, name), mesh) == 0:
+            kept = (*kept, name)
+    return _entry(kept)
 
 
 def sharding(

@@ -32,9 +32,9 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import REPLICA, are_there
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
-from zerojax.plan.padded import pad, shown, stored
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.rule import is_small
+from zerojax.plan.stored import pad, shown, stored
 from zerojax.train_state.state_parts import Parts
 
 DTYPES: dict[str | None, Any] = {
@@ -106,6 +106,12 @@ class Leaf:
         """Whether the array lies at rest as it is, without zeros."""
         return self.padded == self.shape
 
+    @property
+    def plain(self) -> bool:
+        """Whether the array lies at rest as JAX shards one: without zeros, over whole axes."""
+        names = (a for entry in self.spec for a in layout.axes(entry))
+        return self.even and not any(map(layout.SubAxis.of, names))
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -152,9 +158,9 @@ class Plan:
         )
 
     @functools.cached_property
-    def even(self) -> bool:
-        """Whether no array of the state is padded at rest."""
-        return all(leaf.even for leaf in self.all_leaves())
+    def plain(self) -> bool:
+        """Whether every array of the state lies at rest as JAX shards one."""
+        return all(leaf.plain for leaf in self.all_leaves())
 
     @property
     def lost(self) -> str:
@@ -208,13 +214,13 @@ class Plan:
 
     def stored(self, parts: Parts) -> Parts:
         """The arrays of a state at rest, given its leaves."""
-        return parts if self.even else stored(parts)
+        return parts if self.plain else stored(parts)
 
     def shown(self, parts: Parts) -> Parts:
         """The leaves of a state, given its arrays at rest."""
         return (
             parts
-            if self.even
+            if self.plain
             else self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
         )
 

@@ -15,9 +15,9 @@ from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
-from zerojax.plan.padded import pad
 from zerojax.plan.places import DEVICE
 from zerojax.plan.plan import layout
+from zerojax.plan.stored import pad
 from zerojax.step.call import Static, divide
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
 from zerojax.step.optimizer_update import OptimizerUpdate

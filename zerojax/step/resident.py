@@ -31,8 +31,7 @@ class ResidentStep:
         shardings = plan.shardings()
         self._to_shards = constrainer(shardings.params)
         one_pass, update = setting.tx.one_pass, None
-        alike = plan.even and len({s.mesh for s in jax.tree.leaves(shardings.params)}) == 1
-        if one_pass is not None and alike and one_pass.wins(plan.mesh):
+        if one_pass is not None and plan.plain and one_pass.wins(plan.mesh):
             update = functools.partial(one_pass.update, shardings=shardings.params)
         self._tx = updating(advancing(setting.tx, update), self._to_shards)
         self._jitted = jax.jit(

@@ -11,14 +11,14 @@ import pytest
 
 import zerojax
 from zerojax.plan import layout
-from zerojax.plan.padded import PaddedArray, pad
+from zerojax.plan.stored import StoredArray, pad
 
 VALUES = np.arange(100 * 200, dtype=np.float32).reshape(100, 200)
 
 
-def padded(kind: str = "device") -> PaddedArray:
+def padded(kind: str = "device") -> StoredArray:
     sharding = layout.sharding(zerojax.mesh(devices=7), (None, "data"), kind)
-    return PaddedArray(jax.device_put(pad(VALUES, (100, 203)), sharding), VALUES.shape)
+    return StoredArray(jax.device_put(pad(VALUES, (100, 203)), sharding), VALUES.shape)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_looks_like_an_array() -> None:
     assert (x.shape, x.ndim, x.size, x.nbytes) == ((100, 200), 2, 20000, 80000)
     assert jax.eval_shape(lambda x: x, x).shape == (100, 200)
     assert [s.data.shape for s in x.addressable_shards] == [(100, 29)] * 7
-    assert repr(x) == "PaddedArray(float32[100, 200], in pieces of [100, 29])"
+    assert repr(x) == "StoredArray(float32[100, 200], in pieces of [100, 29])"
     x.delete()
     assert x.is_deleted()

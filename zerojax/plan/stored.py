@@ -1,12 +1,15 @@
-"""Arrays of a state that lie in equal pieces on any number of devices, padded with zeros.
+"""Arrays of a state that lie otherwise than JAX shards an array of their shape: in equal pieces on
+any number of devices, padded with zeros, or sharded along two dimensions by the factors of an axis.
 
 JAX shards an array into equal pieces alone: 4096 rows over 24 devices lie as 24 pieces of 171 rows,
-the last 8 rows zeros. A step computes on the array without them, and so does everybody else: the
-padding is never seen.
+the last 8 rows zeros. And what lies on a mesh whose axes are divided into their factors does not
+mix with what lies on the mesh itself. A step computes on the array as it is, and so does everybody
+else: neither the padding nor the divided mesh is ever seen.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE
 from zerojax.xla import compat
 
 
-class PaddedArray:
-    """A leaf of a state with padding at rest, which NumPy and JAX take for an array of its shape.
+class StoredArray:
+    """A leaf of a state that NumPy and JAX take for an array of its shape.
 
     A step and ``zero.evaluate`` read the pieces where they lie. Any other use gathers the array
-    along its padded dimensions, as ``sharding`` says.
+    along the dimensions that JAX cannot shard so, as ``sharding`` says. A copy by ``pickle`` is a
+    ``jax.Array``.
 
     Args:
       stored: The array at rest: a ``jax.Array``, or another leaf of a state.
@@ -34,6 +39,8 @@ class PaddedArray:
       addressable_shards: The pieces at rest, with padding.
     """
 
+    __hash__ = None  # type: ignore[assignment]  # == is element by element
+
     def __init__(self, stored: Any, shape: Sequence[int]) -> None:
         self.stored, self.shape, self.dtype = stored, tuple(shape), stored.dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
@@ -42,10 +49,9 @@ class PaddedArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
+        """In whole axes of the mesh alone, which divide the shape."""
         at_rest = self.stored.sharding
-        entries = layout.full(at_rest.spec, self.ndim)
-        triples = zip(entries, self.shape, self.stored.shape, strict=True)
-        return layout.sharding(at_rest.mesh, [e if n == m else None for e, n, m in triples])
+        return layout.in_whole_axes(at_rest.mesh, at_rest.spec, self.shape)
 
     @property
     def addressable_shards(self) -> Any:
@@ -58,15 +64,16 @@ class PaddedArray:
     def delete(self) -> None:
         self.stored.delete()
 
-    def block_until_ready(self) -> PaddedArray:
+    def block_until_ready(self) -> StoredArray:
         jax.block_until_ready(self.stored)
         return self
 
     def whole(self) -> jax.Array:
-        """The array without padding, in device memory."""
+        """The array in device memory, sharded as ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
-        return jax.jit(self._cut, out_shardings=self.sharding)(at_rest)
+        with jax.sharding.use_abstract_mesh(at_rest.sharding.mesh.abstract_mesh):
+            return jax.jit(self._cut, out_shardings=self.sharding)(at_rest)
 
     def _cut(self, x: Any) -> Any:
         return x[tuple(map(slice, self.shape))]
@@ -78,36 +85,50 @@ class PaddedArray:
     def __jax_array__(self) -> jax.Array:
         return self.whole()
 
+    def __deepcopy__(self, memo: Any) -> StoredArray:
+        return StoredArray(copy.deepcopy(self.stored, memo), self.shape)
+
+    def __reduce__(self) -> Any:
+        return self.whole().__reduce__()
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "stored":
+        if name.startswith("_") or name in ("stored", "sharding"):
             raise AttributeError(name)
         return getattr(self.whole(), name)
 
     def __repr__(self) -> str:
         pieces = self.stored.sharding.shard_shape(self.stored.shape)
-        return f"PaddedArray({self.dtype}{list(self.shape)}, in pieces of {list(pieces)})"
+        return f"StoredArray({self.dtype}{list(self.shape)}, in pieces of {list(pieces)})"
 
 
 def _delegated(name: str) -> Any:
     return lambda self, *args: getattr(self.whole(), name)(*args)
 
 
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
-    for _prefix in ("", "r"):
-        setattr(PaddedArray, f"__{_prefix}{_name}__", _delegated(f"__{_prefix}{_name}__"))
-for _name in ("neg", "abs", "lt", "le", "gt", "ge", "getitem", "iter", "len"):
-    setattr(PaddedArray, f"__{_name}__", _delegated(f"__{_name}__"))
-compat.take_for_array(PaddedArray, PaddedArray.whole)
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_OTHERS = "pos neg abs invert round eq ne lt le gt ge getitem iter len contains bool int float"
+for _name in [
+    *_BINARY.split(),
+    *(f"r{name}" for name in _BINARY.split()),
+    *_OTHERS.split(),
+    *("index", "complex", "format"),
+]:
+    setattr(StoredArray, f"__{_name}__", _delegated(f"__{_name}__"))
+compat.take_for_array(StoredArray, StoredArray.whole)
+serialization.register_serialization_state(
+    StoredArray, StoredArray.whole, lambda _, restored: restored
+)
 
 
 def stored(tree: Any) -> Any:
-    """A tree with the arrays at rest in place of its padded ones."""
-    return jax.tree.map(lambda x: x.stored if isinstance(x, PaddedArray) else x, tree)
+    """A tree with the arrays at rest in place of each :class:`StoredArray`."""
+    return jax.tree.map(lambda x: x.stored if isinstance(x, StoredArray) else x, tree)
 
 
 def shown(x: Any, shape: Sequence[int]) -> Any:
-    """The leaf of a state that ``x`` is at rest, which may be padded."""
-    return x if tuple(x.shape) == tuple(shape) else PaddedArray(x, shape)
+    """The leaf of a state that ``x`` is at rest."""
+    plain = tuple(x.shape) == tuple(shape) and not layout.is_divided(x.sharding)
+    return x if plain else StoredArray(x, shape)
 
 
 def pad(x: Any, shape: Sequence[int]) -> Any:

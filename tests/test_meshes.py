@@ -31,7 +31,7 @@ BOTH = ("tensor", "data")
 # P("fsdp", "tensor") and P("tensor", "fsdp"), the bias [32] and the head [12, 4].
 CUTS = (
     (P(None, BOTH), P("tensor", "data"), P(BOTH), P("data")),
-    (P(None, "data"), P("data"), P("data"), P("data:(1)2", "data:(2)4")),
+    (P(None, "data"), P("data"), P("data"), P()),
     (P("fsdp", BOTH), P(BOTH, "fsdp"), P(BOTH), P("fsdp", "data")),
     (P("data", "tensor"), P("tensor", "data"), P(BOTH), P("data")),
 )

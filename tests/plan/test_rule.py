@@ -85,7 +85,8 @@ def test_whole_with_a_reason(shape: tuple[int, ...], own: Spec, smallest: int, r
     ("shape", "devices", "spec"),
     [
         ((1600, 1600), 1024, ("data:(1)32", "data:(32)32")),  # by factors
-        ((6, 20), 8, ("data:(1)2", "data:(2)4")),
+        ((60, 50), 8, ("data:(1)4", "data:(4)2")),
+        ((6, 20), 8, (None, None)),  # tiny
         ((4096, 11008), 24, ("data", None)),  # 4104 rows, of which 8 are zeros
         ((50257, 1600), 24, (None, "data")),
         ((4096, 4096), 1000, ("data:(1)8", "data:(8)125")),  # factors, and padding

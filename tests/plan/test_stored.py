@@ -1,5 +1,7 @@
-"""Padded arrays are arrays of their own shape, for NumPy, JAX and optax."""
+"""What lies padded, or on a divided mesh, is an array of its shape for NumPy, JAX and optax."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.serialization import from_bytes, to_bytes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.plan import layout
@@ -19,6 +24,13 @@ VALUES = np.arange(100 * 200, dtype=np.float32).reshape(100, 200)
 def padded(kind: str = "device") -> StoredArray:
     sharding = layout.sharding(zerojax.mesh(devices=7), (None, "data"), kind)
     return StoredArray(jax.device_put(pad(VALUES, (100, 203)), sharding), VALUES.shape)
+
+
+def shared(kind: str = "device") -> StoredArray:
+    """On a mesh of 2x2x2 devices, of which zerojax.mesh() knows nothing."""
+    spec = ("data:(1)2", ("data:(2)2", "data:(4)2"))
+    sharding = layout.sharding(zerojax.mesh(), spec, kind)
+    return StoredArray(jax.device_put(VALUES, sharding), VALUES.shape)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +48,40 @@ def padded(kind: str = "device") -> StoredArray:
         lambda x: x[3:5],
         lambda x: jax.device_put(x, jax.devices()[0]),
         lambda x: jax.vmap(jnp.max)(x),
+        lambda x: (x == 3) | (x != x) | ~(x > 3),
+        lambda x: divmod(+x, 7)[1] ** 2,
+        lambda x: round(x / 3, 1),
+        copy.copy,
+        copy.deepcopy,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: from_bytes({"x": VALUES}, to_bytes({"x": x}))["x"],
     ],
 )
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-def test_used_as_an_array(use: Callable[[Any], Any], kind: str) -> None:
-    expected, found = use(jnp.asarray(VALUES)), use(padded(kind))
+@pytest.mark.parametrize("stored", [padded, shared])
+def test_used_as_an_array(
+    use: Callable[[Any], Any], stored: Callable[[str], StoredArray], kind: str
+) -> None:
+    expected, found = use(jnp.asarray(VALUES)), use(stored(kind))
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [padded, shared])
+def test_mixes_with_arrays_on_the_mesh(stored: Callable[[], StoredArray]) -> None:
+    x = stored()
+    rows = np.ones((56, 100), np.float32)
+    placed = jax.device_put(rows, NamedSharding(x.sharding.mesh, P("data")))
+    np.testing.assert_allclose(placed @ x, rows @ VALUES, rtol=1e-5)
+    found = jax.jit(lambda a, b: a @ b)(placed, x)
+    assert found.sharding.spec == P("data")
+
+
+def test_lies_on_the_mesh_itself() -> None:
+    assert shared().sharding == NamedSharding(zerojax.mesh(), P(None, None))
+    by_parts = layout.sharding(zerojax.mesh(), (("data:(4)2", "data:(1)4"), None))
+    x = StoredArray(jax.device_put(VALUES[:80], by_parts), (80, 200))  # in another order
+    assert x.sharding == NamedSharding(zerojax.mesh(), P("data", None))
+    np.testing.assert_array_equal(x.whole(), VALUES[:80])
 
 
 def test_looks_like_an_array() -> None:

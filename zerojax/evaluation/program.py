@@ -239,7 +239,7 @@ class EvaluationProgram:
             outs, structure = self._in_parts(state, batch, arrays, static, execution.division)
         out, changed = jax.tree.unflatten(structure, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
-        return out, [None if x is None else keep(x) for x, keep in pairs]
+        return self._plan.results(out), [None if x is None else keep(x) for x, keep in pairs]
 
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division

@@ -29,7 +29,7 @@ from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
-from zerojax.plan.stored import StoredArray, stored
+from zerojax.plan.stored import StoredArray, shown, stored
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -153,8 +153,9 @@ class States:
                 f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
                 f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
             )
-        lost = sum(leaf.lost for leaf in plan.all_leaves())
-        if lost > LITTLE * plan.bytes_per_device and not self._warned:
+        leaves = plan.all_leaves()
+        held = sum(leaf.bytes_per_device for leaf in leaves)
+        if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:
             self._warned = True
             logging.getLogger("zerojax").warning("%s.", plan.lost)
         return plan
@@ -242,7 +243,12 @@ class States:
         if not opened.plain and all(is_placed(*each) for each in where):
             return parts
         self.check_mesh(parts)
-        made = [self.placer.put(_copy(x), *at) for x, *at in where]
+        made = [
+            shown(x.stored.copy(), x.shape)  # not gathered
+            if isinstance(stored(x), jax.Array) and x is not stored(x) and is_placed(x, *at)
+            else self.placer.put(_copy(x), *at)
+            for x, *at in where
+        ]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
 
     def check_mesh(self, parts: Any) -> None:
@@ -307,6 +313,7 @@ def _array(x: Any) -> Any:
 
 def _copy(x: Any) -> Any:
     # device_put alone may share memory with an array that lies on one of the devices.
+    x = x.whole() if isinstance(x, StoredArray) else x
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
 
 

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import REPLICA, are_there
+from zerojax.devices.mesh import REPLICA, are_there, batch_axes
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
@@ -107,10 +107,14 @@ class Leaf:
         return self.padded == self.shape
 
     @property
+    def divided(self) -> bool:
+        """Whether parts of an axis shard the array, on a mesh of such parts."""
+        return any(layout.SubAxis.of(a) for entry in self.spec for a in layout.axes(entry))
+
+    @property
     def plain(self) -> bool:
         """Whether the array lies at rest as JAX shards one: without zeros, over whole axes."""
-        names = (a for entry in self.spec for a in layout.axes(entry))
-        return self.even and not any(map(layout.SubAxis.of, names))
+        return self.even and not self.divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +173,9 @@ class Plan:
         if not whole:
             return ""
         lost, largest = sum(leaf.lost for leaf in whole), max(whole, key=lambda leaf: leaf.lost)
+        held = sum(leaf.bytes_per_device for leaf in self.all_leaves())
         return (
-            f"{table.size(lost)} of each device's {table.size(self.bytes_per_device)} is beyond "
+            f"{table.size(lost)} of each device's {table.size(held)} is beyond "
             f"its share: {len(whole)} arrays have no dimensions that all of "
             f"{self.mesh.shape[self.axis]} devices divide, the largest {largest.path} "
             f"{largest.shape}"
@@ -223,6 +228,20 @@ class Plan:
             if self.plain
             else self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
         )
+
+    def results(self, out: Any) -> Any:
+        """What a user's function returns beside the state; under ``jit``, which cannot tell how
+        those lie that follow from an array on a divided mesh."""
+        if not any(leaf.divided for leaf in self.all_leaves()):
+            return out
+        rows = batch_axes(self.mesh)
+        n = layout.parts(rows, self.mesh)
+
+        def placed(x: Any) -> Any:
+            spec = [rows] if jnp.ndim(x) and len(x) % n == 0 else []
+            return lax.with_sharding_constraint(x, layout.sharding(self.mesh, spec))
+
+        return jax.tree.map(placed, out)
 
     @staticmethod
     def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:

@@ -11,6 +11,7 @@
    least and pads the smaller dimension.
 6. An array of at most 8192 elements (``SMALL``) is not padded: the largest part of the axis that
    divides one or two dimensions shards them, and over the rest of the axis the array stays whole.
+   One below 1024 elements (``TINY``) stays whole over all of it.
 
 Devices in partitions (hpZ) change the order of the pieces, and prefer cuts that allow the change:
 the devices of a partition hold next to each other what the n-th devices of all partitions hold
@@ -38,6 +39,9 @@ from zerojax.plan.layout import Spec, SubAxis
 
 SMALL = 8192
 """Elements of the largest array that is not padded."""
+
+TINY = 1024
+"""Elements of the smallest array for which dimensions share an axis by its factors."""
 
 _NEAR = 1.02
 """How many times its least memory an array may take, to be padded where that costs less time."""
@@ -119,8 +123,8 @@ def shard_spec(
       >>> import zerojax
       >>> shard_spec((6, 16), (None, None), zerojax.mesh(), "data", 0).spec
       (None, 'data')
-      >>> shard_spec((6, 10), (None, None), zerojax.mesh(), "data", 0)
-      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(6, 10) divides by 4 of 8', whole_over=2)
+      >>> shard_spec((30, 50), (None, None), zerojax.mesh(), "data", 0)
+      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(30, 50) divides by 4 of 8', whole_over=2)
     """
     n = mesh.shape[axis]
     if any(axis in layout.axes(entry) for entry in own):
@@ -135,7 +139,7 @@ def shard_spec(
     free = tuple(d for d, entry in enumerate(own) if entry is None)
     cut = _single(piece, free, n)
     if cut is None and math.prod(piece) <= SMALL:
-        cut = _exact(piece, free, n, parts)
+        cut = _exact(piece, free, n, parts and math.prod(piece) >= TINY)
     elif cut is None:
         cut = _best(piece, free, n, parts, partition)
     into = math.prod(k for _, k in cut.pieces)

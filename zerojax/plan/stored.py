@@ -72,8 +72,7 @@ class StoredArray:
         """The array in device memory, sharded as ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
-        with jax.sharding.use_abstract_mesh(at_rest.sharding.mesh.abstract_mesh):
-            return jax.jit(self._cut, out_shardings=self.sharding)(at_rest)
+        return jax.jit(self._cut, out_shardings=self.sharding)(at_rest)
 
     def _cut(self, x: Any) -> Any:
         return x[tuple(map(slice, self.shape))]

@@ -167,7 +167,7 @@ class GradientProgram:
                 plan.leaves["rest"],
             ),
             step=made.step,
-            out=out,
+            out=plan.results(out),
             done=done,
             signals=setting.signals(after, out),
         )

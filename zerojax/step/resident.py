@@ -61,7 +61,9 @@ class ResidentStep:
             opt_state=after.opt,
             rest=unless_skipped(done, made.rest, parts.rest),
         )
-        return StepResult(plan.at_rest(made), out, setting.signals(made.opt_state, out))
+        return StepResult(
+            plan.at_rest(made), plan.results(out), setting.signals(made.opt_state, out)
+        )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         plan = self.setting.plan

@@ -29,7 +29,7 @@ from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
-from zerojax.plan.stored import StoredArray, shown, stored
+from zerojax.plan.stored import StoredArray, stored
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -232,7 +232,8 @@ class States:
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
         """The state's arrays where the plan has them. Copies, unless the state comes from zerojax
-        and lies there already, so that the caller's own arrays live on.
+        and lies there already, so that the caller's own arrays live on. An array that stands in
+        the state twice is copied, for the step donates each.
 
         Raises:
           ValueError: The state lies on another mesh.
@@ -240,16 +241,22 @@ class States:
         parts, wanted = opened.parts, plan.shardings()
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
         where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
-        if not opened.plain and all(is_placed(*each) for each in where):
+        lies = [not opened.plain and is_placed(*each) for each in where]
+        if all(lies) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self.check_mesh(parts)
-        made = [
-            shown(x.stored.copy(), x.shape)  # not gathered
-            if isinstance(stored(x), jax.Array) and x is not stored(x) and is_placed(x, *at)
-            else self.placer.put(_copy(x), *at)
-            for x, *at in where
-        ]
+        kept = {id(x) for x in leaves} if all(lies) else set()
+        made = [self._owned(kept, *each) for each in where]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
+
+    def _owned(self, kept: set[int], x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
+        """An array where the plan has it; a copy but for the first of those to be kept."""
+        if id(x) in kept:
+            kept.remove(id(x))
+            return x
+        if isinstance(x, StoredArray) and is_placed(x, sharding, leaf) and leaf.place != DISK:
+            return StoredArray(x.stored.copy(), x.shape)  # not gathered
+        return self.placer.put(_copy(x), sharding, leaf)
 
     def check_mesh(self, parts: Any) -> None:
         """Raises ValueError where an array of a state lies on another mesh."""

@@ -1,0 +1,45 @@
+"""States whose arrays a step may take, and those that it has to copy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+class Averaged(TrainState):  # type: ignore[misc]
+    average: Any = None
+
+
+def create() -> Averaged:
+    params = {"w": jnp.ones((60, 50)), "v": jnp.ones((64, 8))}
+    return Averaged.create(apply_fn=None, params=params, average=params, tx=optax.adam(1e-2))
+
+
+def train_step(state: Averaged, batch: jax.Array) -> Averaged:
+    grads = jax.grad(lambda p: jnp.sum((batch @ p["w"]) ** 2) + jnp.sum(p["v"] ** 2))(state.params)
+    state = state.apply_gradients(grads=grads)
+    return state.replace(average=optax.incremental_update(state.params, state.average, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(8, {}), (7, {}), (8, {"offload_optimizer": "cpu"})],
+    ids=["shared", "padded", "offloaded"],
+)
+def test_an_array_that_stands_in_the_state_twice(devices: int, options: dict[str, Any]) -> None:
+    zero = zerojax.zero(stage=1, mesh=zerojax.mesh(devices=devices), **options)
+    step, plain = zero(train_step), jax.jit(train_step)
+    batch = np.ones((devices, 60), np.float32)
+    state, want = step(zero.init(create), batch), plain(create(), batch)
+    state, want = (x.replace(average=x.params) for x in (state, want))
+    state, want = step(state, batch), plain(want, batch)
+    for a, b in zip(jax.tree.leaves(state.average), jax.tree.leaves(want.average), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

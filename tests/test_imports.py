@@ -23,6 +23,7 @@ ROOMS = (
     "config",
     "xla",
     "devices",
+    "distributed",
     "hlo",
     "train_state",
     "plan",
@@ -42,6 +43,7 @@ ROOMS = (
     "models",
     "tuning",
     "doctor",
+    "launch",
     "cli",
     "__main__",
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import core, dtypes
+from jax._src import core, distributed, dtypes
 from jax._src.interpreters import pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
@@ -102,3 +102,17 @@ def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
         return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
 
     pxla.shard_arg_handlers[kind] = sharded
+
+
+def coordination() -> Any:
+    """The client of the service through which ``jax.distributed`` coordinates the processes.
+
+    JAX offers its keys and values to multi-host utilities of its own alone.
+
+    Raises:
+      RuntimeError: ``jax.distributed`` is not initialized.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialized: call zerojax.init_distributed()")
+    return client

@@ -191,8 +191,8 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"{listed(hidden, 'process')} see no GPU and others do: CUDA_VISIBLE_DEVICES hides "
-            "them; unset it, or name a GPU of each process"
+            f"no GPU is visible to {listed(hidden, 'process')}, and others see some: "
+            "CUDA_VISIBLE_DEVICES hides them; unset it, or name a GPU of each process"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])

@@ -140,9 +140,9 @@ class _Roll:
         )
 
     def tell(self, reply: Record) -> None:
-        """Tells all that came."""
+        """Tells all that came, and what is wrong also those that have not said who they are."""
         text = json.dumps(reply).encode() + b"\n"
-        for guest in self._heard:
+        for guest in self._heard if reply["problem"] else self._speakers:
             with contextlib.suppress(OSError):
                 guest.settimeout(_GRACE)
                 guest.sendall(text)

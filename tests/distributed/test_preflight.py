@@ -24,6 +24,8 @@ from zerojax.distributed.preflight import (
 )
 
 HERE = socket.gethostname()
+NAME = "127.1"
+"""Resolves to a loopback address as a host's name may, and is no address in its proper form."""
 
 
 def process(index: int, host: str = "n1", **differs: Any) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def test_processes_that_fit() -> None:
 
 def test_versions() -> None:
     old = {"jax": "0.9.0", "zerojax": "1.0"}
-    assert problems(process(0), process(1), process(2, "n2", versions=old)) == (
+    assert problems(process(0), process(1), {"index": 2, "versions": old}) == (
         "the version of jax differs: 0.10.2 in processes 0, 1; 0.9.0 in process 2. "
         "Remedy: install the same jax for all processes"
     )
@@ -101,17 +103,25 @@ def test_names_that_gloo_cannot_use() -> None:
     [
         ("localhost:1", 0, 1, True),
         ("127.0.1.1:1", 1, 1, True),
+        (f"{NAME}:1", 1, 1, True),
+        (f"{NAME}:1", 0, 1, False),
         ("localhost:1", 1, 2, False),  # one host
         ("192.0.2.1:1", 1, 1, False),
         ("no-such-name.invalid:1", 1, 1, False),
     ],
 )
 def test_coordinator_at_a_loopback(coordinator: str, index: int, local: int, refused: bool) -> None:
-    said = unreachable(Launched(coordinator, 2, index, local, 0, "torchrun"))
+    said = unreachable(Launched(coordinator, 2, index, local, 0, "torchrun"), seconds=0.3)
     assert bool(said) == refused
     if refused:
         assert f"the coordinator {coordinator} (torchrun) is the loopback of {HERE}" in said
         assert "name the host of process 0 by an address that the others reach" in said
+
+
+def test_two_nodes_on_one_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"{NAME}:{server.getsockname()[1]}"
+        assert not unreachable(Launched(coordinator, 2, 1, 1, 0, "srun"), seconds=0.3)
 
 
 def shares(*gpus: list[str]) -> list[list[int] | None]:

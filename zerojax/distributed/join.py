@@ -110,11 +110,11 @@ def _refuse(problems: list[str]) -> None:
 def _bind(me: Launched) -> str:
     """Where process 0 listens: at a loopback address where no other host is to come."""
     host, port = split(me.coordinator)
-    alone = host == "localhost" or me.local_count == me.count
-    if alone and is_loopback(host):
-        address = socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0]
-        return f"{address}:{port}"
-    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
+    chosen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if chosen is None and is_loopback(host) and (host == "localhost" or me.local_count == me.count):
+        address = min(socket.getaddrinfo(host, port))[4][0]  # IPv4 first
+        return f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}"
+    return chosen or f"[::]:{port}"
 
 
 def require_joined() -> None:

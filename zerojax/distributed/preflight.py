@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -98,20 +99,41 @@ def _quota() -> float | None:
     return None
 
 
-def unreachable(me: Launched) -> str:
-    """Why this process cannot reach process 0; "" for no known reason."""
-    host = split(me.coordinator)[0]
-    if not me.several_hosts or not is_loopback(host) or (me.index == 0 and _is_own_name(host)):
+def unreachable(me: Launched, seconds: float = 20.0) -> str:
+    """Why this process cannot reach process 0; "" for no known reason.
+
+    Args:
+      me: This process among the others.
+      seconds: How long process 0 may take until it listens, where a name of another host means
+        this machine here: two nodes of Slurm may share one.
+    """
+    (host, port), here = split(me.coordinator), socket.gethostname()
+    if not me.several_hosts or not is_loopback(host):
         return ""
+    if host != "localhost" and not _is_address(host):
+        own_name = host.partition(".")[0] == here.partition(".")[0]
+        if own_name or me.index == 0 or _listens(host, port, seconds):
+            return ""
     return (
-        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {socket.gethostname()} "
-        "itself, but processes run on several hosts: name the host of process 0 by an address that "
-        f"the others reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct it"
+        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {here} itself, but "
+        "processes run on several hosts: name the host of process 0 by an address that the others "
+        f"reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
     )
 
 
-def _is_own_name(host: str) -> bool:
-    return host.partition(".")[0] == socket.gethostname().partition(".")[0]
+def _listens(host: str, port: int, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _proxied(me: Launched, environ: Mapping[str, str]) -> str:
@@ -134,7 +156,17 @@ def is_loopback(host: str) -> bool:
 
 def differences(records: list[Record], coordinator: str) -> list[str]:
     """What keeps processes from being one job, before JAX is used."""
-    problems = []
+    problems = [
+        each
+        for name in records[0]["versions"]
+        for each in _unequal(
+            f"the version of {name}",
+            {r["index"]: r["versions"].get(name) for r in records},
+            f"install the same {name} for all processes",
+        )
+    ]
+    if problems:  # another version's records may have other parts
+        return problems
     if proxied := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
             f"{', '.join({*proxied.values()})} would send what {listed(proxied, 'process')} and "
@@ -147,12 +179,6 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
             f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback address, "
             "where gloo, which joins CPUs, waits for the other hosts in vain: map the name to the "
             "host's address in the network"
-        )
-    for name in records[0]["versions"]:
-        problems += _unequal(
-            f"the version of {name}",
-            {r["index"]: r["versions"][name] for r in records},
-            f"install the same {name} for all processes",
         )
     problems += unequal_configs([record["config"] for record in records])
     for host, numbers in hosts.items():

@@ -29,6 +29,7 @@ from zerojax.distributed.preflight import (
     unequal_devices,
     unreachable,
 )
+from zerojax.distributed.ray_train import ray_train_variables
 from zerojax.distributed.roll_call import by_host, call_roll, split
 from zerojax.xla import compat
 
@@ -63,9 +64,12 @@ def init_distributed(
       >>> import zerojax
       >>> zerojax.init_distributed()  # the only process: nothing happens
     """
-    me = launched(os.environ)
-    if me is None or jax.distributed.is_initialized():
-        leave("joined", 0 if me is None else me.index)
+    if jax.distributed.is_initialized():
+        leave("joined", jax.process_index())
+        return
+    me = launched({**os.environ, **ray_train_variables()})
+    if me is None:
+        leave("joined", 0)
         return
     end_at_once(me.index)
     if compat.backends_are_initialized():

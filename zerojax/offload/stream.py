@@ -256,8 +256,7 @@ class GroupPrograms:
             values = [self._unpadded(i, fetched(arrays[i])) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
             updated = {
-                i: pad(x, self._placements[i].padded)
-                for i, x in zip(targets, results, strict=True)
+                i: pad(x, self._placements[i].padded) for i, x in zip(targets, results, strict=True)
             }
             return GroupResults(
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]

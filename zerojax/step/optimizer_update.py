@@ -72,9 +72,7 @@ class OptimizerUpdate:
         self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
         self._placements = UpdateArrays(
             grads=[
-                ArrayPlacement(
-                    leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place, leaf.padded
-                )
+                ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place, leaf.padded)
                 for leaf, dtype, gradient in zip(
                     plan.compute, self.grad_dtypes, plan.gradients(), strict=True
                 )

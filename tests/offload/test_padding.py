@@ -1,5 +1,6 @@
 """Offload on a number of devices that divides no dimension: padding streams along, unseen."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,22 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("where", [("optimizer", "param"), ("optimizer",)], ids="-".join)
+STAGES = {"all": 3, "disk": 3, "optimizer": 2}
+COMMON = {(name, "all") for name in ("shape", "mask", "clip", "adafactor", "noise")} | {
+    ("lamb", "disk"), ("late clip", "optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(*each, marks=() if each in COMMON else pytest.mark.sweep)
+        for each in itertools.product(OPTIMIZERS, STAGES)
+    ],
+)
+@pytest.mark.usefixtures("in_float64")
 def test_optimizers_see_no_padding(
-    name: str, where: tuple[str, ...], in_float64: None, monkeypatch: pytest.MonkeyPatch
+    name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rule, "SMALL", 0)
     rng = np.random.default_rng(0)
@@ -142,11 +155,17 @@ def test_optimizers_see_no_padding(
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = zerojax.zero(
-        stage=3 if "param" in where else 2,
+        stage=STAGES[where],
         mesh=zerojax.mesh(devices=3),
-        **{f"offload_{each}": "cpu" for each in where},
-        **{"stage3_param_persistence_threshold": 0} if "param" in where else {},
+        offload_optimizer=nvme if where == "disk" else "cpu",
+        **{
+            "offload_param": nvme if where == "disk" else "cpu",
+            "stage3_param_persistence_threshold": 0,
+        }
+        if STAGES[where] == 3
+        else {},
     )
     state, plain, sharded = zero.init(create), jax.jit(train_step), zero(train_step)
     want = create()

@@ -255,9 +255,7 @@ class GroupPrograms:
             arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
             values = [self._unpadded(i, fetched(arrays[i])) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
-            updated = {
-                i: pad(x, self._placements[i].padded) for i, x in zip(targets, results, strict=True)
-            }
+            updated = {i: self._padded(i, x) for i, x in zip(targets, results, strict=True)}
             return GroupResults(
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]
             )
@@ -266,11 +264,16 @@ class GroupPrograms:
 
     def _unpadded(self, i: int, x: jax.Array) -> jax.Array:
         """An array on the device without its padding, each device with its own piece."""
-        placement = self._placements[i]
-        if placement.padded == placement.shape:
-            return x
-        on_device = NamedSharding(self._mesh, placement.spec)
-        return lax.with_sharding_constraint(x[tuple(map(slice, placement.shape))], on_device)
+        shape = self._placements[i].shape
+        return x if x.shape == shape else self._on_device(i, x[tuple(map(slice, shape))])
+
+    def _padded(self, i: int, x: jax.Array) -> jax.Array:
+        """A result with its padding; in pieces before it leaves, as host memory is no place for
+        collectives."""
+        return self._on_device(i, pad(x, self._placements[i].padded))
+
+    def _on_device(self, i: int, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, self._placements[i].spec))
 
     def _jitted(
         self,

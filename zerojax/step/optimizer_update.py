@@ -136,14 +136,13 @@ class OptimizerUpdate:
         """Runs the prelude: the scalars that the sub-groups need, and new numbers of the optimizer
         state, for :meth:`with_shared`. Gradients come without padding, those in host memory maybe
         as :class:`zerojax.collectives.host.Unpadded`."""
-        separated = self.by_groups.separated
-        at = self._placements
+        separated, placements = self.by_groups.separated, self._placements
         here = [
             (fetched(g) if x.place == HOST else g) if i in separated.read_by_prelude else None
-            for i, (g, x) in enumerate(zip(grads, at.grads, strict=True))
+            for i, (g, x) in enumerate(zip(grads, placements.grads, strict=True))
         ]
-        # A step may have made its gradients wider.
-        sums = [s.astype(x.dtype) for s, x in zip(square_sums, at.square_sums, strict=True)]
+        # The step may have given its optimizer gradients of another dtype.
+        sums = [s.astype(x.dtype) for s, x in zip(square_sums, placements.square_sums, strict=True)]
         given = UpdateArrays(here, [None] * len(grads), numbers, sums)
         return separated.prelude(given.flat())
 

@@ -21,8 +21,8 @@ from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole
 from zerojax.offload.separate import Separated
-from zerojax.plan.padded import pad
 from zerojax.plan.places import DISK, HOST, PINNED
+from zerojax.plan.stored import pad
 from zerojax.xla.compat import computed_on_host
 from zerojax.xla.lowered import LOADED, READ, WRITTEN, named
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.collectives import tables
+from zerojax.collectives import gradients
 from zerojax.xla import jaxprs
 
 TABLE = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
@@ -41,13 +41,13 @@ def scattered(lookup: Callable[[Any], Any]) -> tuple[Any, list[jax.Array], jax.A
 )
 def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
     eqn, values, want = scattered(lookup)
-    assert tables.can_split(eqn, 4)
-    assert not tables.can_split(eqn, 3)  # of 8 rows
-    parts = tables.by_group(eqn, values, 4)
+    assert gradients.can_split(eqn, 4)
+    assert not gradients.can_split(eqn, 3)  # of 8 rows
+    parts = gradients.by_group(eqn, values, 4)
     assert parts.shape == (4, *want.shape)
-    np.testing.assert_allclose(tables.total(values[0], parts), want, rtol=1e-6)
+    np.testing.assert_allclose(gradients.total(values[0], parts), want, rtol=1e-6)
 
 
 def test_a_lookup_without_rows_is_left_alone() -> None:
     eqn, _, _ = scattered(lambda table: table[np.arange(8)])
-    assert not tables.can_split(eqn, 2)
+    assert not gradients.can_split(eqn, 2)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import primitives as prims
 
 from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
@@ -22,7 +25,7 @@ def bind_summed(
 ) -> list[jax.Array]:
     """The results of an equation; gradients summed over the devices, as their specs say."""
     place = gatherer.scatter
-    if eqn.primitive.name.startswith("scatter"):
+    if eqn.primitive is prims.scatter_add_p:
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
         place = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
     if len(specs) == 1 and (spec := specs[0]) is not None:
@@ -39,6 +42,19 @@ def bind_summed(
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
 
+def apart(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """The operands of an equation; the first of a scatter at one index, behind a barrier.
+
+    Otherwise XLA merges the slice that cuts a gradient and the slice of its one row, without
+    clamping: on CPU devices without that row another row is wrong, on GPUs the sum is of it all.
+    """
+    if not eqn.primitive.name.startswith("scatter") or isinstance(values[0], Shard | HostStack):
+        return values
+    if math.prod(eqn.invars[1].aval.shape[:-1]) > 1:
+        return values
+    return [lax.optimization_barrier(values[0]), *values[1:]]
+
+
 def _few_rows(eqn: Any) -> bool:
     table, _, rows = eqn.invars
     return rows.aval.size <= table.aval.size
@@ -47,7 +63,7 @@ def _few_rows(eqn: Any) -> bool:
 def can_split(eqn: Any, groups: int) -> bool:
     """Whether an equation adds into a table what was looked up for tokens, [rows, positions], of
     which the rows divide among the groups. A table of positions is looked up without rows."""
-    if eqn.primitive.name not in ("scatter-add", "scatter_add"):
+    if eqn.primitive is not prims.scatter_add_p:
         return False
     indices = eqn.invars[1].aval
     batching = jaxprs.param(eqn, "dimension_numbers").operand_batching_dims

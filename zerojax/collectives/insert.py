@@ -24,9 +24,8 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many, order, propagate, residuals, wanted
+from zerojax.collectives import gradients, loops, many, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
-from zerojax.collectives.gradients import bind_summed
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.devices.mesh import batch_devices
@@ -109,7 +108,7 @@ class Inserter(Gatherer):
                 new = plain(jaxprs.read(sums[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
-            values = [jaxprs.read(v, env) for v in eqn.invars]
+            values = gradients.apart(eqn, [jaxprs.read(v, env) for v in eqn.invars])
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
@@ -141,17 +140,17 @@ class Inserter(Gatherer):
             return self._use(eqn, values, scope)
         if wanted.passes(eqn):
             return jaxprs.bind(eqn, values)
-        outs = bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
-        gradients = [
+        outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
+        reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
             if v in wants
         ]
         if scope.reduced:
-            scope.reduced[-1] += gradients
-        elif any(is_sharded(gradient.spec, self.axis) for gradient in gradients):
+            scope.reduced[-1] += reduced
+        elif any(is_sharded(gradient.spec, self.axis) for gradient in reduced):
             # A model's head. One that stays whole would be summed over the devices for nothing.
-            scope.reduced.append(gradients)
+            scope.reduced.append(reduced)
         return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:

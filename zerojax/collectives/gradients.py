@@ -42,7 +42,7 @@ def bind_summed(
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
 
-def apart(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+def apart(eqn: Any, values: list[Any]) -> list[Any]:
     """The operands of an equation; the first of a scatter at one index, behind a barrier.
 
     Otherwise XLA merges the slice that cuts a gradient and the slice of its one row, without

@@ -12,7 +12,6 @@ from jax import lax
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives.gathering import Gatherer, is_sharded
-from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
@@ -42,17 +41,18 @@ def bind_summed(
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
 
-def apart(eqn: Any, values: list[Any]) -> list[Any]:
-    """The operands of an equation; the first of a scatter at one index, behind a barrier.
+def at_one_index(eqn: Any) -> bool:
+    """Whether an equation is a scatter at one index, or a jitted function with one in it.
 
-    Otherwise XLA merges the slice that cuts a gradient and the slice of its one row, without
-    clamping: on CPU devices without that row another row is wrong, on GPUs the sum is of it all.
+    What it changes has to stand behind a barrier. Otherwise XLA merges the slice that cuts a
+    gradient and the slice of its one row, without clamping: on CPU devices without that row another
+    row is wrong, and GPUs all-reduce the whole gradient.
     """
-    if not eqn.primitive.name.startswith("scatter") or isinstance(values[0], Shard | HostStack):
-        return values
-    if math.prod(eqn.invars[1].aval.shape[:-1]) > 1:
-        return values
-    return [lax.optimization_barrier(values[0]), *values[1:]]
+    if eqn.primitive is prims.jit_p:
+        return any(at_one_index(e) for body in jaxprs.bodies(eqn) for e in body.eqns)
+    return eqn.primitive.name.startswith("scatter") and (
+        math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    )
 
 
 def _few_rows(eqn: Any) -> bool:

@@ -108,12 +108,13 @@ class Inserter(Gatherer):
                 new = plain(jaxprs.read(sums[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
-            values = gradients.apart(eqn, [jaxprs.read(v, env) for v in eqn.invars])
+            values = [jaxprs.read(v, env) for v in eqn.invars]
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
+                    or gradients.at_one_index(eqn)
                     or not leaving.isdisjoint(eqn.outvars)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
@@ -138,6 +139,8 @@ class Inserter(Gatherer):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
+        if gradients.at_one_index(eqn):
+            values[0] = lax.optimization_barrier(values[0])
         if wanted.passes(eqn):
             return jaxprs.bind(eqn, values)
         outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)

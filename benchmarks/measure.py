@@ -276,7 +276,7 @@ def expected_between(case: Case, parameters: int) -> int:
     takes 3g of them with g micro-batches; with a secondary shard in each host 1 gather, however
     many the micro-batches, and g scatters.
     """
-    hosts = case.devices // GPUS_PER_HOST
+    hosts = math.ceil(case.devices / GPUS_PER_HOST)
     passes = 1 + case.accumulate if case.partition > 1 else 3 * case.accumulate
     return round(passes * (hosts - 1) / hosts * COMPUTE_BYTES * parameters)
 

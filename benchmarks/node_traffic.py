@@ -139,11 +139,11 @@ def draw(path: Path, gpus: int, bars: Sequence[tuple[str, int, int, int]]) -> No
     figure = Figure(figsize=(10, 0.55 * len(bars) + 1.1), dpi=150, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True, width_ratios=(3, 4, 4))
     for axes, column, colour, title in (
-        (panels[0], 1, RESTING, "holds between steps"),
-        (panels[1], 2, INSIDE, "sends inside its host"),
-        (panels[2], 3, BETWEEN, "sends to other hosts"),
+        (panels[0], 0, RESTING, "holds between steps"),
+        (panels[1], 1, INSIDE, "sends inside its host"),
+        (panels[2], 2, BETWEEN, "sends to other hosts"),
     ):
-        widths = [bar[column] / GIGA for bar in bars]
+        widths = [sizes[column] / GIGA for _, *sizes in bars]
         axes.barh(range(len(bars)), widths, height=0.62, color=colour)
         for row, width in enumerate(widths):
             axes.text(width, row, f" {width:.1f} GB", va="center", color=INK, fontweight="bold")

@@ -11,6 +11,7 @@ import pytest
 
 import zerojax
 from benchmarks.measure import Case, Record, compile_case, lower_zero
+from benchmarks.memory import markdown, memory_table, traffic_table
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
 
@@ -89,6 +90,17 @@ def test_gradients_are_reduce_scattered(stage, accumulate):
     assert found.collective_counts["reduce-scatter"] > 0
 
 
+def test_the_record_has_theory_beside_each_figure():
+    found = at(3)
+    memory, traffic = (table([found]) for table in (memory_table, traffic_table))
+    for headings, row in (memory, traffic):
+        assert len(headings) == len(row)
+    assert memory[1][4:6] == ["1,232", "1,230"]
+    assert traffic[1][5] == "4,535 / 4,305"
+    assert traffic[1][6] == "-"  # a single host
+    assert markdown({"stages": [found]}).count("\n| stage 3, scan |") == 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_are_gathered_in_the_compute_dtype(stage):
     assert set(at(stage).gather_dtypes) == {"bf16"}
@@ -121,6 +133,8 @@ def test_gradients_are_scattered_in_a_group_and_their_pieces_summed_between_grou
         assert 0.8 < found.moved_bytes[kind] / found.expected_moved_bytes[kind] < 1.1, kind
     if accumulate == 1:
         assert 0.9 < found.total_moved_bytes / found.total_expected_moved_bytes < 1.09
+        between = sum(found.between_bytes.values())
+        assert between == pytest.approx(found.expected_between_bytes, rel=0.01)
 
 
 @pytest.mark.sweep

@@ -234,8 +234,7 @@ class Plan:
         those lie that follow from an array on a divided mesh."""
         if not any(leaf.divided for leaf in self.all_leaves()):
             return out
-        rows = batch_axes(self.mesh)
-        n = layout.parts(rows, self.mesh)
+        rows, n = batch_axes(self.mesh), batch_devices(self.mesh)
 
         def placed(x: Any) -> Any:
             spec = [rows] if jnp.ndim(x) and len(x) % n == 0 else []

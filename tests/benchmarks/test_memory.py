@@ -173,9 +173,10 @@ def test_loss_scaling_costs_next_to_nothing(stage):
     assert scaled.argument_bytes < plain.argument_bytes + 1024
 
 
-@pytest.mark.parametrize("devices", [24, sweep(3), sweep(48), sweep(1000)])
+@pytest.mark.parametrize("devices", [24, sweep(3), sweep(48), sweep(256), sweep(1000)])
 def test_a_number_that_divides_no_dimension(devices):
-    """GPT-2's vocabulary and width. What is whole is persistent by the config, 0.5M parameters."""
+    """GPT-2's vocabulary and width. What is whole is persistent by the config, 0.5M parameters.
+    The tied table, gathered a third time, is a tenth of this shallow model's traffic."""
     case = replace(SCANNED, devices=devices, n_layer=4, vocab_size=50257)
     found, persistent = record(case), 20_800 * 4 + 2 * 1600
     held = found.expected_resting_bytes + 12 * persistent
@@ -183,6 +184,8 @@ def test_a_number_that_divides_no_dimension(devices):
     scattered = found.moved_bytes["reduce-scatter"]
     assert scattered <= 1.03 * found.expected_moved_bytes["reduce-scatter"]
     assert found.largest_all_reduce <= 1024 * 1600 * 2  # the table of positions
+    # Between hosts first: 3.9 times theory on 1000 devices where neighbours gather first.
+    assert sum(found.between_bytes.values()) <= 1.2 * found.expected_between_bytes
 
 
 @pytest.mark.sweep

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import core, distributed, dtypes
-from jax._src.interpreters import pxla
+from jax._src import compiler, core, distributed, dtypes
+from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
@@ -116,3 +118,20 @@ def coordination() -> Any:
     if client is None:
         raise RuntimeError("jax.distributed is not initialized: call zerojax.init_distributed()")
     return client
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of all threads; Python has no other name for them."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+_COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}
+
+
+def compiles(frame: FrameType) -> bool:
+    """Whether a frame is one of tracing, lowering or compiling, which jax announces to nobody."""
+    return frame.f_code.co_filename in _COMPILES

@@ -98,17 +98,17 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """The thread."""
         atexit.register(self.stop)
-        while not self._over.wait(min(_TICK, (self._seconds or self._limit()) / 8)):
+        while not self._over.wait(min(_TICK, (self._seconds or self.limit()) / 8)):
             if self._count > 1 and not jax.distributed.is_initialized():
                 self.stop()  # the job is over, and this process goes on alone
                 return
             # Ends a process in which no thread of Python runs, as one keeps the interpreter's lock.
-            faulthandler.dump_traceback_later(1.5 * self._limit() + 5, exit=True, file=2)
+            faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
             self._look()
 
     def _look(self) -> None:
-        self._take_results()
-        silence, limit = time.monotonic() - self._last, self._limit()
+        self.take_results()
+        silence, limit = time.monotonic() - self._last, self.limit()
         self._signs.give(self._busy(), limit / 8)
         if silence < limit / 2:
             self._signs.look_away()
@@ -123,7 +123,7 @@ class Watchdog(threading.Thread):
         else:
             self._end(_cause(self._me, silence, limit, missing, self._count), missing)
 
-    def _limit(self) -> float:
+    def limit(self) -> float:
         """The longest time without the end of a step, in s."""
         if self._begun and self._seconds is not None:
             return self._seconds
@@ -131,7 +131,7 @@ class Watchdog(threading.Thread):
             return _FIRST
         return max(_LEAST, _STEPS * statistics.median(self._paces))
 
-    def _take_results(self) -> None:
+    def take_results(self) -> None:
         ended = 0
         while self._results and _has_ended(self._results[0]):
             self._results.popleft()
@@ -158,14 +158,15 @@ class Watchdog(threading.Thread):
         """Tells the others, writes the stacks, and ends the process."""
         if self.stopped or not self._ending.acquire(blocking=False):
             return
-        alarm, until = self._alarm, time.monotonic() + _GRACE
+        until = time.monotonic() + _GRACE
+        alarm = None if 0 in missing else self._alarm  # without the coordinator nobody hears
         if alarm:
             word = f"{' '.join(map(str, missing))};{cause}"
             within(_GRACE / 3, lambda: alarm.send(word))
         self._write_stacks(f"zerojax: {cause} This is process {self._me}; status {STALLED}.\n")
         if alarm:
             within(_GRACE / 3, lambda: alarm.set(f"written/{self._me}", ""))
-        while alarm and 0 not in missing and time.monotonic() < until:
+        while alarm and time.monotonic() < until:
             written = within(_GRACE / 3, lambda: alarm.words("written/")) or ()
             if len(written) >= self._count - len(missing):
                 break

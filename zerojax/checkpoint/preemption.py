@@ -50,10 +50,12 @@ class Preemption:
         return self._agreement.reached() if self._agreement else self._noted
 
     def __enter__(self) -> Self:
+        # In the place of JAX's, which jax.distributed.initialize installs and no second one ends.
+        self._before = signal.signal(signal.SIGTERM, self._note)
         if jax.distributed.is_initialized() and jax.process_count() > 1:
             self._agreement = Agreement("preemption")
-        # JAX's own handler, of jax.distributed.initialize, tells once a second and never ends.
-        self._before = signal.signal(signal.SIGTERM, self._note)
+            if self._noted:  # in between
+                self._agreement.ask()
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -74,8 +74,9 @@ class Broadcast:
     def close(self) -> None:
         """Hears no more."""
         atexit.unregister(self.close)
-        self._tell(jax.process_index(), _CLOSED)
-        self._thread.join(5)
+        if self._thread.is_alive():  # not in a process that was forked
+            self._tell(jax.process_index(), _CLOSED)
+            self._thread.join(5)
 
     def _tell(self, process: int, word: str) -> None:
         self.set(f"to/{process}", word)

@@ -52,7 +52,7 @@ class Watchdog(threading.Thread):
         super().__init__(name="zerojax watchdog", daemon=True)
         self._seconds, self._folder = seconds, folder
         self._me, self._count = jax.process_index(), jax.process_count()
-        self._results: deque[Any] = deque()  # scalars of calls that may not have ended
+        self._results: deque[Any] = deque(maxlen=1024)  # scalars of calls that may not have ended
         self._paces: deque[float] = deque(maxlen=64)  # s
         self._last, self._added = time.monotonic(), 0.0
         self._begun = False

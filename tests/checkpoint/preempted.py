@@ -5,6 +5,7 @@ Each time it leaves ``ready.TURN.PROCESS`` once it trains (or evaluates), and
 """
 
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -57,9 +58,10 @@ def main(process: int, folder: Path) -> None:
                         (folder / f"ready.{turn}.{process}").touch()
                     if preemption.notice:
                         break
-                (folder / f"stopped.{turn}.{process}").write_text(f"{number} {done}")
-                if turn != EVALUATES:
-                    checkpointer.save(done, state)
+            (folder / f"stopped.{turn}.{process}").write_text(f"{number} {done}")
+            time.sleep(0.3)  # the last signals may come now
+            if turn != EVALUATES:
+                checkpointer.save(done, state)
     sys.exit(PREEMPTED)
 
 

@@ -24,6 +24,7 @@ class Preemption:
     them at the same read, so that all save the same step and leave together. For that every process
     reads ``notice`` equally often: once a step, and once a batch of an evaluation that is to be cut
     short. A read that waits for the others' answers takes milliseconds, any other a microsecond.
+    After an agreed notice a process survives its own first SIGTERM beyond the end of the block.
 
     Raises:
       ValueError: outside the main thread, as Python takes signals there alone.
@@ -40,14 +41,16 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._noted = False
+        self._noted = self._given = False
         self._agreement: Agreement | None = None
         self._before: Any = None
 
     @property
     def notice(self) -> bool:
         """Whether a SIGTERM came, to any process; the same in all at the same read."""
-        return self._agreement.reached() if self._agreement else self._noted
+        if not self._given:
+            self._given = self._agreement.reached() if self._agreement else self._noted
+        return self._given
 
     def __enter__(self) -> Self:
         # In the place of JAX's, which jax.distributed.initialize installs and no second one ends.
@@ -65,6 +68,8 @@ class Preemption:
             self._agreement.ask()
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        # This process's own signal may come after the notice, while the process leaves.
+        if not (self._agreement and self._given):
+            signal.signal(signal.SIGTERM, self._before)
         if self._agreement:
             self._agreement.close()

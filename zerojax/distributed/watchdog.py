@@ -200,7 +200,7 @@ def watchdog() -> Watchdog | None:
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     if text == "off" or not (text or several):
         return None
-    for thread in threading.enumerate():
+    for thread in threading.enumerate():  # Python knows the threads, zerojax keeps no globals
         if isinstance(thread, Watchdog) and not thread.stopped:
             return thread
     try:

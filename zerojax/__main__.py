@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "plan", "report")
+COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report")
 
 
 class Commands(TyperGroup):

@@ -87,7 +87,7 @@ def launch(
             status = _many(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
         else:
             here = gpus(environ)
-            node = _node(node_rank or 0, counts, coordinator, hosts, here)
+            node = _node(node_rank or 0, counts, coordinator, hosts, here, environ)
             if len(counts) > 1 and max_restarts:
                 raise LaunchError(
                     "--max-restarts with --node-rank: the machines must restart together; "
@@ -182,6 +182,7 @@ def _node(
     coordinator: str | None,
     hosts: list[Host] | None,
     here: list[Gpu],
+    environ: Mapping[str, str],
 ) -> Node:
     """This machine's part."""
     if len(counts) > 1 and coordinator is None:
@@ -190,7 +191,7 @@ def _node(
     if hosts is None:
         return Node(rank, counts, address)
     slots = hosts[rank].slots[: counts[rank]]
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
+    if environ.get("JAX_PLATFORMS") == "cpu":
         return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise LaunchError(

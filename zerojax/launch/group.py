@@ -32,6 +32,7 @@ class Process(NamedTuple):
       log: A file for its output.
       joined: A file that exists before the process ends with status 0, or something is wrong.
       error: A file that has the time and the traceback of the exception that ended the process.
+      shown: Whether its error is shown; a launcher that fails has shown those of its processes.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Process(NamedTuple):
     log: Path | None = None
     joined: Path | None = None
     error: Path | None = None
+    shown: bool = True
 
 
 class Outcome(NamedTuple):
@@ -162,7 +164,7 @@ class Group:
         """A signal that came."""
         now = time.monotonic()
         if got == descent.PARENT_DIED or (got == signal.SIGINT and self._asked is not None):
-            self._kill_at = now
+            self._asked, self._kill_at = self._asked or got, now
         elif got == signal.SIGINT or (got in descent.STOP and self._asked is None):
             self._asked = got
             ctrl_c = got == signal.SIGINT
@@ -181,7 +183,8 @@ class Group:
         elif self._is_failure(ended):
             self._failed = ended
             self._kill_at = now + _ENDING_SECONDS
-            self._signal(signal.SIGTERM)
+            if ended.code != STALLED:  # the others' watchdogs write their stacks
+                self._signal(signal.SIGTERM)
 
     def _is_failure(self, ended: Ended) -> bool:
         if ended.code == 0:
@@ -211,8 +214,9 @@ class Group:
         if failed.code == 0:
             say(f"{failed.process.name}, one of several, has ended: {NEVER_JOINED}")
             return Outcome(2, NEVER_JOINED, False)
-        why = f"{failed.process.name} {_ending(failed.code)}"
-        self._show(failed, why)
+        why = f"{failed.process.name} failed first: {_ending(failed.code)}"
+        if failed.process.shown:
+            self._show(failed, why)
         return Outcome(descent.shell_status(failed.code), why, self._asked is None)
 
     def _first_failure(self) -> Ended | None:
@@ -230,7 +234,7 @@ class Group:
             start = tail.find("Traceback (most recent call last):")
             text = tail[start:] if start >= 0 else ""
         lines = [failed.process.prefix + line for line in text.splitlines()]
-        say("\n".join([f"{why}, first of all" + (":" if lines else ""), *lines]))
+        say("\n".join([why, *lines]))
 
 
 def say(text: str) -> None:
@@ -252,6 +256,5 @@ def _error(ended: Ended) -> tuple[float, str]:
 
 def _ending(code: int) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    said = {STALLED: ", its watchdog's", PREEMPTED: ", preempted"}.get(code, "")
-    return f"ended with status {code}{said}"
+        return f"ended by {signal.Signals(-code).name}"
+    return f"status {code}" + ", its watchdog's" * (code == STALLED)

@@ -77,7 +77,7 @@ def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
         found["JAX_PLATFORMS"] = "cpu"
         if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
             found["JAX_NUM_CPU_DEVICES"] = "1"
-    return {name: value for name, value in found.items() if name not in environ}
+    return {name: value for name, value in found.items() if not environ.get(name)}
 
 
 def processes(

@@ -27,7 +27,7 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
 
     Without ``--bind-to none`` Open MPI ties a supervisor, and all that it starts, to one core.
     """
-    command = ["mpirun", "--bind-to", "none"]
+    command = ["mpirun", "--quiet", "--bind-to", "none"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
     for host, each in zip(hosts, commands, strict=True):
@@ -51,7 +51,7 @@ def run(
         logs = job.log_dir and job.log_dir / f"attempt-{number}"
         part = job._replace(log_dir=logs)
         command = mpirun_command(hosts, [node_command(part, node, environ) for node in nodes()])
-        process = Process("mpirun", "", command, dict(environ), stdin=True)
+        process = Process("mpirun", "", command, dict(environ), stdin=True, shown=False)
         # mpirun answers SIGTERM by killing, and passes SIGUSR1 on.
         return Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
 

@@ -10,7 +10,7 @@ from typing import IO
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")  # a progress bar's lines end with "\r"
 _LONGEST = 1 << 16
-_QUIET = 0.2
+_QUIET = 1.0  # seconds; a process may be held up within a line
 _TAIL = 1 << 14
 
 
@@ -20,7 +20,7 @@ class Source:
     Attributes:
       prefix: What each line begins with on the terminal.
       to: The descriptor to write to: 1 or 2.
-      log: A file that takes the bytes as they come.
+      log: A file that has the same lines without prefix.
       rest: A line that has not ended.
       tail: The last bytes.
     """
@@ -31,8 +31,6 @@ class Source:
 
     def lines(self, data: bytes) -> list[bytes]:
         """The lines that ended, and what is too long to wait for its end."""
-        if self.log is not None:
-            self.log.write(data)
         self.tail = (self.tail + data)[-_TAIL:]
         self.rest += data
         ended = _LINE.findall(self.rest)
@@ -86,6 +84,8 @@ class Relay(threading.Thread):
             self._end_line()
         prefix = source.prefix if self._at_start else b""
         self._put(source.to, prefix + piece)
+        if source.log is not None:
+            self._put(source.log.fileno(), piece)
         self._at_start = piece.endswith((b"\n", b"\r"))
         self._open = None if piece.endswith(b"\n") else source
 
@@ -98,5 +98,6 @@ class Relay(threading.Thread):
         while data and to not in self._deaf:
             try:
                 data = data[os.write(to, data) :]
-            except OSError:  # nobody reads any more: the processes go on, and so do the logs
+            except OSError as error:  # nobody reads, or a disk is full: the processes go on
                 self._deaf.add(to)
+                self._put(2, f"zerojax launch: output is lost: {error}\n".encode())

@@ -74,8 +74,9 @@ class Launch:
 
     def pids(self, count: int, word: str = "pid") -> list[int]:
         """Ids that ``count`` processes said after a word, in the order of the processes."""
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+        until, ended = time.monotonic() + 60, False
+        while time.monotonic() < until and not ended:
+            ended = self.process.poll() is not None
             found = re.findall(rf"^\[(\d+)\] {word} (\d+)$", self.out.read_text(), re.MULTILINE)
             if len(found) >= count:
                 return [int(pid) for _, pid in sorted(found, key=lambda each: int(each[0]))]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch.launched import launching, living
@@ -21,6 +22,10 @@ needs_namespaces = pytest.mark.skipif(
     reason="network namespaces need root and iproute2",
 )
 TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
+ON_ZJA: dict[str, Any] = {
+    "on": (TWO_HOSTS, "on", "zja"),
+    "OMPI_MCA_plm_rsh_agent": str(TWO_HOSTS),
+}
 
 
 def test_one_program_of_one_process_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +100,10 @@ def two_hosts(*words: str) -> None:
 
 
 @pytest.fixture
-def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def hostfile(tmp_path: Path) -> Iterator[Path]:
     """Two machines, zja and zjb, with two slots each."""
     two_hosts("down")
     two_hosts("up")
-    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", str(TWO_HOSTS))
     (tmp_path / "hosts").write_text("zja slots=2\nzjb slots=2\n")
     yield tmp_path / "hosts"
     two_hosts("down")
@@ -110,8 +114,7 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("who", ["a process of zjb", "the launcher", "mpirun"])
 def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> None:
     script = "subprocess.Popen(['sleep', '60'], start_new_session=True)\ntime.sleep(60)"
-    on = (TWO_HOSTS, "on", "zja")
-    with launching(tmp_path, script, "--hostfile", hostfile, on=on) as launch:
+    with launching(tmp_path, script, "--hostfile", hostfile, **ON_ZJA) as launch:
         workers = launch.pids(4)
         ours = descendants()
         mpirun = next(p for p in ours if Path(f"/proc/{p}/comm").read_text() == "mpirun\n")

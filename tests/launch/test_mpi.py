@@ -109,6 +109,7 @@ def hostfile(tmp_path: Path) -> Iterator[Path]:
     two_hosts("down")
 
 
+@pytest.mark.sweep
 @needs_mpirun
 @needs_namespaces
 @pytest.mark.parametrize("who", ["a process of zjb", "the launcher", "mpirun"])
@@ -127,6 +128,7 @@ def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> Non
         assert told.err.endswith("zerojax launch: process 3 failed first: ended by SIGKILL\n")
 
 
+@pytest.mark.sweep
 @needs_mpirun
 @needs_namespaces
 def test_a_host_that_is_cut_off_holds_up_nobody(tmp_path: Path, hostfile: Path) -> None:

@@ -118,7 +118,7 @@ class Group:
         log: IO[bytes] | None = None
         if process.log is not None:
             process.log.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(process.log.open("wb", buffering=0))
+            log = stack.enter_context(process.log.open("ab", buffering=0))
         parent = os.getpid()
 
         def before() -> None:

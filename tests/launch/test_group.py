@@ -184,6 +184,25 @@ def test_grace_ends(tmp_path: Path) -> None:
         told = launch.told()
     assert told.status == 128 + signal.SIGKILL
     assert 1 <= told.seconds < 8
+    late = "process 0, process 1 did not end within 1 s: killed"
+    assert told.err == f"zerojax launch: {late}\n"
+
+
+def test_who_fails_when_asked_to_stop_leaves_the_others_their_grace(tmp_path: Path) -> None:
+    script = """
+def save(*_):
+    time.sleep(4 * me)
+    say("saved")
+    sys.exit([3, 75][me])
+signal.signal(signal.SIGTERM, save)
+say("ready", os.getpid())
+time.sleep(60)
+"""
+    with launching(tmp_path, script, "--nproc-per-node=2") as launch:
+        stopped(launch, signal.SIGTERM)
+        told = launch.told()
+    assert told.status == 3
+    assert told.out.count("saved") == 2
 
 
 def test_sigterm_ends_scripts_that_know_nothing_of_it(tmp_path: Path) -> None:

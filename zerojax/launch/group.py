@@ -96,12 +96,12 @@ class Group:
         self._failed: Ended | None = None
         self._asked: signal.Signals | None = None
         self._kill_at: float | None = None
-        self._killed = False
+        self._late: list[str] = []
         self._relay = Relay()
         self._stderr: dict[int, Source] = {}
 
     def run(self) -> Outcome:
-        """Start, wait for the end, and show the first error."""
+        """Start, and wait until nothing of them is left."""
         with contextlib.ExitStack() as stack:
             try:
                 for process in self._processes:
@@ -158,8 +158,9 @@ class Group:
         for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains what follows it
             self._note(Ended(self._running.pop(pid), code, pid, time.time()))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._killed = True
             descent.kill_descendants()  # reaps
+            if self._failed is None and self._asked != descent.PARENT_DIED:
+                self._late = [process.name for process in self._running.values()]
             for pid, process in self._running.items():
                 self._ended.append(Ended(process, -signal.SIGKILL, pid, time.time()))
             self._running.clear()
@@ -186,6 +187,8 @@ class Group:
             self._kill_at = now + self._grace  # all leave together
         elif self._is_failure(ended):
             self._failed = ended
+            if self._asked is not None:  # the others may be saving
+                return
             self._kill_at = now + _ENDING_SECONDS
             if ended.code != STALLED:  # the others' watchdogs write their stacks
                 self._signal(signal.SIGTERM)
@@ -210,7 +213,7 @@ class Group:
         codes = [each.code for each in self._ended]
         status = descent.shell_status(next((c for c in codes if c not in (0, PREEMPTED)), 0))
         if status:
-            why = f"processes did not end by themselves within {self._grace:g} s"
+            why = "ended as asked"
         elif PREEMPTED in codes:
             status, why = PREEMPTED, "all processes saved and ended: preempted"
         else:
@@ -221,6 +224,9 @@ class Group:
         """The earliest failure that is known here or was reported by other launchers."""
         if told := self._reported():
             return min(told, key=lambda each: each.at)
+        if self._late:
+            why = f"{', '.join(self._late)} did not end within {self._grace:g} s: killed"
+            return Failure(time.time(), 128 + signal.SIGKILL, why, "")
         if self._failed is None:
             return None
         known = [self._failed]

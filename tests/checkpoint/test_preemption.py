@@ -1,6 +1,8 @@
 """SIGTERM to real processes of one job: one step for all, wherever the signal came first."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -56,5 +58,16 @@ def test_the_only_process_notes_its_own_signal() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert preemption.notice
         assert preemption.notice
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second one ends the process
+        signal.raise_signal(signal.SIGTERM)  # the same notice, by another way
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_later_signal_ends_the_process() -> None:
+    script = (
+        "import os, signal, time; from zerojax.checkpoint import preemption\n"
+        "preemption._SAME = 0.1\n"
+        "with preemption.Preemption():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGTERM

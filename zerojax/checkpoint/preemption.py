@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any, Self
 
@@ -14,11 +15,15 @@ PREEMPTED = 75
 """Exit status of a run that saved and stopped on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again
 later", which no error of Python or of a shell uses."""
 
+_SAME = 5.0
+"""Seconds in which a further SIGTERM is the same notice: a cluster may signal each process, and a
+launcher besides, which passes the signal on."""
+
 
 class Preemption:
     """Notes the first SIGTERM, which a cluster sends before it takes a machine.
 
-    A second SIGTERM ends the process at once.
+    A second SIGTERM ends the process at once, unless it comes within 5 s of the first.
 
     In several processes they agree: wherever a SIGTERM came, ``notice`` becomes true in all of
     them at the same read, so that all save the same step and leave together. For that every process
@@ -41,7 +46,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._noted = self._given = False
+        self._noted: float | None = None
+        self._given = False
         self._agreement: Agreement | None = None
         self._before: Any = None
 
@@ -49,7 +55,7 @@ class Preemption:
     def notice(self) -> bool:
         """Whether a SIGTERM came, to any process; the same in all at the same read."""
         if not self._given:
-            self._given = self._agreement.reached() if self._agreement else self._noted
+            self._given = self._agreement.reached() if self._agreement else self._noted is not None
         return self._given
 
     def __enter__(self) -> Self:
@@ -57,13 +63,18 @@ class Preemption:
         self._before = signal.signal(signal.SIGTERM, self._note)
         if jax.distributed.is_initialized() and jax.process_count() > 1:
             self._agreement = Agreement("preemption")
-            if self._noted:  # in between
+            if self._noted is not None:  # in between
                 self._agreement.ask()
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        now = time.monotonic()
+        if self._noted is not None:
+            if now - self._noted > _SAME:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
+            return
+        self._noted = now
         if self._agreement:
             self._agreement.ask()
 

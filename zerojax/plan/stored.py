@@ -126,6 +126,8 @@ def stored(tree: Any) -> Any:
 
 def shown(x: Any, shape: Sequence[int]) -> Any:
     """The leaf of a state that ``x`` is at rest."""
+    if isinstance(x, jax.core.Tracer):  # in a program of the user's, which the step refuses
+        return x
     plain = tuple(x.shape) == tuple(shape) and not layout.is_divided(x.sharding)
     return x if plain else StoredArray(x, shape)
 

@@ -106,7 +106,7 @@ def save(
     _wanted(config, params, None)
     tensors, leaves = [], _by_path(params)
     for path, leaf in leaves.items():
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not getattr(leaf, "is_fully_addressable", True):
             raise ValueError(
                 f"params: {path} {list(leaf.shape)} lies on devices of other processes too: gather "
                 "it (jax.experimental.multihost_utils.process_allgather), save in one process"

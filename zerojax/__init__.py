@@ -10,6 +10,7 @@ from zerojax.api import zero as zero
 from zerojax.config import ConfigError as ConfigError
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.devices.mesh import mesh as mesh
+from zerojax.devices.rows import process_rows as process_rows
 from zerojax.devices.topology import topology as topology
 from zerojax.foresight.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
@@ -64,6 +65,7 @@ __all__ = [
     "grad",
     "mesh",
     "on_device",
+    "process_rows",
     "remat_policy",
     "schedule",
     "telemetry",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
@@ -154,8 +153,9 @@ class Step(Decorated[P, R]):
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
+        shape = program.setting.layout.leaves.shape
         like = jax.tree.map(
-            lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), call.batch, batch
+            lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch
         )
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # what made them has let go of its memory

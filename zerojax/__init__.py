@@ -12,6 +12,7 @@ from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.devices.mesh import mesh as mesh
 from zerojax.devices.rows import process_rows as process_rows
 from zerojax.devices.topology import topology as topology
+from zerojax.distributed.join import init_distributed as init_distributed
 from zerojax.foresight.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
 )
@@ -63,6 +64,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "fit",
     "grad",
+    "init_distributed",
     "mesh",
     "on_device",
     "process_rows",

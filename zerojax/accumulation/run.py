@@ -141,8 +141,7 @@ class MicroBatches:
         if split.first.outvars:
             whole = list(args)
             for i in rows:
-                ordered = _in_order(args[i], 0, 1, self._blocks)
-                whole[i] = ordered.reshape(-1, *args[i].shape[2:])
+                whole[i] = args[i].reshape(-1, *args[i].shape[2:])
             first = run(split.first, whole, replace)
         n = len(split.crossing)
         adding = [i for i, x in enumerate(split.crossing) if x.how == "sum"]

@@ -107,6 +107,11 @@ class BatchRows:
         shape: tuple[int, ...] = np.shape(x)
         return (shape[0] * self.blocks, *shape[1:]) if self.own(x) else shape
 
+    def told(self, batch: Any) -> str:
+        """The leading dimensions of the leaves that hold own rows, in words."""
+        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if self.own(x)}
+        return " and ".join(map(str, sorted(rows)))
+
     def own_rows(self, batch: Any) -> int | None:
         """Rows of the leaves that hold the process's own; None where there are none.
 

@@ -59,6 +59,7 @@ class Step(Decorated[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         call = self._arguments.sort(args, kwargs)
         _check_concrete(self._arguments.name, call.batch)
+        self._agree(call)
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:

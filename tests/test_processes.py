@@ -1,7 +1,8 @@
 """Steps of several processes, each with its own rows, compute what one process computes on all of
 them, on the same number of devices."""
 
-import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
+from zerojax.distributed.agreement import RowAgreement
+from zerojax.step.batch import BatchLayout
 
 ROWS, STEPS = 32, 3
 
@@ -29,6 +32,18 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "quick_processes")
 def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `quick_compile`, for the processes that a test starts."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+@pytest.fixture
+def environment_of() -> Callable[[int], dict[str, str]]:
+    """Of one of two processes, as torchrun sets it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common |= {"LOCAL_WORLD_SIZE": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    common |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return lambda i: {**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}
 
 
 def rows_of(seed: int, count: int = ROWS) -> dict[str, np.ndarray]:
@@ -163,12 +178,20 @@ def leaves(results: Any) -> Any:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(results)])
 
 
+COUNTS = [32, 12, 36]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(quick_compile: None) -> Any:
+    return everything(0, COUNTS)
+
+
 @pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_own_rows_give_the_numbers_of_one_process(
-    count: int, in_processes: Callable[..., list[Any]]
+    count: int, of_one_process: Any, in_processes: Callable[..., list[Any]]
 ) -> None:
-    counts = [32, 40] if count == 8 else [32, 12, 36]  # eight processes with a device each
-    alone = everything(0, counts)
+    counts = [32, 40] if count == 8 else COUNTS  # eight processes with a device each
+    alone = everything(0, counts) if count == 8 else of_one_process
     for found in in_processes(count, everything, counts):
         for case, results in found.items():
             assert jax.tree.structure(results) == jax.tree.structure(alone[case])
@@ -205,8 +228,30 @@ def refused(process: int) -> dict[str, str]:
     return said
 
 
-def test_wrong_rows_are_refused_in_every_process(in_processes: Callable[..., list[Any]]) -> None:
-    one, other = in_processes(2, refused)
+def fed(process: int) -> float:
+    """Seconds to compare and place 4096 rows of 129 tokens, in a good moment of the machine."""
+    mesh = zerojax.mesh()
+    layout = BatchLayout(mesh, at_stage(0).config.batch(mesh.size))
+    agreement, batch = RowAgreement("fed"), cut({"tokens": np.ones((4096, 129), np.int32)})
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        agreement.agree(layout.leaves.told(batch))
+        placed = layout.place(batch)
+        times.append(time.perf_counter() - start)
+    jax.block_until_ready(placed)
+    return float(np.quantile(times, 0.25))
+
+
+def refused_and_fed(process: int) -> tuple[dict[str, str], float]:
+    return refused(process), fed(process)
+
+
+def test_wrong_rows_are_refused_in_every_process_and_right_ones_fed_within_a_millisecond(
+    in_processes: Callable[..., list[Any]],
+) -> None:
+    (one, seconds), (other, _) = in_processes(2, refused_and_fed)
+    assert seconds < 1e-3
     assert one == other
     assert {name: part for name, part in SAID.items() if part not in one.get(name, "")} == {}
 
@@ -224,6 +269,49 @@ SAID = {
     "alternating devices": "the processes have no blocks of neighbouring rows on this mesh",
     "no slice": "33 rows do not divide among the 2 processes: use 32 or 34 rows",
 }
+
+
+CHANGES = """
+import sys
+import numpy as np
+import zerojax
+
+zerojax.init_distributed()
+sys.path.insert(0, sys.argv[1])
+from test_processes import create_state, rows_of, train_step
+import jax
+
+zero = zerojax.zero(stage=3)
+step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
+process, reads = jax.process_index(), sys.argv[2] == "reads"
+for at, rows in enumerate([8, 8, 16, 16, 8, 24 if process else 8, 8, 8]):
+    state, results = step(state, rows_of(at, rows))
+    if reads:
+        float(results["loss"])
+    print("step", at + 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("reads", ["reads", "runs ahead"])
+def test_rows_that_change_in_one_process_end_all_with_the_reason(
+    reads: str, tmp_path: Path, environment_of: Callable[..., dict[str, str]]
+) -> None:
+    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent), reads]
+    runs = [
+        subprocess.Popen(
+            command,
+            env=environment_of(i),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for run in runs:
+        out, err = run.communicate(timeout=100)
+        assert run.returncode == 1, err
+        assert "step 5" in out
+        assert "numbers of rows at call 6: 8 in process 0, 24 in process 1" in err
 
 
 def test_process_rows_of_one_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from zerojax.distributed.exchange import ProcessesMissing
 from zerojax.xla import compat
 
 _GRACE = 5.0  # seconds in which the main thread may raise itself
+_POLL = 1.0  # seconds for which a thread waits within jaxlib, which nothing else ends
 
 
 class RowAgreement:
@@ -33,7 +35,11 @@ class RowAgreement:
 
     def __init__(self, name: str, seconds: float = 600.0) -> None:
         self._name, self._seconds = name, seconds
-        self._lock, self._raised = threading.Lock(), threading.Event()
+        self._lock, self._raised, self._ended = (
+            threading.Lock(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._calls, self._rows = 0, ""
         self._turn = 0  # of the last question that this process has answered
         self._asked = 0  # the call of a question that is still to be answered
@@ -75,7 +81,14 @@ class RowAgreement:
         number = len(client.key_value_dir_get(f"zerojax/rows/of/{me}/"))
         client.key_value_set(f"zerojax/rows/of/{me}/{number}", self._name)
         self._place = f"zerojax/rows/{number}"
-        threading.Thread(target=self._answer, name="zerojax rows", daemon=True).start()
+        thread = threading.Thread(target=self._answer, name="zerojax rows", daemon=True)
+        thread.start()
+
+        def end() -> None:  # a thread that the interpreter ends within jaxlib aborts the process
+            self._ended.set()
+            thread.join()
+
+        atexit.register(end)
 
     def _compare(
         self, turn: int, call: int, rows: str, before: str
@@ -116,9 +129,11 @@ class RowAgreement:
         client, turn = compat.coordination(), 0
         while True:
             turn += 1
-            asked = _get(client, f"{self._place}/asked/{turn}", None)
-            if asked is None:
-                return
+            asked = None
+            while asked is None:
+                if self._ended.wait(0.02):
+                    return
+                asked = _get(client, f"{self._place}/asked/{turn}", _POLL)
             with self._lock:
                 if self._turn >= turn:  # the main thread asks itself
                     continue
@@ -143,16 +158,12 @@ class RowAgreement:
             os._exit(1)  # the main thread waits for the others in a program that they do not run
 
 
-def _get(client: Any, key: str, seconds: float | None) -> str | None:
-    """The value of a key, once it is set; None after so many seconds (None: no limit), and where
-    the processes part."""
-    while True:
-        wait = 600.0 if seconds is None else max(0.001, seconds)
-        try:
-            return str(client.blocking_key_value_get(key, round(1000 * wait)))
-        except jax.errors.JaxRuntimeError as error:
-            if seconds is not None or "DEADLINE_EXCEEDED" not in str(error):
-                return None
+def _get(client: Any, key: str, seconds: float) -> str | None:
+    """The value of a key, once it is set; None after so many seconds."""
+    try:
+        return str(client.blocking_key_value_get(key, max(1, round(1000 * seconds))))
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def _some(processes: Sequence[int]) -> str:

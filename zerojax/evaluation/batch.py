@@ -35,9 +35,7 @@ class Division(NamedTuple):
     blocks: int = 1
 
     @classmethod
-    def of(
-        cls, rows: int, micro: int | None, devices: int, blocks: int = 1
-    ) -> Division | None:
+    def of(cls, rows: int, micro: int | None, devices: int, blocks: int = 1) -> Division | None:
         """The fewest micro-batches of at most ``micro`` rows a device; None where the batch is one,
         and its rows divide among the devices.
 

@@ -267,9 +267,7 @@ class EvaluationProgram:
         rows = [self._placer.micro_batches(x, division) for x in leaves if x.ndim]
         counts = None
         if division.padded != division.rows:
-            counts = self._placer.micro_batches(
-                jnp.asarray(division.counts()), division
-            )
+            counts = self._placer.micro_batches(jnp.asarray(division.counts()), division)
 
         def part(totals: list[Any], at: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             mine = iter(at[0])

@@ -155,9 +155,7 @@ class Step(Decorated[P, R]):
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
         shape = program.setting.layout.leaves.shape
-        like = jax.tree.map(
-            lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch
-        )
+        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # what made them has let go of its memory
         guard.check(

@@ -265,7 +265,8 @@ SAID = {
     "train_batch_size is 32",
     "not divisible": "leading dimension 18 (9 in each of 2 processes) is not divisible by 8 (8 "
     "devices): use 8 or 12 rows in each process",
-    "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), \"['weights']\": (3,)",
+    "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
+    "\"['weights']\": (3,)",
     "alternating devices": "the processes have no blocks of neighbouring rows on this mesh",
     "no slice": "33 rows do not divide among the 2 processes: use 32 or 34 rows",
 }

@@ -17,13 +17,13 @@ class RowBlocks(NamedTuple):
     """How the rows of a batch lie over the processes: in equal blocks, one after the other.
 
     Attributes:
-      count: Number of blocks: one a process, fewer where processes share their rows, as those that
+      number: Of blocks: one a process, fewer where processes share their rows, as those that
         cut a model between them; 1 in a single process.
-      index: The number of this process's block.
+      own: Which of them is this process's, from 0 on.
     """
 
-    count: int
-    index: int
+    number: int
+    own: int
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> RowBlocks | None:
@@ -65,13 +65,13 @@ def process_rows(n: int, mesh: Mesh | None = None) -> slice:
     blocks = RowBlocks.of(all_devices() if mesh is None else mesh)
     if blocks is None:
         raise ValueError(_NO_BLOCKS)
-    each, left = divmod(n, blocks.count)
+    each, left = divmod(n, blocks.number)
     if left:
-        fits = " or ".join(str(m) for m in (n - left, n - left + blocks.count) if m)
+        fits = " or ".join(str(m) for m in (n - left, n - left + blocks.number) if m)
         raise ValueError(
-            f"{n} rows do not divide among the {blocks.count} processes: use {fits} rows."
+            f"{n} rows do not divide among the {blocks.number} processes: use {fits} rows."
         )
-    return slice(blocks.index * each, (blocks.index + 1) * each)
+    return slice(blocks.own * each, (blocks.own + 1) * each)
 
 
 _NO_BLOCKS = (
@@ -94,7 +94,7 @@ class BatchRows:
     def __init__(self, mesh: Mesh | AbstractMesh) -> None:
         self._several = jax.process_count() > 1
         self._known = RowBlocks.of(mesh)
-        self.blocks = 1 if self._known is None else self._known.count
+        self.blocks = 1 if self._known is None else self._known.number
 
     def own(self, x: Any) -> bool:
         """Whether a leaf holds the process's own rows, and not those of all processes."""

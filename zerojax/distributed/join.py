@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -77,10 +76,10 @@ def init_distributed(
         )
     if problem := unreachable(me):
         raise LaunchError(f"process {me.index} of {me.count}: {problem}")
-    begun, bind = time.monotonic(), _bind(me)
+    bind = _bind(me)
     mine = describe(me, None if config is None else load(config), os.environ)
     records = call_roll(me, mine, bind, timeout)
-    _refuse(differences(records))
+    _refuse(differences(records, me.coordinator))
     here = by_host(records)[mine["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -90,11 +89,12 @@ def init_distributed(
         me.index,
         local_device_ids=local_devices([records[n] for n in here])[here.index(me.index)],
         cluster_detection_method="deactivate",  # which would take one GPU a process anyhow
-        initialization_timeout=max(30, round(timeout - (time.monotonic() - begun))),
+        initialization_timeout=60,  # all were there just now
         heartbeat_timeout_seconds=round(heartbeat),
-        coordinator_bind_address=f"{bind}:{split(me.coordinator)[1]}" if bind else None,
+        coordinator_bind_address=bind,
     )
-    told = exchange("the devices of each process", json.dumps(devices_here(jax.local_devices())))
+    devices = json.dumps(devices_here(jax.local_devices()))
+    told = exchange("the devices of each process", devices, timeout)
     _refuse(unequal_devices([json.loads(each) for each in told]))
     if me.index == 0:
         for each in cpu_warnings(records):
@@ -108,12 +108,13 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _bind(me: Launched) -> str:
-    """The address at which process 0 listens: a loopback one where that is enough; "" for all."""
-    host = split(me.coordinator)[0]
+    """Where process 0 listens: at a loopback address where no other host is to come."""
+    host, port = split(me.coordinator)
     alone = host == "localhost" or me.local_count == me.count
-    if not alone or not is_loopback(host):
-        return ""
-    return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+    if alone and is_loopback(host):
+        address = socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0]
+        return f"{address}:{port}"
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
 
 
 def require_joined() -> None:

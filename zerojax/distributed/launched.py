@@ -39,40 +39,37 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of a launcher, the first that is set of each; ``index`` tells its processes."""
+    """The variables of a launcher, of which ``index`` tells its processes."""
 
     by: str
-    index: tuple[str, ...]
-    count: tuple[str, ...]
-    local_index: tuple[str, ...] = ()
-    local_count: tuple[str, ...] = ()
+    index: str
+    count: str
+    local_index: str = ""
+    local_count: str = ""
 
 
 # Those that run inside another come first: torchrun under srun, mpirun in a Slurm allocation.
 _LAUNCHERS = (
     _Launcher(
         "zerojax launch",
-        ("ZEROJAX_PROCESS_ID",),
-        ("ZEROJAX_NUM_PROCESSES",),
-        ("ZEROJAX_LOCAL_PROCESS_ID",),
-        ("ZEROJAX_LOCAL_PROCESSES",),
+        "ZEROJAX_PROCESS_ID",
+        "ZEROJAX_NUM_PROCESSES",
+        "ZEROJAX_LOCAL_PROCESS_ID",
+        "ZEROJAX_LOCAL_PROCESSES",
     ),
-    _Launcher("Kubeflow Trainer", ("JAX_PROCESS_ID",), ("JAX_NUM_PROCESSES",)),
-    _Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    _Launcher("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Launcher(
         "Open MPI",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # A batch script has SLURM_PROCID too; only srun sets the list of the step's nodes.
-    _Launcher(
-        "srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)
-    ),
-    _Launcher("Kubernetes", ("JOB_COMPLETION_INDEX",), ("ZEROJAX_NUM_PROCESSES",)),
+    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "ZEROJAX_NUM_PROCESSES"),
 )
-_COORDINATORS = ("ZEROJAX_COORDINATOR", "JAX_COORDINATOR_ADDRESS")
+_STEP = "SLURM_STEP_NODELIST"
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
@@ -95,77 +92,68 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 by='torchrun')
     """
     for launcher in _LAUNCHERS:
-        in_step = launcher.by != "srun" or "SLURM_STEP_NODELIST" in environ
-        if in_step and any(name in environ for name in launcher.index):
+        # A batch script of Slurm has a number too; only srun sets the list of the step's nodes.
+        if launcher.index in environ and (launcher.by != "srun" or _STEP in environ):
             break
     else:
         _check_alone(environ)
         return None
-    if launcher.by == "Kubernetes" and environ.get("ZEROJAX_NUM_PROCESSES") is None:
+    if launcher.by == "Kubernetes" and launcher.count not in environ:
         raise LaunchError(
             "JOB_COMPLETION_INDEX says that this is a pod of an indexed Job, but not of how many: "
             "set ZEROJAX_NUM_PROCESSES to the Job's completions (1 where each pod is a run of its "
-            "own) and ZEROJAX_COORDINATOR to host:port of pod 0, as the manifests of "
-            "`python -m zerojax launch --kubernetes` do"
+            "own) and ZEROJAX_COORDINATOR to host:port of pod 0"
         )
-    count = _number(environ, launcher, launcher.count)
+    count = _number(environ, launcher, launcher.count, 1)
     index = _number(environ, launcher, launcher.index)
-    if count == 1 and index == 0:
-        return None
     if index >= count:
         raise LaunchError(
-            f"{launcher.index[0]}={index}, but the processes are numbered from 0 to {count - 1} "
-            f"({launcher.count[0]}={count}): correct one of them"
+            f"{launcher.index}={index}, but the processes are numbered from 0 to {count - 1} "
+            f"({launcher.count}={count}): correct one of them"
         )
-    local_index = _optional(environ, launcher, launcher.local_index)
-    local_count = _optional(environ, launcher, launcher.local_count)
-    if launcher.by == "srun":
+    if count == 1:
+        return None
+    local_index, local_count = None, None
+    if launcher.local_index in environ:
+        local_index = _number(environ, launcher, launcher.local_index)
+    if launcher.local_count in environ:
+        local_count = _number(environ, launcher, launcher.local_count, 1)
+    elif launcher.by == "srun":
         local_count = _tasks_of_node(environ)
     if local_count is not None and not (local_index or 0) < local_count <= count:
         raise LaunchError(
-            f"{launcher.by} says that process {index} of {count} is number {local_index} of the "
-            f"{local_count} on its host: correct {' and '.join(launcher.local_index)}"
+            f"{launcher.by} says that process {index} of {count} is number {local_index} of "
+            f"{local_count} on its host: correct {launcher.local_index} or {launcher.local_count}"
         )
-    coordinator = _coordinator(environ, launcher)
+    coordinator = _coordinator(environ, launcher, local_count == count)
     return Launched(coordinator, count, index, local_count, local_index, launcher.by)
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
     """Raises where a number of processes is set, but not which of them this is."""
     for launcher in _LAUNCHERS[:3]:
-        if any(environ.get(name, "1") != "1" for name in launcher.count):
+        if environ.get(launcher.count, "1") != "1":
             raise LaunchError(
-                f"{launcher.count[0]}={environ[launcher.count[0]]}, but {launcher.index[0]} is not "
-                f"set: give each process its number from 0 on, or unset {launcher.count[0]}"
+                f"{launcher.count}={environ[launcher.count]}, but {launcher.index} is not set: "
+                f"give each process its number from 0 on, or unset {launcher.count}"
             )
 
 
-def _number(environ: Mapping[str, str], launcher: _Launcher, names: tuple[str, ...]) -> int:
-    name = next((name for name in names if name in environ), None)
-    if name is None:
-        has = next(name for name in launcher.index if name in environ)
+def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: int = 0) -> int:
+    text = environ.get(name)
+    if text is None:
         raise LaunchError(
-            f"{has}={environ[has]} looks like {launcher.by}, but {names[-1]} is not set: set "
-            f"{names[-1]}, or unset {has} where this is the only process"
+            f"{launcher.index}={environ[launcher.index]} looks like {launcher.by}, but {name} is "
+            f"not set: set {name}, or unset {launcher.index} where this is the only process"
         )
-    try:
-        number = int(environ[name])
-    except ValueError:
-        number = -1
-    if number < (name in launcher.count + launcher.local_count):
-        raise LaunchError(f"{name}={environ[name]!r} is no such number: correct {name}")
-    return number
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(f"{name}={text!r} is not a number from {least} on: correct {name}")
+    return int(text)
 
 
-def _optional(
-    environ: Mapping[str, str], launcher: _Launcher, names: tuple[str, ...]
-) -> int | None:
-    return _number(environ, launcher, names) if any(name in environ for name in names) else None
-
-
-def _coordinator(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """``host:port``, the same in all processes."""
-    for name in _COORDINATORS:
+def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -> str:
+    """``host:port``, the same in all processes; ``local`` where all are on this host."""
+    for name in ("ZEROJAX_COORDINATOR", "JAX_COORDINATOR_ADDRESS"):
         if name in environ:
             return _address(name, environ[name])
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -180,19 +168,26 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher) -> str:
             f"RANK and WORLD_SIZE are set, but {missing} is not: set MASTER_ADDR to the host of "
             "rank 0 and MASTER_PORT to a port that is free there, the same in all processes"
         )
-    if launcher.by == "srun":
-        return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{_port(environ['SLURM_JOB_ID'])}"
-    # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", of the host of mpirun.
-    four = re.search(
-        r"(\d+)\.\d+;tcp6?://(?:\[([^\],]+)|([^,:]+))", environ.get("OMPI_MCA_orte_hnp_uri", "")
-    )
-    if four:
-        host = f"[{four[2]}]" if four[2] else four[3]
-        return f"{host}:{_port(str(int(four[1]) >> 12))}"
-    # Open MPI 5: "prterun-HOST-PID@JOB", of the process of mpirun.
-    five = re.fullmatch(r"prte(?:run)?-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", ""))
-    if five:
-        return f"{five[1]}:{_port(five[2])}"
+    host, job = _first_of(environ, launcher)
+    return f"{'localhost' if local else host}:{61440 + int(job) % 4096}"
+
+
+def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str]:
+    """The host of process 0, and a number of the job, as srun and mpirun tell them.
+
+    The port follows from the job's number, so that jobs side by side have different ones.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    if launcher.by == "srun" and job.isdecimal():
+        return first_host(environ[_STEP]), job
+    # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", the host of mpirun.
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    if four := re.match(r"(\d+)\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
+        host = f"{four[2]}]" if four[2].startswith("[") else four[2]
+        return host, str(int(four[1]) >> 12)  # a job's lower bits are those of its parts
+    # Open MPI 5: "prterun-HOST-PID@JOB", of mpirun.
+    if five := re.fullmatch(r"prte(?:run)?-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", "")):
+        return five[1], five[2]
     raise LaunchError(
         f"{launcher.by} started this process, but nothing says where process 0 listens: set "
         "ZEROJAX_COORDINATOR to host:port, the host of process 0 and a port that is free there, "
@@ -205,11 +200,6 @@ def _address(name: str, text: str) -> str:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"{name}={text!r} is not host:port, as n1:29500: correct {name}")
     return text
-
-
-def _port(job: str) -> int:
-    """A port that follows from the number of the job: its neighbours' are others."""
-    return 61440 + int(re.sub(r"\D", "", job) or 0) % 4096
 
 
 def first_host(nodes: str) -> str:

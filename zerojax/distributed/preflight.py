@@ -42,7 +42,8 @@ def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]
         "cpus": len(os.sched_getaffinity(0)),
         "all_cpus": os.cpu_count() or 1,
         "quota": _quota(),
-        "problem": _network_problem(me, environ),
+        "proxy": _proxied(me, environ),
+        "gloo_on_loopback": _on_cpu() and is_loopback(socket.gethostname()),
     }
 
 
@@ -113,24 +114,13 @@ def _is_own_name(host: str) -> bool:
     return host.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
-def _network_problem(me: Launched, environ: Mapping[str, str]) -> str:
-    """What would keep gRPC or gloo from reaching other processes; "" for nothing known."""
-    own, host = socket.gethostname(), split(me.coordinator)[0]
-    if me.several_hosts and _on_cpu() and is_loopback(own):
-        return (
-            f"/etc/hosts of {own} maps its own name to a loopback address, where gloo, which joins "
-            "CPUs, waits for the other hosts in vain: map the name to the host's address in the "
-            "network"
-        )
+def _proxied(me: Launched, environ: Mapping[str, str]) -> str:
+    """The variable that would send gRPC through a proxy; "" for none."""
     spared = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    covered = any(host.endswith(end.strip()) for end in spared.split(",") if end.strip())
-    proxy = next((name for name in _PROXIES if environ.get(name)), None)
-    if proxy and not covered:
-        return (
-            f"{proxy} would send what the processes tell each other through a proxy: add {host} to "
-            f"no_proxy, or unset {proxy}, in all processes"
-        )
-    return ""
+    host = split(me.coordinator)[0]
+    if any(host.endswith(end.strip()) for end in spared.split(",") if end.strip()):
+        return ""
+    return next((name for name in _PROXIES if environ.get(name)), "")
 
 
 def is_loopback(host: str) -> bool:
@@ -142,11 +132,22 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
 
 
-def differences(records: list[Record]) -> list[str]:
+def differences(records: list[Record], coordinator: str) -> list[str]:
     """What keeps processes from being one job, before JAX is used."""
-    problems = [
-        f"process {r['index']} on {r['host']}: {r['problem']}" for r in records if r["problem"]
-    ]
+    problems = []
+    if proxied := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
+        problems.append(
+            f"{', '.join({*proxied.values()})} would send what {listed(proxied, 'process')} and "
+            f"process 0 tell each other through a proxy: add the host of {coordinator} to "
+            "no_proxy, or unset the variable"
+        )
+    hosts = by_host(records)
+    if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
+        problems.append(
+            f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback address, "
+            "where gloo, which joins CPUs, waits for the other hosts in vain: map the name to the "
+            "host's address in the network"
+        )
     for name in records[0]["versions"]:
         problems += _unequal(
             f"the version of {name}",
@@ -154,7 +155,7 @@ def differences(records: list[Record]) -> list[str]:
             f"install the same {name} for all processes",
         )
     problems += unequal_configs([record["config"] for record in records])
-    for host, numbers in by_host(records).items():
+    for host, numbers in hosts.items():
         try:
             local_devices([records[n] for n in numbers])
         except ValueError as error:
@@ -190,8 +191,8 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"{listed(hidden, 'process')} see no GPU and others do: CUDA_VISIBLE_DEVICES hides "
-            "them; unset it, or name a GPU of each process"
+            f"no GPU is visible to {listed(hidden, 'process')}, and others see some: "
+            "CUDA_VISIBLE_DEVICES hides them; unset it, or name a GPU of each process"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])

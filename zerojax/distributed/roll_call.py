@@ -35,7 +35,7 @@ def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Rec
     Args:
       me: This process among the others.
       mine: Its record, of what JSON holds, with "host" and "pid".
-      bind: The IP address at which process 0 listens; "" for all of its host.
+      bind: ``address:port`` at which process 0 listens; ``[::]`` is all of its host.
       seconds: How long to wait for the others.
 
     Raises:
@@ -140,9 +140,9 @@ class _Roll:
         )
 
     def tell(self, reply: Record) -> None:
-        """Tells all that came."""
+        """Tells all that came, and what is wrong also those that have not said who they are."""
         text = json.dumps(reply).encode() + b"\n"
-        for guest in self._heard:
+        for guest in self._heard if reply["problem"] else self._speakers:
             with contextlib.suppress(OSError):
                 guest.settimeout(_GRACE)
                 guest.sendall(text)
@@ -158,17 +158,18 @@ class _Roll:
 
 
 def _listen(me: Launched, bind: str) -> socket.socket:
-    port = split(me.coordinator)[1]
-    dual = not bind and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in bind else socket.AF_INET
+    host, port = split(bind)
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    host = "" if host == "::" and not dual else host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((bind, port), family=family, dualstack_ipv6=dual)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise LaunchError(
-            f"process 0 cannot listen at port {port} of {socket.gethostname()}: {why}. "
-            "Another program, or an earlier run that has not ended, may hold the port (`ss -ltnp` "
-            f"names it): end that, or choose another port ({me.by} said {me.coordinator})"
+            f"process 0 cannot listen at port {port} of {socket.gethostname()}: {why}. Another "
+            "program, or an earlier run that has not ended, may hold the port (`ss -ltnp` names "
+            f"it): end that, or choose another port ({me.by} said {me.coordinator})"
         ) from None
     listener.setblocking(False)
     return listener

@@ -1,6 +1,7 @@
 """The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
 
 import os
+import sys
 
 import typer
 
@@ -11,6 +12,11 @@ from zerojax.cli.fit import fit
 from zerojax.cli.inspect import inspect
 from zerojax.cli.plan import plan
 from zerojax.cli.report import report
+from zerojax.distributed.failure import leave
+from zerojax.distributed.launched import launched
+
+_IN_EACH_PROCESS = (["report"], ["launch"])
+"""The subcommands for which every process of a launch is needed; others run in the first alone."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.command()(estimate)
@@ -31,6 +37,11 @@ def main() -> None:
     """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
     given = dict(os.environ)
     set_environment()
+    me = launched(given)
+    if me is not None and sys.argv[1:2] not in _IN_EACH_PROCESS:
+        leave("joined", me.index)  # the others are not needed
+        if me.index:
+            return
     app(obj=given)
 
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
 from pallas_kernels import dispatch
 from zerojax.api import zero
+from zerojax.devices.rows import process_rows
 from zerojax.offload.disk.array import DiskArray
 
 
@@ -173,7 +175,7 @@ def _step(**config: Any) -> TrainState:
         params = {"w": jnp.ones((n, 2))}
         return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
 
-    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))))
+    state, _ = jax.block_until_ready(step(wanted.init(create), np.ones((n, n))[process_rows(n)]))
     return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives import Inserter
 from zerojax.collectives.host import Fetchable
+from zerojax.distributed import log
 from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
@@ -181,7 +181,7 @@ class EvaluationProgram:
                 if wanted.times == 1:
                     instead = f"on every device, as they do not divide among {wanted.devices}"
                 if wanted.rows > 1:
-                    logging.getLogger("zerojax").warning(
+                    log.warning(
                         "evaluate: %s runs on all %d rows at once, %s: %s.",
                         self.function.__name__, wanted.rows, instead, reason,
                     )  # fmt: skip

@@ -124,3 +124,11 @@ def backends_are_initialized() -> bool:
     Every public question for devices looks for them.
     """
     return xla_bridge.backends_are_initialized()
+
+
+def process_number() -> int:
+    """The number of this process; 0 unless ``jax.distributed`` is initialized.
+
+    ``jax.process_index()`` says the same, but starts the backends.
+    """
+    return int(distributed.global_state.process_id)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
@@ -178,7 +177,7 @@ def _step(**config: Any) -> TrainState:
         params = {"w": jnp.ones((n, 2))}
         return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
 
-    state, _ = jax.block_until_ready(step(wanted.init(create), np.ones((n, n))[process_rows(n)]))
+    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))[process_rows(n)]))
     return state
 
 

@@ -204,12 +204,12 @@ def refused(process: int) -> dict[str, str]:
     """What the errors of wrong batches say."""
     state, said = None, {}
 
-    def attempt(name: str, batch: Any, **options: Any) -> None:
+    def attempt(name: str, batch: Any, *more: Any, **options: Any) -> None:
         nonlocal state
         zero = zerojax.zero(stage=1, **options)
         state = zero.init(create_state, jax.random.key(0)) if state is None else state
         try:
-            zero(train_step)(state, batch)
+            zero(train_step)(state, batch, *more)
         except ValueError as error:
             said[name] = str(error)
 
@@ -218,6 +218,7 @@ def refused(process: int) -> dict[str, str]:
     attempt("other than the config", rows_of(0, 24), train_batch_size=ROWS)
     attempt("not divisible", rows_of(0, 9))
     attempt("uneven leaves", {**rows_of(0, 8), "weights": np.ones(3)})
+    attempt("an argument", rows_of(0, 8), np.ones(8), gradient_accumulation_steps=2)
     alternating = jax.sharding.Mesh(np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]], "data")
     state = None
     attempt("alternating devices", rows_of(0, 8), mesh=alternating)
@@ -267,6 +268,7 @@ SAID = {
     "devices): use 8 or 12 rows in each process",
     "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
     "\"['weights']\": (3,)",
+    "an argument": "has the shape (8,), with the 8 rows of the batch, which is cut into 2",
     "alternating devices": "the processes have no blocks of neighbouring rows on this mesh",
     "no slice": "33 rows do not divide among the 2 processes: use 32 or 34 rows",
 }

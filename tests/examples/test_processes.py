@@ -14,7 +14,19 @@ from typer.testing import CliRunner
 
 from examples.run_clm.__main__ import app
 
-JOB = ["-m", "examples.run_clm", "--model", "tiny", "--batch-size", "8", "--steps", "6", "--eval-every", "3"]
+JOB = ["-m", "examples.run_clm", "--model", "tiny", "--batch-size", "8"]
+JOB += ["--steps", "6", "--eval-every", "3"]
+    "-m",
+    "examples.run_clm",
+    "--model",
+    "tiny",
+    "--batch-size",
+    "8",
+    "--steps",
+    "6",
+    "--eval-every",
+    "3",
+]
 
 
 class Said(NamedTuple):

@@ -86,7 +86,7 @@ class BatchLayout:
                 f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
             )
 
-    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
         """Checks a step's further arguments, which every micro-batch gets whole.
 
         Raises:
@@ -94,11 +94,12 @@ class BatchLayout:
         """
         if self.accumulation == 1:
             return
+        rows = {self.rows(batch), self.leaves.own_rows(batch)}
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if is_array(x) and np.ndim(x) and np.shape(x)[0] == rows:
+            if is_array(x) and np.ndim(x) and (n := np.shape(x)[0]) in rows:
                 raise ValueError(
                     f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
-                    f"{np.shape(x)}, with the {rows} rows of the batch, which is cut into "
+                    f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
                     f"{self.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
                     "needs all of it, pass it with a first dimension of 1 (x[None])."

@@ -89,7 +89,7 @@ class Step(Decorated[P, R]):
             )
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
-        layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
+        layout.check_more(call.args, call.kwargs, call.batch)
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, parts, batch)
             program.fits = True
@@ -190,7 +190,7 @@ class Step(Decorated[P, R]):
             program = self._program(opened, call.form, explicit)
             layout = program.setting.layout
             layout.check(call.batch)
-            layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
+            layout.check_more(call.args, call.kwargs, call.batch)
             yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
 
 

@@ -16,17 +16,6 @@ from examples.run_clm.__main__ import app
 
 JOB = ["-m", "examples.run_clm", "--model", "tiny", "--batch-size", "8"]
 JOB += ["--steps", "6", "--eval-every", "3"]
-    "-m",
-    "examples.run_clm",
-    "--model",
-    "tiny",
-    "--batch-size",
-    "8",
-    "--steps",
-    "6",
-    "--eval-every",
-    "3",
-]
 
 
 class Said(NamedTuple):

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def train_step(state: TrainState, batch: Any, scale: Any = 1.0) -> tuple[TrainSt
         losses = scale * jnp.square(batch["x"] @ params["w"]).mean(axis=-1)
         return masked(batch, losses), losses
 
-    (loss, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    (loss, losses), grads = zerojax.value_and_grad(loss_fn, has_aux=True)(state.params)
     results = {"loss": loss, "rows": losses, "columns": batch["x"].T}
     return state.apply_gradients(grads=grads), results
 
@@ -136,8 +136,8 @@ def by_replicas(mesh: Any = None) -> Any:
 
 
 def by_model() -> Any:
-    """Four rows of devices; in eight processes two share each."""
-    return zerojax.mesh(axes={"data": 4, "model": 2})
+    """Two rows of devices; of four processes two share each."""
+    return zerojax.mesh(axes={"data": 2, "model": 4})
 
 
 def evaluated(counts: list[int]) -> Any:
@@ -159,10 +159,11 @@ def evaluated(counts: list[int]) -> Any:
     return whole([f(state, x) for f in (each, together) for x in batches], zero.mesh)
 
 
-def everything(process: int, counts: list[int]) -> Any:
+def everything(process: int, stages: Sequence[int], counts: Sequence[int]) -> Any:
+    """The results of every case; of evaluations for batches of these numbers of rows."""
     results = {
         f"{kind} at stage {stage}": trained(at_stage(stage), kind)
-        for stage in range(4)
+        for stage in stages
         for kind in ("linen", "nnx")
     }
     results["replica groups"] = trained(at_stage(3, by_replicas()), "linen")
@@ -170,6 +171,10 @@ def everything(process: int, counts: list[int]) -> Any:
     results["whole batch"] = trained(at_stage(2, gradient_accumulation_steps=1), "linen")
     results["global arrays"] = trained(at_stage(2), "linen", as_global)
     results["mixed"] = trained(at_stage(2), "linen", mixed)
+    half = at_stage(2, gradient_accumulation_steps=1, fp16=True)
+    results["fp16"] = trained(half, "linen")
+    away = at_stage(3, offload_optimizer="cpu", offload_param="cpu")
+    results["both offloads"] = trained(away, "linen")
     results["evaluation"] = evaluated(counts)
     return results
 
@@ -183,16 +188,27 @@ COUNTS = [32, 12, 36]
 
 @pytest.fixture(scope="module")
 def of_one_process(quick_compile: None) -> Any:
-    return everything(0, COUNTS)
+    return everything(0, range(4), COUNTS)
 
 
-@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("count", "stages"),
+    [
+        (2, [0, 1, 2, 3]),
+        (4, [3]),
+        pytest.param(4, [0, 1, 2], marks=pytest.mark.sweep),
+        pytest.param(8, [0, 1, 2, 3], marks=pytest.mark.sweep),
+    ],
+)
 def test_own_rows_give_the_numbers_of_one_process(
-    count: int, of_one_process: Any, in_processes: Callable[..., list[Any]]
+    count: int,
+    stages: list[int],
+    of_one_process: Any,
+    in_processes: Callable[..., list[Any]],
 ) -> None:
     counts = [32, 40] if count == 8 else COUNTS  # eight processes with a device each
-    alone = everything(0, counts) if count == 8 else of_one_process
-    for found in in_processes(count, everything, counts):
+    alone = of_one_process if count < 8 else everything(0, stages, counts)
+    for found in in_processes(count, everything, stages, counts):
         for case, results in found.items():
             assert jax.tree.structure(results) == jax.tree.structure(alone[case])
             np.testing.assert_allclose(

@@ -50,8 +50,8 @@ def run(environment: dict[str, str]) -> Callable[..., Said]:
         for process in started:
             out, err = process.communicate(timeout=300)
             assert process.returncode == 0, err
-            text = re.sub(r"\[Gloo\] |Rank \d+ is connected.*\n|\d+ is connected.*\n", "", out)
-            said.append([line.rstrip() for line in text.splitlines() if line.strip()])
+            gloo = re.compile(r"\[Gloo\]|peer ranks")
+            said.append([x for x in out.splitlines() if x.strip() and not gloo.search(x)])
         return Said(said[0], [line for each in said[1:] for line in each])
 
     return run

@@ -14,6 +14,7 @@ if _TYPE_CHECKING:
     from zerojax.config import ConfigError as ConfigError
     from zerojax.config import ZeroConfig as ZeroConfig
     from zerojax.devices.mesh import mesh as mesh
+    from zerojax.devices.rows import process_rows as process_rows
     from zerojax.devices.topology import topology as topology
     from zerojax.distributed.join import init_distributed as init_distributed
     from zerojax.foresight.estimators import (
@@ -66,6 +67,7 @@ _MODULES = {
     "init_distributed": "distributed.join",
     "mesh": "devices.mesh",
     "on_device": "offload.fetch",
+    "process_rows": "devices.rows",
     "remat_policy": "offload.activations",
     "schedule": "optim.schedules",
     "telemetry": "optim.telemetry",

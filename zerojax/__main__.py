@@ -1,11 +1,18 @@
 """The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
 
 import os
+import sys
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from zerojax.distributed.failure import leave
+from zerojax.distributed.launched import launched
+
+_IN_EACH_PROCESS = (["report"], ["launch"])
+"""The subcommands for which every process of a launch is needed; others run in the first alone."""
 
 COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report")
 
@@ -38,6 +45,11 @@ def main() -> None:
     """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
     given = dict(os.environ)
     set_environment()
+    me = launched(given)
+    if me is not None and sys.argv[1:2] not in _IN_EACH_PROCESS:
+        leave("joined", me.index)  # the others are not needed
+        if me.index:
+            return
     app(obj=given)
 
 

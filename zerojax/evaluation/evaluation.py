@@ -35,6 +35,7 @@ class Evaluation(Decorated[P, R]):
         with automatic_context(mesh) as names:
             subject, call = self._opened(args, kwargs)
             self._check(subject, call)
+            self._agree(call)
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
+from zerojax.distributed import log
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.wrap import (
     ZeroOptState,
@@ -79,7 +79,7 @@ class States:
                 if optimizer is None
                 else "zero.optimizer()"
             )
-            logging.getLogger("zerojax").warning(
+            log.warning(
                 "the config's %s has no effect: the state brings its own optimizer. Build the "
                 "state with %s to use the config's.",
                 unused,
@@ -157,7 +157,7 @@ class States:
         held = sum(leaf.bytes_per_device for leaf in leaves)
         if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:
             self._warned = True
-            logging.getLogger("zerojax").warning("%s.", plan.lost)
+            log.warning("%s.", plan.lost)
         return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from zerojax.devices.mesh import relabelled
+from zerojax.devices.rows import BatchRows
+from zerojax.distributed.row_agreement import RowAgreement
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
@@ -37,6 +39,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
         self._programs: dict[Any, Any] = {}
+        self._leaves, self._rows = BatchRows(states.mesh), RowAgreement(arguments.name)
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,6 +67,11 @@ class Decorated(abc.ABC, Generic[P, R]):
         if there:
             there.begin()
         return there
+
+    def _agree(self, call: Call) -> None:
+        """Refuses a batch of other rows than those of the other processes, in all of them."""
+        if jax.process_count() > 1:
+            self._rows.agree(self._leaves.told(call.batch))
 
     def _relabelled(self, call: Call) -> Call:
         """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""

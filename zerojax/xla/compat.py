@@ -143,3 +143,11 @@ _COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}
 def compiles(frame: FrameType) -> bool:
     """Whether a frame is one of tracing, lowering or compiling, which jax announces to nobody."""
     return frame.f_code.co_filename in _COMPILES
+
+
+def process_number() -> int:
+    """The number of this process; 0 unless ``jax.distributed`` is initialized.
+
+    ``jax.process_index()`` says the same, but starts the backends.
+    """
+    return int(distributed.global_state.process_id)

@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from zerojax.config import ZeroConfig as ZeroConfig
     from zerojax.devices.mesh import mesh as mesh
     from zerojax.devices.topology import topology as topology
+    from zerojax.distributed.join import init_distributed as init_distributed
     from zerojax.foresight.estimators import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
     )
@@ -62,6 +63,7 @@ _MODULES = {
     "estimate_zero3_model_states_mem_needs_all_live": "foresight.estimators",
     "fit": "tuning.fit",
     "grad": "trace.gradients",
+    "init_distributed": "distributed.join",
     "mesh": "devices.mesh",
     "on_device": "offload.fetch",
     "remat_policy": "offload.activations",

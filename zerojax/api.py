@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.distributed.join import require_joined, require_same
 from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.optim.named import named_optimizer
@@ -145,6 +146,7 @@ class Zero:
         Returns:
           The state, on the mesh as planned, with its optimizer wrapped as the config asks.
         """
+        require_same(self.config, self.mesh)
         return self.states.init(create_state, *args)
 
     def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
@@ -278,4 +280,6 @@ def zero(
         notes = tuple(note for note in resolved.notes if note.key != "check_finite")
         resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
     devices = in_groups(all_devices(), resolved.mics_shard_size) if mesh is None else mesh
+    if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
+        require_joined()
     return Zero(resolved, devices, specs, donate, check_memory)

@@ -111,7 +111,7 @@ def processes() -> str:
     """Whether this process is one of several."""
     if jax.process_count() == 1:
         raise RuntimeError(
-            "this is the only process. Where there are more, call jax.distributed.initialize() "
+            "this is the only process. Where there are more, call zerojax.init_distributed() "
             "in each before JAX is first used"
         )
     return f"{jax.process_count()} of them, this is number {jax.process_index()}"

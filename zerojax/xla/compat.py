@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import core, distributed, dtypes
+from jax._src import core, distributed, dtypes, xla_bridge
 from jax._src.interpreters import pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
@@ -116,3 +116,11 @@ def coordination() -> Any:
     if client is None:
         raise RuntimeError("jax.distributed is not initialized: call zerojax.init_distributed()")
     return client
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has looked for devices, after which processes cannot be joined any more.
+
+    Every public question for devices looks for them.
+    """
+    return xla_bridge.backends_are_initialized()

@@ -1,0 +1,46 @@
+"""What a process of several leaves for its launcher, and how an exception ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_INTERRUPTED = 130
+"""Exit status of what Ctrl-C ended, as shells have it."""
+
+
+def leave(name: str, index: int, text: str = "") -> None:
+    """Writes a file into the folder of the launch, if a launcher made one."""
+    folder = os.environ.get("ZEROJAX_RUN_DIR")
+    if folder:
+        try:
+            (Path(folder) / f"{name}.{index}").write_text(text)
+        except OSError as error:
+            print(f"zerojax: cannot write {name}.{index}: {error}", file=sys.stderr)
+
+
+def end_at_once(index: int) -> None:
+    """Has an exception that nobody catches end this process without JAX's shutdown.
+
+    The shutdown waits 300 s for processes that wait for this one in a collective. The traceback is
+    printed as before, and left as ``error.INDEX``, with the time in the first line.
+    """
+    before = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        try:
+            if not interrupted:
+                text = "".join(traceback.format_exception(kind, error, trace))
+                leave("error", index, f"{time.time()}\n{text}")
+            before(kind, error, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(_INTERRUPTED if interrupted else 1)
+
+    sys.excepthook = end

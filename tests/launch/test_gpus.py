@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import Gpu, binding, gpus
 
 BUSES = ["0000:1b:00.0", "0000:43:00.0", "0000:9a:00.0"]
@@ -42,7 +42,7 @@ def test_gpus_that_the_environment_leaves(
 
 @pytest.mark.usefixtures("three")
 def test_a_gpu_that_does_not_exist() -> None:
-    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES=3: this machine has 3 GPUs"):
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=3: this machine has 3 GPUs"):
         gpus({"CUDA_VISIBLE_DEVICES": "3"})
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 from zerojax.launch.hosts import Host, read_hostfile, select
 
 HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2, 3))]
@@ -31,13 +31,13 @@ def test_a_hostfile_has_comments_and_empty_lines(tmp_path: Path) -> None:
 def test_errors_name_file_and_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(UsageError) as error:
         read_hostfile(path)
     assert str(error.value).startswith(f"{path}{says}")
 
 
 def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_hostfile(tmp_path / "hosts")
 
 
@@ -70,7 +70,7 @@ def test_filters_are_deepspeed_s(
     ],
 )
 def test_filters_that_fit_no_host(include: str | None, exclude: str | None, says: str) -> None:
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(UsageError) as error:
         select(HOSTS, include, exclude)
     assert says in str(error.value)
 

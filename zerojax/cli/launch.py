@@ -13,7 +13,7 @@ import typer
 
 from zerojax.launch import local, mpi
 from zerojax.launch.descent import guarded
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import Gpu, gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
@@ -83,13 +83,13 @@ def launch(
         alone = len(counts) == 1 and (hosts is None or hosts[0].is_here)
         if (node_rank is None and not alone) or use_mpi:
             if hosts is None:
-                raise LaunchError("--mpi needs --hostfile")
+                raise UsageError("--mpi needs --hostfile")
             status = _many(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
         else:
             here = gpus(environ)
             node = _node(node_rank or 0, counts, coordinator, hosts, here, environ)
             if len(counts) > 1 and max_restarts:
-                raise LaunchError(
+                raise UsageError(
                     "--max-restarts with --node-rank: the machines must restart together; "
                     "give it to what starts them (--hostfile with mpirun, Slurm, Kubernetes)"
                 )
@@ -102,7 +102,7 @@ def launch(
             status = guarded(
                 lambda: local.run(job, node, here, environ), parent=local.parent_to_watch(environ)
             )
-    except LaunchError as error:
+    except UsageError as error:
         typer.echo(f"zerojax launch: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
@@ -128,7 +128,7 @@ def _many(
         ]
 
     if mpi.installed() is None and must:
-        raise LaunchError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
+        raise UsageError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
     if mpi.installed() is not None and not dry_run:
         return guarded(lambda: mpi.run(job, hosts, nodes, environ))
     commands = [node_command(job, node, environ) for node in nodes()]
@@ -153,26 +153,26 @@ def _counts(
 ) -> tuple[int, ...]:
     """How many processes each machine runs."""
     if given is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", given):
-        raise LaunchError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
+        raise UsageError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
     each = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
-            raise LaunchError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
+            raise UsageError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
         hosts = hosts[:num_nodes]
     elif (num_nodes or 1) > 1 and node_rank is None:
-        raise LaunchError("--num-nodes needs --hostfile, or --node-rank and --coordinator")
+        raise UsageError("--num-nodes needs --hostfile, or --node-rank and --coordinator")
     machines = len(hosts) if hosts is not None else num_nodes or len(each) or 1
     if len(each) == 1:
         each *= machines
     if each and len(each) != machines:
-        raise LaunchError(f"--nproc-per-node {given}: {machines} machines")
+        raise UsageError(f"--nproc-per-node {given}: {machines} machines")
     if node_rank is not None and node_rank >= machines:
-        raise LaunchError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
+        raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
     if hosts is None:
         return each or (len(gpus(environ)) or 1,) * machines
     for host, count in zip(hosts, each, strict=bool(each)):
         if count > len(host.slots):
-            raise LaunchError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")
+            raise UsageError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")
     return each or tuple(len(host.slots) for host in hosts)
 
 
@@ -186,7 +186,7 @@ def _node(
 ) -> Node:
     """This machine's part."""
     if len(counts) > 1 and coordinator is None:
-        raise LaunchError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
+        raise UsageError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
     address = None if coordinator is None else _address(coordinator)
     if hosts is None:
         return Node(rank, counts, address)
@@ -194,7 +194,7 @@ def _node(
     if environ.get("JAX_PLATFORMS") == "cpu":
         return Node(rank, counts, address)
     if slots[-1] >= len(here):
-        raise LaunchError(
+        raise UsageError(
             f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine has "
             f"{len(here) or 'no'} GPUs; JAX_PLATFORMS=cpu starts processes on CPUs"
         )
@@ -203,7 +203,7 @@ def _node(
 
 def _address(given: str) -> str:
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d+", given):
-        raise LaunchError(f"--coordinator: expected HOST:PORT, got {given!r}")
+        raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
 
 
@@ -215,4 +215,4 @@ def _watchdog(given: str | None) -> str | None:
             return given
     except ValueError:
         pass
-    raise LaunchError(f"--watchdog: expected seconds or off, got {given!r}")
+    raise UsageError(f"--watchdog: expected seconds or off, got {given!r}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
 
@@ -42,7 +42,7 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; none under JAX_PLATFORMS=cpu.
 
     Raises:
-      LaunchError: ``CUDA_VISIBLE_DEVICES`` names a number that no GPU has.
+      UsageError: ``CUDA_VISIBLE_DEVICES`` names a number that no GPU has.
     """
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -56,7 +56,7 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
         if name == "-1":
             break
         if name.isdigit() and int(name) >= len(installed):
-            raise LaunchError(
+            raise UsageError(
                 f"CUDA_VISIBLE_DEVICES={visible}: this machine has {_many(len(installed))}"
                 + ("" if installed else "; JAX_PLATFORMS=cpu starts processes on CPUs")
             )

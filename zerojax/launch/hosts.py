@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
@@ -33,25 +33,25 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file with lines ``worker-0 slots=8``; # begins a comment.
 
     Raises:
-      LaunchError: With file and line.
+      UsageError: With file and line.
     """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"--hostfile {path} cannot be read: {error}") from None
+        raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
     hosts: list[Host] = []
     first: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         if not (found := _LINE.fullmatch(text)) or not int(found[2]):
-            raise LaunchError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
+            raise UsageError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
         if found[1] in first:
-            raise LaunchError(f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too")
+            raise UsageError(f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too")
         first[found[1]] = number
         hosts.append(Host(found[1], tuple(range(int(found[2])))))
     if not hosts:
-        raise LaunchError(f"{path}: no line names a host")
+        raise UsageError(f"{path}: no line names a host")
     return hosts
 
 
@@ -64,10 +64,10 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
       exclude: The same, for what is left out.
 
     Raises:
-      LaunchError: Both are given, a name or slot is unknown, or nothing is left.
+      UsageError: Both are given, a name or slot is unknown, or nothing is left.
     """
     if include and exclude:
-        raise LaunchError("give either --include or --exclude")
+        raise UsageError("give either --include or --exclude")
     if not (spec := include or exclude):
         return hosts
     option = "--include" if include else "--exclude"
@@ -79,7 +79,7 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
         if kept:
             left.append(Host(host.name, kept))
     if not left:
-        raise LaunchError(f"{option} {spec} leaves no host")
+        raise UsageError(f"{option} {spec} leaves no host")
     return left
 
 
@@ -88,12 +88,12 @@ def _named(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int
     for part in spec.split("@"):
         name, colon, slots = part.strip().partition(":")
         if name not in hosts:
-            raise LaunchError(f"{option}: {name!r} is none of the hosts {', '.join(hosts)}")
+            raise UsageError(f"{option}: {name!r} is none of the hosts {', '.join(hosts)}")
         if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
-            raise LaunchError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
+            raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
         for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
             if slot not in hosts[name].slots:
                 most = len(hosts[name].slots)
-                raise LaunchError(f"{option}: {name} has slots 0 to {most - 1}, not {slot}")
+                raise UsageError(f"{option}: {name} has slots 0 to {most - 1}, not {slot}")
             named.setdefault(name, []).append(slot)
     return named

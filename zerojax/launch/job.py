@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 
 # What the user may have set for JAX, and what a host reached by ssh does not inherit.
 _PASSED_ON = ("JAX_", "XLA_", "TF_CPP_", "NCCL_", "CUDA_DEVICE_ORDER", "PYTHON", "LD_LIBRARY_PATH")
@@ -55,14 +55,14 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """The script as given.
 
     Raises:
-      LaunchError: The file or module does not exist.
+      UsageError: The file or module does not exist.
     """
     if script[0] == "-m":
         top = script[1].partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise LaunchError(f"no module named {top!r}, neither here nor installed")
+            raise UsageError(f"no module named {top!r}, neither here nor installed")
     elif not Path(script[0]).is_file():
-        raise LaunchError(f"no script {script[0]}" + f" in {Path.cwd()}" * (script[0][0] != "/"))
+        raise UsageError(f"no script {script[0]}" + f" in {Path.cwd()}" * (script[0][0] != "/"))
     return script
 
 
@@ -96,4 +96,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise LaunchError("none of 100 ports from 20000 to 32000 is free here")
+    raise UsageError("none of 100 ports from 20000 to 32000 is free here")

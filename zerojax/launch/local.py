@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import LaunchError
+from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import Binding, Gpu, binding
 from zerojax.launch.group import STALLED, Group, Outcome, Process, say
 from zerojax.launch.job import Job, Node, free_port
@@ -35,11 +35,11 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     """The places of a machine's processes, one GPU each; without GPUs they are CPU processes.
 
     Raises:
-      LaunchError: There are more processes than GPUs.
+      UsageError: There are more processes than GPUs.
     """
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
-        raise LaunchError(
+        raise UsageError(
             f"{count} processes, but this machine has {len(gpus)} GPUs for them: one process a "
             "GPU; JAX_PLATFORMS=cpu starts processes on CPUs"
         )

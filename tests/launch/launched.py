@@ -43,8 +43,18 @@ def environment(**more: str) -> dict[str, str]:
 class Launch:
     """A launch that runs."""
 
-    def __init__(self, folder: Path, script: str, *options: object, **more: str) -> None:
-        """Starts it; the file "in" of the folder, if any, is its standard input."""
+    def __init__(
+        self, folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
+    ) -> None:
+        """Starts it; the file "in" of the folder, if any, is its standard input.
+
+        Args:
+          folder: Where.
+          script: What follows ``HEAD``.
+          options: Of the launch.
+          on: Words before the command.
+          more: Variables of the environment; ``args``: arguments of the script.
+        """
         path = folder / "script.py"
         path.write_text(HEAD + script)
         words = [*map(str, options), str(path), *more.pop("args", "").split()]
@@ -54,7 +64,7 @@ class Launch:
         given.touch()
         with given.open("rb") as stdin, self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "zerojax", "launch", *words],
+                [*map(str, on), sys.executable, "-m", "zerojax", "launch", *words],
                 cwd=folder,
                 env=environment(TMPDIR=str(folder), **more),
                 stdin=stdin,
@@ -64,8 +74,9 @@ class Launch:
 
     def pids(self, count: int, word: str = "pid") -> list[int]:
         """Ids that ``count`` processes said after a word, in the order of the processes."""
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+        until, ended = time.monotonic() + 60, False
+        while time.monotonic() < until and not ended:
+            ended = self.process.poll() is not None
             found = re.findall(rf"^\[(\d+)\] {word} (\d+)$", self.out.read_text(), re.MULTILINE)
             if len(found) >= count:
                 return [int(pid) for _, pid in sorted(found, key=lambda each: int(each[0]))]
@@ -86,9 +97,11 @@ class Launch:
 
 
 @contextmanager
-def launching(folder: Path, script: str, *options: object, **more: str) -> Iterator[Launch]:
+def launching(
+    folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
+) -> Iterator[Launch]:
     """A launch that runs, and is killed at the end of a test that fails."""
-    launch = Launch(folder, script, *options, **more)
+    launch = Launch(folder, script, *options, on=on, **more)
     try:
         yield launch
     finally:

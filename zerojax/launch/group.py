@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from zerojax.launch import descent
+from zerojax.launch.failure import NEVER_JOINED, Failure
 from zerojax.launch.relay import Relay, Source
 
 PREEMPTED = 75
@@ -32,7 +33,7 @@ class Process(NamedTuple):
       log: A file for its output.
       joined: A file that exists before the process ends with status 0, or something is wrong.
       error: A file that has the time and the traceback of the exception that ended the process.
-      shown: Whether its error is shown; a launcher that fails has shown those of its processes.
+      relays: Whether it passes on the output, and the failures, of other launchers.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Process(NamedTuple):
     log: Path | None = None
     joined: Path | None = None
     error: Path | None = None
-    shown: bool = True
+    relays: bool = False
 
 
 class Outcome(NamedTuple):
@@ -54,11 +55,13 @@ class Outcome(NamedTuple):
       status: The exit status of the whole.
       why: The reason, in words; "" for status 0.
       again: Whether another attempt may help.
+      failure: The first failure, if any.
     """
 
     status: int
     why: str
     again: bool
+    failure: Failure | None = None
 
 
 class Ended(NamedTuple):
@@ -67,9 +70,7 @@ class Ended(NamedTuple):
     process: Process
     code: int
     pid: int
-
-
-NEVER_JOINED = "script never calls zerojax.init_distributed()"
+    at: float
 
 
 class Group:
@@ -126,7 +127,7 @@ class Group:
                 os.sched_setaffinity(0, process.cpus)
 
         prefix = process.prefix.encode()
-        stderr = Source(prefix, 2, log)
+        stderr = Source(prefix, 2, log, [] if process.relays else None)
         pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
         try:
             started = subprocess.Popen(
@@ -152,12 +153,12 @@ class Group:
             self._take(signal.Signals(got.si_signo))
         ours = [(pid, code) for pid, code in descent.reap() if pid in self._running]
         for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains what follows it
-            self._note(Ended(self._running.pop(pid), code, pid))
+            self._note(Ended(self._running.pop(pid), code, pid, time.time()))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._killed = True
             descent.kill_descendants()  # reaps
             for pid, process in self._running.items():
-                self._ended.append(Ended(process, -signal.SIGKILL, pid))
+                self._ended.append(Ended(process, -signal.SIGKILL, pid, time.time()))
             self._running.clear()
 
     def _take(self, got: signal.Signals) -> None:
@@ -199,48 +200,46 @@ class Group:
     def _outcome(self) -> Outcome:
         if self._asked == signal.SIGINT:
             return Outcome(128 + signal.SIGINT, "Ctrl-C", False)
-        failed = self._first_failure()
-        if failed is None:
-            codes = [each.code for each in self._ended]
-            status = descent.shell_status(next((c for c in codes if c not in (0, PREEMPTED)), 0))
-            if status:
-                late = "did not end within" if self._killed else "were asked to end, and took"
-                why = f"processes {late} {self._grace:g} s"
-            elif PREEMPTED in codes:
-                status, why = PREEMPTED, "all processes saved and ended: preempted"
-            else:
-                return Outcome(0, "", False)
-            return Outcome(status, why, self._asked is None)
-        if failed.code == 0:
-            say(f"{failed.process.name}, one of several, has ended: {NEVER_JOINED}")
-            return Outcome(2, NEVER_JOINED, False)
-        why = f"{failed.process.name} failed first: {_ending(failed.code)}"
-        if failed.process.shown:
-            self._show(failed, why)
-        return Outcome(descent.shell_status(failed.code), why, self._asked is None)
+        failure = self._first_failure()
+        if failure is not None:
+            again = failure.again and self._asked is None
+            return Outcome(failure.status, failure.why, again, failure)
+        codes = [each.code for each in self._ended]
+        status = descent.shell_status(next((c for c in codes if c not in (0, PREEMPTED)), 0))
+        if status:
+            why = f"processes did not end by themselves within {self._grace:g} s"
+        elif PREEMPTED in codes:
+            status, why = PREEMPTED, "all processes saved and ended: preempted"
+        else:
+            why = ""
+        return Outcome(status, why, status != 0 and self._asked is None)
 
-    def _first_failure(self) -> Ended | None:
-        """Who failed first: the earliest exception, otherwise who ended first."""
-        if self._failed is None or self._failed.code == -signal.SIGKILL:
-            return self._failed
-        times = {t: each for each in self._ended if each.code > 0 and (t := _error(each)[0])}
-        return times[min(times)] if times else self._failed
+    def _first_failure(self) -> Failure | None:
+        """The earliest failure that is known here or was reported by other launchers."""
+        if self._failed is None:
+            return None
+        told = [failure for source in self._stderr.values() for failure in source.failures or ()]
+        if told:
+            return min(told, key=lambda each: each.at)
+        known = [self._failed]
+        if self._failed.code != -signal.SIGKILL:  # else it explains the exceptions
+            known += [each for each in self._ended if each.code > 0 and _error(each)[1]]
+        return min(map(self._failure, known), key=lambda each: each.at)
 
-    def _show(self, failed: Ended, why: str) -> None:
-        """The first error once more, behind all that the processes said."""
-        text = _error(failed)[1]
-        if not text:
-            tail = self._stderr[failed.pid].tail.decode(errors="replace")
+    def _failure(self, ended: Ended) -> Failure:
+        process = ended.process
+        if ended.code == 0:
+            why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
+            return Failure(ended.at, 2, why, "", again=False)
+        verb = "ended" if process.relays else "failed first"
+        why = f"{process.name} {verb}: {_ending(ended.code)}"
+        at, text = _error(ended)
+        if not text and not process.relays:
+            tail = self._stderr[ended.pid].tail.decode(errors="replace")
             start = tail.find("Traceback (most recent call last):")
             text = tail[start:] if start >= 0 else ""
-        lines = [failed.process.prefix + line for line in text.splitlines()]
-        say("\n".join([why, *lines]))
-
-
-def say(text: str) -> None:
-    """A message of the launcher's own, on stderr."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"zerojax launch: {text}\n".encode(errors="replace"))
+        text = "".join(f"{process.prefix}{line}\n" for line in text.splitlines())
+        return Failure(at or ended.at, descent.shell_status(ended.code), why, text)
 
 
 def _error(ended: Ended) -> tuple[float, str]:

@@ -13,8 +13,14 @@ from typing import NamedTuple
 
 from zerojax.launch.error import UsageError
 
+# Set for launchers that another launcher has started, one on each machine.
+PART = "ZEROJAX_LAUNCH_PART"
+
 # What the user may have set for JAX, and what a host reached by ssh does not inherit.
-_PASSED_ON = ("JAX_", "XLA_", "TF_CPP_", "NCCL_", "CUDA_DEVICE_ORDER", "PYTHON", "LD_LIBRARY_PATH")
+_PASSED_ON = (
+    *("JAX_", "XLA_", "TF_CPP_", "NCCL_", "CUDA_DEVICE_ORDER", "PYTHON", "LD_LIBRARY_PATH"),
+    PART,
+)
 
 
 class Job(NamedTuple):

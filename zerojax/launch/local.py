@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerojax.launch.error import UsageError
+from zerojax.launch.failure import say
 from zerojax.launch.gpus import Binding, Gpu, binding
-from zerojax.launch.group import STALLED, Group, Outcome, Process, say
-from zerojax.launch.job import Job, Node, free_port
+from zerojax.launch.group import STALLED, Group, Outcome, Process
+from zerojax.launch.job import PART, Job, Node, free_port
 
 
 class Place(NamedTuple):
@@ -121,6 +122,8 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
     """Start this machine's processes, again where allowed, and wait; the exit status."""
+    outer = is_part(environ)
+    environ = {name: value for name, value in environ.items() if name != PART}
 
     def attempt(number: int) -> Outcome:
         kept = _run_dir(job, node, number)
@@ -134,6 +137,8 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
             stalled = sorted(run_dir.glob("stacks.*"))
             if kept is None and not stalled:
                 shutil.rmtree(run_dir, ignore_errors=True)
+        if outcome.failure is not None:
+            outcome.failure.report() if outer else outcome.failure.show()
         if outcome.status == STALLED and stalled:
             say(f"the stacks of all threads are in {run_dir}/stacks.*")
         return outcome
@@ -164,6 +169,11 @@ def _run_dir(job: Job, node: Node, number: int) -> Path | None:
     return folder / f"attempt-{number}" if len(node.counts) == 1 else folder
 
 
+def is_part(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of several machines has started this one."""
+    return PART in environ
+
+
 def parent_to_watch(environ: Mapping[str, str]) -> int | None:
-    """The id of mpirun's daemon where mpirun started this launcher: its death ends all here."""
-    return os.getppid() if "OMPI_COMM_WORLD_RANK" in environ else None
+    """The id of mpirun's daemon on this machine, where mpirun started this launcher."""
+    return os.getppid() if is_part(environ) else None

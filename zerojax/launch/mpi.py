@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerojax.launch.group import Group, Outcome, Process
 from zerojax.launch.hosts import Host
-from zerojax.launch.job import Job, Node, node_command
+from zerojax.launch.job import PART, Job, Node, node_command
 from zerojax.launch.local import attempts
 
 # What mpirun needs after the supervisors' own grace has passed.
@@ -27,7 +27,7 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
 
     Without ``--bind-to none`` Open MPI ties a supervisor, and all that it starts, to one core.
     """
-    command = ["mpirun", "--quiet", "--bind-to", "none"]
+    command = ["mpirun", "--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
     for host, each in zip(hosts, commands, strict=True):
@@ -50,9 +50,13 @@ def run(
     def attempt(number: int) -> Outcome:
         logs = job.log_dir and job.log_dir / f"attempt-{number}"
         part = job._replace(log_dir=logs)
-        command = mpirun_command(hosts, [node_command(part, node, environ) for node in nodes()])
-        process = Process("mpirun", "", command, dict(environ), stdin=True, shown=False)
+        told = {**environ, PART: "1"}
+        command = mpirun_command(hosts, [node_command(part, node, told) for node in nodes()])
+        process = Process("mpirun", "", command, dict(environ), stdin=True, relays=True)
         # mpirun answers SIGTERM by killing, and passes SIGUSR1 on.
-        return Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
+        outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
+        if outcome.failure is not None:
+            outcome.failure.show()
+        return outcome
 
     return attempts(attempt, job.max_restarts)

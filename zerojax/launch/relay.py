@@ -8,6 +8,8 @@ import selectors
 import threading
 from typing import IO
 
+from zerojax.launch.failure import Failure, reported
+
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")  # a progress bar's lines end with "\r"
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may be held up within a line
@@ -21,12 +23,19 @@ class Source:
       prefix: What each line begins with on the terminal.
       to: The descriptor to write to: 1 or 2.
       log: A file that has the same lines without prefix.
+      failures: Those that other launchers reported by lines of their own; None: nobody does.
       rest: A line that has not ended.
       tail: The last bytes.
     """
 
-    def __init__(self, prefix: bytes, to: int, log: IO[bytes] | None) -> None:
-        self.prefix, self.to, self.log = prefix, to, log
+    def __init__(
+        self,
+        prefix: bytes,
+        to: int,
+        log: IO[bytes] | None,
+        failures: list[Failure] | None = None,
+    ) -> None:
+        self.prefix, self.to, self.log, self.failures = prefix, to, log, failures
         self.rest, self.tail = b"", b""
 
     def lines(self, data: bytes) -> list[bytes]:
@@ -80,6 +89,9 @@ class Relay(threading.Thread):
             self._write(source, rest)
 
     def _write(self, source: Source, piece: bytes) -> None:
+        if source.failures is not None and (failure := reported(piece)):
+            source.failures.append(failure)
+            return
         if self._open is not source:
             self._end_line()
         prefix = source.prefix if self._at_start else b""

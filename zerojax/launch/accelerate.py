@@ -108,11 +108,11 @@ def _machines(where: str, file: dict[str, Any], kind: str, ignored: list[str]) -
 
 def _ignored(file: dict[str, Any]) -> list[str]:
     lines = []
-    off = (None, False, "no", "", {}, "NO")
+    off: tuple[Any, ...] = (None, False, "no", "", {}, [], "NO")
     if names := [key for key in _TRAINING if file.get(key) not in off]:
         lines.append(f"{', '.join(names)}: no effect here; the config of zerojax.zero says these")
     tpu = [key for key in _UNUSED if key.startswith(("tpu_", "mpirun", "megatron", "command"))]
-    if names := [key for key in tpu if file.get(key) not in (*off, [])]:
+    if names := [key for key in tpu if file.get(key) not in off]:
         lines.append(f"{', '.join(names)}: no effect here")
     return lines
 

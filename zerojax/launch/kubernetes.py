@@ -35,8 +35,8 @@ def manifest(
 ) -> list[dict[str, Any]]:
     """The objects of a training job.
 
-    In each pod ``zerojax launch`` supervises the pod's processes. A pod that is preempted or drained
-    has ``job.grace`` seconds to save; status 75 starts all again, and is not counted as a failure.
+    In each pod ``zerojax launch`` supervises the pod's processes. A pod that is preempted has
+    ``job.grace`` seconds to save; status 75 starts all again, and is not counted as a failure.
 
     Args:
       job: What to start; the script's path is that in the image.
@@ -52,11 +52,8 @@ def manifest(
     if not image:
         raise UsageError("--kubernetes needs the image of the pods")
     name = _name(job)
-    if kind is Kind.JOBSET:
-        first = f"{name}-{_WORKERS}-0-0.{name}"
-    else:
-        first = f"{name}-0.{name}"
-    template = _pod(job, image, pods, processes, f"{first}:{_PORT}", environ)
+    first = f"{name}-{_WORKERS}-0-0" if kind is Kind.JOBSET else f"{name}-0"
+    template = _pod(job, image, pods, processes, f"{first}.{name}:{_PORT}", environ)
     exits = {"operator": "In", "values": [PREEMPTED]}
     action = "FailJob" if kind is Kind.JOBSET else "Ignore"
     spec: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError
-from zerojax.launch.group import say
+from zerojax.launch.failure import say
 from zerojax.launch.job import Job, free_port, passed_on
 from zerojax.launch.local import defaults
 

@@ -18,15 +18,19 @@ from zerojax.launch.local import defaults
 _BODY = """\
 attempt() {{
     srun --kill-on-bad-exit=1 {output} {command} &
-    local step=$! status
-    trap 'echo "zerojax launch: SIGTERM, passed to all processes"; asked=yes
-          scancel --signal=TERM "$SLURM_JOB_ID"' TERM
-    wait $step; status=$?
-    while kill -0 $step 2>/dev/null; do wait $step; status=$?; done  # the trap ends a wait
-    return $status
+    step=$!
+    wait $step || [ -z "$asked" ] || wait $step  # the trap ends a wait
 }}
 
-restarts=0
+preempted() {{
+    trap "" TERM
+    asked=yes
+    echo "zerojax launch: SIGTERM, passed to all processes"
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}}
+
+asked= restarts=0
+trap preempted TERM
 while :; do
 {logs}    attempt; status=$?
     if [ $status = 75 ] || [ $status = 0 ] || [ -n "$asked" ] || [ $restarts = {restarts} ]; then

@@ -19,7 +19,8 @@ _BODY = """\
 attempt() {{
     srun --kill-on-bad-exit=1 {output} {command} &
     step=$!
-    wait $step || [ -z "$asked" ] || wait $step  # the trap ends a wait
+    wait $step; status=$?
+    if [ -n "$asked" ]; then wait $step; status=$?; fi  # the trap ended the first
 }}
 
 preempted() {{
@@ -32,7 +33,7 @@ preempted() {{
 asked= restarts=0
 trap preempted TERM
 while :; do
-{logs}    attempt; status=$?
+{logs}    attempt
     if [ $status = 75 ] || [ $status = 0 ] || [ -n "$asked" ] || [ $restarts = {restarts} ]; then
         break
     fi

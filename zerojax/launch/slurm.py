@@ -91,7 +91,8 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     parts = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(line)}" for line in [*lines, *more])]
     parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     # Since Slurm 22.05 srun does not take sbatch's --cpus-per-task.
-    parts.append("export ${SLURM_CPUS_PER_TASK:+SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}")
+    cpus = "SLURM_CPUS_PER_TASK"
+    parts.append(f'[ -z "${cpus}" ] || export SRUN_CPUS_PER_TASK=${cpus}')
     body = _BODY.format(
         output=output,
         command=shlex.join([sys.executable, *job.script]),

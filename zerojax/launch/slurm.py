@@ -14,10 +14,11 @@ from zerojax.launch.error import UsageError
 from zerojax.launch.job import Job, passed_on
 from zerojax.launch.local import defaults
 
-# srun's own TERM kills the tasks; scancel's reaches the step's tasks alone, which save.
+# A TERM for srun kills the tasks; scancel's reaches them alone, and they save. --kill-on-bad-exit
+# would kill those that leave after the first of them with 75; --wait lets them leave.
 _BODY = """\
 attempt() {{
-    srun --kill-on-bad-exit=1 {output} {command} &
+    srun --kill-on-bad-exit=0 --wait=5 {output} {command} &
     step=$!
     wait $step; status=$?
     if [ -n "$asked" ]; then wait $step; status=$?; fi  # the trap ended the first

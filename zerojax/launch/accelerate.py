@@ -110,7 +110,7 @@ def _ignored(file: dict[str, Any]) -> list[str]:
     lines = []
     off: tuple[Any, ...] = (None, False, "no", "", {}, [], "NO")
     if names := [key for key in _TRAINING if file.get(key) not in off]:
-        lines.append(f"{', '.join(names)}: no effect here; the config of zerojax.zero says these")
+        lines.append(f"{', '.join(names)}: no effect here; the config of zerojax.zero says it")
     tpu = [key for key in _UNUSED if key.startswith(("tpu_", "mpirun", "megatron", "command"))]
     if names := [key for key in tpu if file.get(key) not in off]:
         lines.append(f"{', '.join(names)}: no effect here")

@@ -65,9 +65,10 @@ def main() -> None:
             state, metrics = train_step(state, {"x": own, "y": own[:, :8].argmax(axis=-1)})
             if step == done + 1 or step % 10 == 0:
                 print(f"step {step} loss {float(metrics['loss']):.6f}", flush=True)
-            if step % 20 == 0 or preemption.notice:
+            stop = preemption.notice
+            if step % 20 == 0 or stop:
                 checkpointer.save(step, state)
-            if preemption.notice:
+            if stop:
                 checkpointer.wait()
                 print(f"saved step {step}, preempted", flush=True)
                 sys.exit(PREEMPTED)

@@ -54,7 +54,7 @@ KUBEFLOW = {
     [
         (OURS, "n1:4000", "zerojax launch"),
         (TORCHRUN, "n1:29500", "torchrun"),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "n1:29501", "torchrun"),
+        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "n1:29501", "torchrun"),
         (SRUN, "n1:61443", "srun"),
         (SRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "5", "WORLD_SIZE": "4"}, "n1:5", "srun"),
         (MPI_4, "10.96.0.1:61441", "Open MPI"),

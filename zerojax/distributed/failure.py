@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+_LAST_WORDS = 1.0
+"""Seconds that the other processes have to print an error of all."""
 _INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
 
@@ -40,6 +42,8 @@ def end_at_once(index: int) -> None:
             before(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
+            if index == 0:  # the coordinator takes the others with it, in the midst of their words
+                time.sleep(_LAST_WORDS)
         finally:
             os._exit(_INTERRUPTED if interrupted else 1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,22 +13,22 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig, load
+from zerojax.distributed.addresses import unreachable, where_to_listen
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
-from zerojax.distributed.launched import Launched, LaunchError, launched
+from zerojax.distributed.gpus import local_devices
+from zerojax.distributed.launched import LaunchError, launched
 from zerojax.distributed.preflight import (
-    config_hash,
     cpu_warnings,
     describe,
     devices_here,
     differences,
-    is_loopback,
-    local_devices,
-    unequal_configs,
+    settings,
     unequal_devices,
-    unreachable,
+    unequal_settings,
 )
-from zerojax.distributed.roll_call import by_host, call_roll, split
+from zerojax.distributed.ray_train import ray_train_variables
+from zerojax.distributed.roll_call import by_host, call_roll
 from zerojax.xla import compat
 
 
@@ -63,9 +62,12 @@ def init_distributed(
       >>> import zerojax
       >>> zerojax.init_distributed()  # the only process: nothing happens
     """
-    me = launched(os.environ)
-    if me is None or jax.distributed.is_initialized():
-        leave("joined", 0 if me is None else me.index)
+    if jax.distributed.is_initialized():
+        leave("joined", jax.process_index())
+        return
+    me = launched({**os.environ, **ray_train_variables()})
+    if me is None:
+        leave("joined", 0)
         return
     end_at_once(me.index)
     if compat.backends_are_initialized():
@@ -76,7 +78,7 @@ def init_distributed(
         )
     if problem := unreachable(me):
         raise LaunchError(f"process {me.index} of {me.count}: {problem}")
-    bind = _bind(me)
+    bind = where_to_listen(me)
     mine = describe(me, None if config is None else load(config), os.environ)
     records = call_roll(me, mine, bind, timeout)
     _refuse(differences(records, me.coordinator))
@@ -95,7 +97,7 @@ def init_distributed(
     )
     devices = json.dumps(devices_here(jax.local_devices()))
     told = exchange("the devices of each process", devices, timeout)
-    _refuse(unequal_devices([json.loads(each) for each in told]))
+    _refuse_in_all(unequal_devices([json.loads(each) for each in told]))
     if me.index == 0:
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
@@ -107,14 +109,11 @@ def _refuse(problems: list[str]) -> None:
         raise LaunchError("the processes do not fit together:\n  " + "\n  ".join(problems))
 
 
-def _bind(me: Launched) -> str:
-    """Where process 0 listens: at a loopback address where no other host is to come."""
-    host, port = split(me.coordinator)
-    alone = host == "localhost" or me.local_count == me.count
-    if alone and is_loopback(host):
-        address = socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0]
-        return f"{address}:{port}"
-    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
+def _refuse_in_all(problems: list[str]) -> None:
+    """The same once JAX has joined the processes: none ends before all have read the words."""
+    if problems:
+        exchange("an error of all processes", "")
+        _refuse(problems)
 
 
 def require_joined() -> None:
@@ -142,4 +141,5 @@ def require_same(config: ZeroConfig, mesh: Mesh) -> None:
       LaunchError: In all processes, with those that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
-        _refuse(unequal_configs(exchange("the config", config_hash(config), 300.0)))
+        told = exchange("the config", json.dumps(settings(config)), 300.0)
+        _refuse_in_all(unequal_settings([json.loads(each) for each in told]))

@@ -158,8 +158,8 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -
             return _address(name, environ[name])
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"]
-        # torchrun's agent listens at the port itself.
-        if "TORCHELASTIC_RUN_ID" in environ and port.isdecimal():
+        # torchrun's agent listens at the port itself then.
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
             port = str(int(port) + (1 if int(port) < 65535 else -1))
         return _address("MASTER_ADDR:MASTER_PORT", f"{environ['MASTER_ADDR']}:{port}")
     if launcher.by == "torchrun":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from zerojax.distributed.addresses import split
 from zerojax.distributed.launched import Launched, LaunchError
 
 Record = dict[str, Any]
@@ -205,12 +206,6 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         f"{me.coordinator} within {seconds:g} s: {reason}. Process 0 must run there ({me.by} gave "
         "the address), and no firewall may stand between"
     )
-
-
-def split(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``; an IPv6 address stands in brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def by_host(records: Iterable[Record]) -> dict[str, list[int]]:

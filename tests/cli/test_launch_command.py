@@ -53,6 +53,7 @@ def launch(words: str, **environ: str) -> Result:
         ),
         ("--nproc-per-node 0 train.py", "--nproc-per-node: expected 8, or 8,4"),
         ("--nproc-per-node 2,2,2 --hostfile hosts train.py", "2 machines"),
+        ("--log-dir train.py train.py", "--log-dir: [Errno 17] File exists: 'train.py'"),
         ("--watchdog soon train.py", "--watchdog: expected seconds or off, got 'soon'"),
     ],
 )

@@ -42,7 +42,7 @@ def test_gpus_that_the_environment_leaves(
 
 @pytest.mark.usefixtures("three")
 def test_a_gpu_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=3: this machine has 3 GPUs"):
+    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES=3: .* has 3 GPUs"):
         gpus({"CUDA_VISIBLE_DEVICES": "3"})
 
 

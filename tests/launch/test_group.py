@@ -243,6 +243,14 @@ def test_restarts_end(tmp_path: Path) -> None:
     assert len(told.out.splitlines()) == 2
 
 
+def test_logs_of_attempts_and_launches_are_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        launched(tmp_path, "sys.exit(4)", "--max-restarts=1", "--log-dir=logs")
+    logs = sorted(tmp_path.glob("logs/*/0.log"))
+    assert [path.parent.name for path in logs] == ["attempt-1", "attempt-2"]
+    assert [path.read_text().count("pid") for path in logs] == [2, 2]
+
+
 def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Path) -> None:
     script = "if me == 0: sys.exit(75)\n" + SLEEP
     told = launched(tmp_path, script, "--nproc-per-node=2", "--grace=1")

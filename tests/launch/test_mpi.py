@@ -109,6 +109,7 @@ def hostfile(tmp_path: Path) -> Iterator[Path]:
     two_hosts("down")
 
 
+@pytest.mark.sweep
 @needs_mpirun
 @needs_namespaces
 @pytest.mark.parametrize("who", ["a process of zjb", "the launcher", "mpirun"])
@@ -125,3 +126,18 @@ def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> Non
         assert not living([*ours, *workers], 20)
     if who == "a process of zjb":
         assert told.err.endswith("zerojax launch: process 3 failed first: ended by SIGKILL\n")
+
+
+@pytest.mark.sweep
+@needs_mpirun
+@needs_namespaces
+def test_a_host_that_is_cut_off_holds_up_nobody(tmp_path: Path, hostfile: Path) -> None:
+    """What is left there ends when JAX misses the coordinator; here that is left out."""
+    with launching(tmp_path, "time.sleep(60)", "--hostfile", hostfile, **ON_ZJA) as launch:
+        workers = launch.pids(4)
+        subprocess.run(["ip", "-n", "zjb", "link", "set", "eth0", "down"], check=True)
+        os.kill(workers[1], signal.SIGKILL)
+        told = launch.told()
+    assert told.status == 128 + signal.SIGKILL
+    assert told.err.endswith("zerojax launch: process 1 failed first: ended by SIGKILL\n")
+    assert not living(workers[:2])

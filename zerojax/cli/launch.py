@@ -136,6 +136,7 @@ def launch(
             if dry_run:
                 local.show(job, node, here, environ)
                 return
+            _make(log_dir)
             status = guarded(
                 lambda: local.run(job, node, here, environ), parent=local.parent_to_watch(environ)
             )
@@ -167,6 +168,7 @@ def _many(
     if mpi.installed() is None and must:
         raise UsageError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
     if mpi.installed() is not None and not dry_run:
+        _make(job.log_dir)
         return guarded(lambda: mpi.run(job, hosts, nodes, environ))
     commands = [node_command(job, node, environ) for node in nodes()]
     if mpi.installed() is None:
@@ -242,6 +244,14 @@ def _address(given: str) -> str:
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d+", given):
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
+
+
+def _make(folder: Path | None) -> None:
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir: {error}") from None
 
 
 def _watchdog(given: str | None) -> str | None:

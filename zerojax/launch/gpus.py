@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,8 +57,9 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
         if name == "-1":
             break
         if name.isdigit() and int(name) >= len(installed):
+            has = f"{socket.gethostname()} has {_many(len(installed))}"
             raise UsageError(
-                f"CUDA_VISIBLE_DEVICES={visible}: this machine has {_many(len(installed))}"
+                f"CUDA_VISIBLE_DEVICES={visible}: {has}"
                 + ("" if installed else "; JAX_PLATFORMS=cpu starts processes on CPUs")
             )
         uuids = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]

@@ -17,6 +17,7 @@ from zerojax.launch.relay import Relay, Source
 PREEMPTED = 75
 STALLED = 76
 _ENDING_SECONDS = 3.0  # from SIGTERM to SIGKILL after a failure, or from Ctrl-C
+_LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
 _DRAIN_SECONDS = 5.0
 
 
@@ -117,7 +118,7 @@ class Group:
         log: IO[bytes] | None = None
         if process.log is not None:
             process.log.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(process.log.open("wb", buffering=0))
+            log = stack.enter_context(process.log.open("ab", buffering=0))
         parent = os.getpid()
 
         def before() -> None:
@@ -147,7 +148,9 @@ class Group:
 
     def _wait(self) -> None:
         signals = {*descent.STOP, signal.SIGINT, signal.SIGCHLD, descent.PARENT_DIED}
-        left = 3600.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        if self._kill_at is None and self._reported():  # a machine that is cut off ends nothing
+            self._kill_at = time.monotonic() + _LAGGING_SECONDS
+        left = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         got = signal.sigtimedwait(signals, left)
         if got is not None:
             self._take(signal.Signals(got.si_signo))
@@ -216,15 +219,17 @@ class Group:
 
     def _first_failure(self) -> Failure | None:
         """The earliest failure that is known here or was reported by other launchers."""
+        if told := self._reported():
+            return min(told, key=lambda each: each.at)
         if self._failed is None:
             return None
-        told = [failure for source in self._stderr.values() for failure in source.failures or ()]
-        if told:
-            return min(told, key=lambda each: each.at)
         known = [self._failed]
         if self._failed.code != -signal.SIGKILL:  # else it explains the exceptions
             known += [each for each in self._ended if each.code > 0 and _error(each)[1]]
         return min(map(self._failure, known), key=lambda each: each.at)
+
+    def _reported(self) -> list[Failure]:
+        return [failure for source in self._stderr.values() for failure in source.failures or ()]
 
     def _failure(self, ended: Ended) -> Failure:
         process = ended.process

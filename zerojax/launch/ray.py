@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.distributed.ray_train import ray_train_variables
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError
 from zerojax.launch.failure import say
-from zerojax.launch.job import Job, free_port, passed_on
+from zerojax.launch.job import Job, passed_on
 from zerojax.launch.local import defaults
 
 
@@ -92,26 +93,15 @@ def _status(error: BaseException | None) -> int | None:
 
 def _worker(config: dict[str, Any]) -> None:
     """Run the script as the process that this worker stands for."""
-    import ray
     from ray import train
-    from ray.train.collective import broadcast_from_rank_zero
 
-    context = train.get_context()
-    me, count = context.get_world_rank(), context.get_world_size()
-    here = f"{ray.util.get_node_ip_address()}:{free_port()}"
-    environ = {
-        **os.environ,
-        **config["environ"],
-        "ZEROJAX_COORDINATOR": broadcast_from_rank_zero(here),
-        "ZEROJAX_NUM_PROCESSES": str(count),
-        "ZEROJAX_PROCESS_ID": str(me),
-        "ZEROJAX_LOCAL_PROCESSES": str(context.get_local_world_size()),
-        "ZEROJAX_LOCAL_PROCESS_ID": str(context.get_local_rank()),
-    }
+    me = train.get_context().get_world_rank()
+    environ = {**os.environ, **config["environ"], **ray_train_variables()}
     parent = os.getpid()
     log = None
     if config["logs"]:
         Path(config["logs"]).mkdir(parents=True, exist_ok=True)
+        environ["ZEROJAX_RUN_DIR"] = config["logs"]
         log = open(Path(config["logs"]) / f"{me}.log", "ab")  # noqa: SIM115
     script = subprocess.Popen(
         [sys.executable, *config["script"]],

@@ -1,17 +1,19 @@
 """Real runs under Slurm and Ray: what is killed, how long the end takes, and what comes out.
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
-    python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 2 minutes
+    python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
     pip install 'zerojax[ray]'                                          # Python 3.12; 81 s
     python -m benchmarks.launchers ray --record benchmarks/records      # 3 minutes
 
 Two processes on the CPU train for 60 steps (benchmarks/launch_training.py). Slurm's daemons are
 stood up here, for two nodes that are this machine; n1 and n2 are added to /etc/hosts for that time.
+Without --record no run waits for a time limit.
 """
 
 import argparse
 import contextlib
 import datetime
+import importlib.metadata
 import os
 import re
 import signal
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,9 +77,9 @@ class Output:
         return ends.pop() if len(ends) == 1 else ""
 
 
-def training(folder: Path) -> list[str]:
+def training(folder: Path, pause: float = 0.2) -> list[str]:
     program = ["-m", "benchmarks.launch_training", str(folder / "checkpoints")]
-    return [*program, "--steps", str(STEPS), "--pause", "0.2"]
+    return [*program, "--steps", str(STEPS), "--pause", str(pause)]
 
 
 def seconds_until_gone(pids: list[str]) -> float:
@@ -87,84 +89,90 @@ def seconds_until_gone(pids: list[str]) -> float:
     return time.monotonic() - start
 
 
-def slurm_runs(folder: Path) -> list[Run]:
-    """Undisturbed, a notice of the time limit, a killed task, and a user's scancel."""
+class SlurmJob:
+    """A run of two nodes that Slurm has."""
 
-    def start(name: str, *options: str) -> tuple[str, Output]:
-        (folder / name).mkdir()
-        output = Output(folder / name / "out")
-        sbatch = f"--output={output.path} --time=30"
+    def __init__(self, folder: Path, *options: str, sbatch: str = "--time=30", pause: float = 0.2):
+        folder.mkdir()
+        self.options = " ".join([f'--slurm "{sbatch}"', *options])
+        self.output = Output(folder / "out")
         nodes = ("--num-nodes", "2", "--nproc-per-node", "1")
-        words = ["launch", "--slurm", sbatch, *nodes, *options, *training(folder / name)]
+        words = ["--slurm", f"{sbatch} --output={self.output.path}", *nodes, *options]
         told = subprocess.run(
-            [sys.executable, "-m", "zerojax", *words], check=True, capture_output=True, text=True
+            [sys.executable, "-m", "zerojax", "launch", *words, *training(folder, pause)],
+            check=True,
+            capture_output=True,
+            text=True,
         )
-        return told.stdout.split()[-1], output
+        self.number = told.stdout.split()[-1]
 
-    def control(*words: str) -> str:
+    def control(self, *words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
-    def state(job: str) -> str:
-        found = re.search(r"JobState=(\w+)", control("scontrol", "show", "job", job))
+    def state(self) -> str:
+        found = re.search(r"JobState=(\w+)", self.control("scontrol", "show", "job", self.number))
         return found[1] if found else "gone"
 
-    def wait_for(job: str, *states: str) -> str:
+    def wait_for(self, *states: str) -> str:
         until = time.monotonic() + 120
-        while (now := state(job)) not in states and time.monotonic() < until:
+        while (now := self.state()) not in states and time.monotonic() < until:
             time.sleep(0.1)
         return now
 
-    def disturbed(
-        name: str, killed: str, disturb: Callable[[str, list[str]], object], *options: str
-    ) -> tuple[str, Output, float]:
-        job, output = start(name, *options)
-        output.wait(r"step (20) ", 2)
-        pids = output.wait(r"pid (\d+) is", 2)
-        disturb(job, pids)
-        return job, output, seconds_until_gone(pids)
+    def processes(self) -> list[str]:
+        """The ids of the first attempt's, after step 20."""
+        self.output.wait(r"step (20) ", 2)
+        return self.output.wait(r"pid (\d+) is", 2)
 
-    runs = []
-    options = "--slurm, 2 nodes"
-    job, output = start("alone")
-    output.wait("end: ", 2)
-    said = f"job {wait_for(job, 'COMPLETED', 'FAILED')}"
-    runs.append(Run(options, "nothing", float("nan"), said, output.checksum()))
+    def go_on(self) -> str:
+        """Spares a preempted job the two minutes in the queue; the steps that were saved."""
+        self.output.wait("is queued (again)")
+        saved = self.output.wait(r"saved step (\d+), preempted", 2)
+        self.wait_for("PENDING")
+        until = time.monotonic() + 60
+        while self.state() == "PENDING" and time.monotonic() < until:
+            self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+            time.sleep(0.5)
+        return f"saved step {' and '.join(sorted(set(saved)))}, status 75, requeued, went on"
 
-    job, output, seconds = disturbed(
-        "term",
-        "",
-        lambda job, _: control("scancel", "--batch", "--signal=TERM", job),
-    )
-    output.wait("is queued (again)")
-    saved = output.wait(r"saved step (\d+), preempted", 2)
-    wait_for(job, "PENDING")
-    until = time.monotonic() + 60
-    while state(job) == "PENDING" and time.monotonic() < until:  # for two minutes otherwise
-        control("scontrol", "update", f"jobid={job}", "StartTime=now")
-        time.sleep(0.5)
-    output.wait("end: ", 2)
-    said = f"saved step {', '.join(sorted(set(saved)))}, status 75, requeued, went on"
-    said += f", job {wait_for(job, 'COMPLETED', 'FAILED')}"
-    killed = "SIGTERM to the batch shell after step 20, as `--signal=B:TERM@60` sends it"
-    runs.append(Run(options, killed, seconds, said, output.checksum()))
+    def end(self, killed: str, seconds: float, said: str) -> Run:
+        if self.state() != "CANCELLED":
+            self.output.wait("end: ", 2)
+        state = self.wait_for("COMPLETED", "FAILED", "CANCELLED")
+        said = f"{said}; job {state}" if said else f"job {state}"
+        return Run(self.options, killed, seconds, said, self.output.checksum())
 
-    job, output, seconds = disturbed(
-        "kill",
-        "",
-        lambda _, pids: os.kill(int(pids[1]), signal.SIGKILL),
-        "--max-restarts",
-        "1",
-    )
-    output.wait("end: ", 2)
-    said = f"{output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save"
-    said += f", job {wait_for(job, 'COMPLETED', 'FAILED')}"
-    killed = "SIGKILL of one task after step 20"
-    runs.append(Run(f"{options} --max-restarts 1", killed, seconds, said, output.checksum()))
 
-    job, output, seconds = disturbed("cancel", "", lambda job, _: control("scancel", job))
+def slurm_runs(folder: Path, timed: bool) -> list[Run]:
+    """Undisturbed, a notice, a killed task, a user's scancel; ``timed``: a time limit too."""
+    runs = [SlurmJob(folder / "alone").end("nothing", float("nan"), "")]
+
+    job = SlurmJob(folder / "term")
+    pids = job.processes()
+    job.control("scancel", "--batch", "--signal=TERM", job.number)
+    seconds = seconds_until_gone(pids)
+    runs.append(job.end("SIGTERM to the batch shell after step 20", seconds, job.go_on()))
+
+    job = SlurmJob(folder / "kill", "--max-restarts", "1")
+    pids = job.processes()
+    os.kill(int(pids[1]), signal.SIGKILL)
+    seconds = seconds_until_gone(pids)
+    said = f"{job.output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save"
+    runs.append(job.end("SIGKILL of one task after step 20", seconds, said))
+
+    job = SlurmJob(folder / "cancel")
+    pids = job.processes()
+    job.control("scancel", job.number)
+    seconds = seconds_until_gone(pids)
     time.sleep(3)
-    said = f"job {wait_for(job, 'CANCELLED', 'COMPLETED', 'FAILED')}, not queued again"
-    runs.append(Run(options, "scancel by the user", seconds, said, output.checksum()))
+    runs.append(job.end("scancel by the user", seconds, "not queued again"))
+
+    if timed:
+        job = SlurmJob(folder / "limit", sbatch="--time=2", pause=1.5)
+        pids = job.output.wait(r"pid (\d+) is", 2)
+        job.output.wait("SIGTERM, (passed) to all")
+        seconds = seconds_until_gone(pids)
+        runs.append(job.end("nothing: the time limit came", seconds, job.go_on()))
     return runs
 
 
@@ -221,25 +229,24 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="zerojax-launchers-"))
     if args.cluster == "slurm":
         with slurm(folder / "slurm"):
-            runs = slurm_runs(folder)
-        version = subprocess.run(["sinfo", "--version"], capture_output=True, text=True).stdout
+            runs = slurm_runs(folder, args.record is not None)
+        told = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
+        version = told.stdout.strip()
     else:
         runs = ray_runs(folder)
-        version = "ray"
+        version = f"ray {importlib.metadata.version('ray')}"
     rows = [HEAD, *(run.row() for run in runs)]
     console().print(console_table(rows))
     ends = {run.checksum for run in runs} - {""}
-    print(f"{version.strip()}; the runs that ended agree bit for bit: {len(ends) == 1}")
+    verdict = f"The runs that ended agree bit for bit: {len(ends) == 1}."
+    print(verdict)
     if args.record:
         path = args.record / f"{datetime.date.today()}-launchers-{args.cluster}.md"
-        title = heading(f"Real runs under {args.cluster.capitalize()}").replace(
-            " (figures as JSON beside this file)", ""
-        )
-        note = (
-            f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20. The runs that "
-            f"ended agree bit for bit: {len(ends) == 1}."
-        )
+        title = heading(f"Real runs under {args.cluster.capitalize()}", f", {version}")
+        title = title.replace(" (figures as JSON beside this file)", "")
+        note = f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20. {verdict}"
         path.write_text(f"{title}\n\n{note}\n\n{markdown_table(rows, len(HEAD))}\n")
+    sys.exit(len(ends) != 1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """The batch script, and the same script in a shell whose srun, scancel and scontrol are files."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch.launched import launched
+from launch.launched import ROOT, environment, launched
 
 from zerojax.launch.error import UsageError
 from zerojax.launch.job import Job
@@ -141,3 +143,22 @@ def test_output_of_each_process_of_each_attempt_has_a_file(tmp_path: Path) -> No
         True
     ] * 2
     assert (logs / "run-0.1").is_dir()
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("slurmctld"),
+    reason="needs root, and apt-get install slurmctld slurmd slurm-client munge",
+)
+def test_real_daemons(tmp_path: Path) -> None:
+    """Preempted, killed and cancelled jobs of Slurm's own."""
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.launchers", "slurm"],
+        cwd=ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.count("requeued, went on") == 1

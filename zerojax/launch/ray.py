@@ -48,6 +48,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
       UsageError: Ray is not installed.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # which takes processes' equal lines for one
     try:
         from ray import train
         from ray.train.v2.api.exceptions import TrainingFailedError
@@ -114,7 +115,8 @@ def _worker(config: dict[str, Any]) -> None:
     )
     assert script.stdout is not None
     for line in script.stdout:  # Ray shows what a worker prints, without its rank
-        print(f"[{me}] {line.decode(errors='replace')}", end="", flush=True)
+        sys.stdout.write(f"[{me}] {line.decode(errors='replace')}")
+        sys.stdout.flush()
         if log is not None:
             log.write(line)
             log.flush()

@@ -87,7 +87,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
         output = '--output="$logs/%t.log"'
         logs = (
             f'    logs={shlex.quote(str(folder))}/{run}; mkdir -p "$logs"\n'
-            '    export ZEROJAX_RUN_DIR=$logs  # errors, and the stacks that the watchdog writes\n'
+            "    export ZEROJAX_RUN_DIR=$logs  # errors, and the stacks that the watchdog writes\n"
         )
     exports = defaults(environ, on_gpus) | passed_on(environ)
     if job.watchdog is not None:

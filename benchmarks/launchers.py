@@ -3,7 +3,7 @@
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
     python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
     pip install 'zerojax[ray]'                                          # Python 3.12; 81 s
-    python -m benchmarks.launchers ray --record benchmarks/records      # 3 minutes
+    python -m benchmarks.launchers ray --record benchmarks/records      # 4 minutes
 
 Two processes on the CPU train for 60 steps (benchmarks/launch_training.py). Slurm's daemons are
 stood up here, for two nodes that are this machine; n1 and n2 are added to /etc/hosts for that time.
@@ -196,26 +196,32 @@ def slurm(folder: Path) -> Iterator[None]:
 
 
 def ray_runs(folder: Path) -> list[Run]:
-    """Undisturbed, and a killed process."""
+    """Undisturbed, a killed process, and a launcher that is ended."""
     runs = []
-    for name, restarts in (("alone", 0), ("kill", 1)):
+    for name, restarts in (("alone", 0), ("kill", 1), ("launcher", 0)):
         (folder / name).mkdir()
         output = Output(folder / name / "out")
         options = ["--ray", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
         words = [sys.executable, "-m", "zerojax", "launch", *options, *training(folder / name)]
+        killed, seconds = "nothing", float("nan")
         with output.path.open("w") as out:
             start = time.monotonic()
             launch = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
-            killed, seconds = "nothing", float("nan")
-            if restarts:
+            if name != "alone":
                 output.wait(r"step (20) ", 2)
                 pids = output.wait(r"pid (\d+) is", 2)
+            if name == "kill":
+                killed = "SIGKILL of one process after step 20"
                 os.kill(int(pids[1]), signal.SIGKILL)
-                killed, seconds = "SIGKILL of one process after step 20", seconds_until_gone(pids)
+                seconds = seconds_until_gone(pids)
+            elif name == "launcher":
+                killed = "SIGTERM to the launcher after step 20"
+                launch.terminate()
+                seconds = seconds_until_gone(pids)
             status = launch.wait()
         said = f"status {status} {time.monotonic() - start:.0f} s after the command"
         runs.append(Run(" ".join(options), killed, seconds, said, output.checksum()))
-        if status:
+        if status and name != "launcher":
             print(output.text())
     return runs
 

@@ -1,6 +1,8 @@
 """Processes that live and die together, by what a user sees of them."""
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -295,3 +297,35 @@ def test_output_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
         launch.stdout.close()
         assert launch.wait(60) == 0
     assert (tmp_path / "done").exists()
+
+
+def test_a_terminal_s_ctrl_c_reaches_each_process_once(tmp_path: Path) -> None:
+    """And the first process reads what is typed."""
+    (tmp_path / "script.py").write_text(
+        HEAD
+        + """
+def interrupted(*_):
+    say("interrupted")
+    sys.exit(1)
+signal.signal(signal.SIGINT, interrupted)
+say("typed", input() if me == 0 else "")
+time.sleep(60)
+"""
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        command = [sys.executable, "-m", "zerojax", "launch", "--nproc-per-node=2", "script.py"]
+        os.execve(sys.executable, command, environment())
+    said = b""
+    os.write(terminal, b"hello\n")
+    while said.count(b"typed") < 2:
+        said += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # Linux says EIO at the end
+        while more := os.read(terminal, 1000):
+            said += more
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGINT
+    assert b"[0] typed hello" in said
+    assert said.count(b"interrupted") == 2

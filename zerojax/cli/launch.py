@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -109,13 +110,13 @@ def launch(
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
             raise typer.Exit(status)
+        found = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
         hosts = None
         if hostfile is not None:
             hosts = select(read_hostfile(hostfile), include, exclude)
         elif include or exclude:
-            slots = tuple(range(len(gpus(environ))))
-            hosts = select([Host("localhost", slots)], include, exclude)
-        counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, environ)
+            hosts = select([Host("localhost", tuple(range(len(found()))))], include, exclude)
+        counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, found)
         hosts = hosts and hosts[: len(counts)]
         alone = len(counts) == 1 and (hosts is None or hosts[0].is_here)
         if (node_rank is None and not alone) or use_mpi:
@@ -123,7 +124,7 @@ def launch(
                 raise UsageError("--mpi needs --hostfile")
             status = _many(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
         else:
-            here = gpus(environ)
+            here = found()
             node = _node(node_rank or 0, counts, coordinator, hosts, here, environ)
             if len(counts) > 1 and max_restarts:
                 raise UsageError(
@@ -188,7 +189,7 @@ def _counts(
     hosts: list[Host] | None,
     num_nodes: int | None,
     node_rank: int | None,
-    environ: Mapping[str, str],
+    gpus_here: Callable[[], list[Gpu]],
 ) -> tuple[int, ...]:
     """How many processes each machine runs."""
     if given is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", given):
@@ -208,7 +209,7 @@ def _counts(
     if node_rank is not None and node_rank >= machines:
         raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
     if hosts is None:
-        return each or (len(gpus(environ)) or 1,) * machines
+        return each or (len(gpus_here()) or 1,) * machines
     for host, count in zip(hosts, each, strict=bool(each)):
         if count > len(host.slots):
             raise UsageError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")

@@ -95,7 +95,7 @@ def binding(gpu: Gpu | None, sys: Path = Path("/sys")) -> Binding:
     try:
         node = int((sys / "bus/pci/devices" / gpu.bus / "numa_node").read_text())
         if node < 0:
-            return Binding(None, f"CPUs not bound: GPU {gpu.name} is next to no NUMA node")
+            return Binding(None, "CPUs not bound: the GPU is next to no NUMA node")
         text = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError) as error:
         return Binding(None, f"CPUs not bound: {error}")

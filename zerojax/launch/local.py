@@ -122,6 +122,10 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
     """Start this machine's processes, again where allowed, and wait; the exit status."""
+    for says in sorted(
+        {x.binding.says for x in places(node, gpus) if x.gpu and not x.binding.cpus}
+    ):
+        say(says)
     outer = is_part(environ)
     environ = {name: value for name, value in environ.items() if name != PART}
 

@@ -112,7 +112,7 @@ class Record:
       moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
       expected_moved_bytes: the same by ``expected_moved``.
       between_bytes: that have to come into each host in a step, by kind of collective.
-      expected_between_bytes: the same in all at stage 3, by ``expected_between``.
+      expected_between_bytes: the same in all, by ``expected_between``.
       collective_dtypes: payload bytes a step by kind, then dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
       collective_counts: collectives in the text by kind, those in loops once.
@@ -270,15 +270,25 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
 
 
 def expected_between(case: Case, parameters: int) -> int:
-    """Bytes that have to come into each host in a step at stage 3, for P parameters of 2 bytes.
+    """Bytes that have to come into each host in a step, for P parameters of 2 bytes.
 
-    One pass over all parameters, a gather or a scatter, is ``(h-1)/h * 2P`` on h hosts. A step
-    takes 3g of them with g micro-batches; with a secondary shard in each host 1 gather, however
-    many the micro-batches, and g scatters.
+    One pass over all parameters by a group on h hosts, a gather or a scatter, is ``(h-1)/h * 2P``.
+    A step takes the passes of ``expected_moved``; with a secondary shard in each host 1 gather,
+    however many the micro-batches, and g scatters. The pieces that r groups of d devices sum
+    between them add ``2g * (r-1)/r * 2P * 8/d``: a host has 8 of its group's d.
     """
-    hosts = case.devices // GPUS_PER_HOST
-    passes = 1 + case.accumulate if case.partition > 1 else 3 * case.accumulate
-    return round(passes * (hosts - 1) / hosts * COMPUTE_BYTES * parameters)
+    size, g = COMPUTE_BYTES * parameters, case.accumulate
+    hosts, mine = (math.ceil(n / GPUS_PER_HOST) for n in (case.devices, case.group))
+    over_all = 2 * g * (hosts - 1) / hosts
+    once = (mine - 1) / mine
+    if case.stage == 0:
+        return round(over_all * size)
+    if case.stage == 1 and g > 1:
+        return round((once + over_all) * size)
+    gathers = 1 if case.stage in (1, 2) or case.partition > 1 else 2 * g
+    between = min(case.replicas, hosts)  # hosts over which a piece is summed
+    held = min(GPUS_PER_HOST, case.group) / case.group  # of all pieces, in a host
+    return round(((gathers + g) * once + 2 * g * (between - 1) / between * held) * size)
 
 
 def between_hosts(text: str) -> dict[str, int]:

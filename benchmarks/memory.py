@@ -11,19 +11,24 @@ The model is a GPT of 820M parameters (24 layers, width 1600, vocabulary 50304) 
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.measure import Case, Record, compile_case
-from benchmarks.report import console, write_json
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
 
 STAGES = (0, 1, 2, 3)
 MEGA = 1e6
+NOTE = (
+    "Compiled by XLA:GPU for H100s that are not there. GPT with rematerialised blocks, sequences "
+    "of 1024, 4 a device and micro-batch, bf16 compute with fp32 masters, AdamW. MB of 10^6 bytes; "
+    "peak = arguments + temporaries. Theory: `expected_moved` and `expected_between` in "
+    "`benchmarks/measure.py`."
+)
 
 
 def sections(quick: bool) -> dict[str, list[Case]]:
@@ -75,58 +80,64 @@ def sections(quick: bool) -> dict[str, list[Case]]:
     }
 
 
-def memory_table(title: str, records: Iterable[Record]) -> Table:
-    """Bytes per device and seconds, a row for each case."""
-    table = Table(title=f"{title}: MB per device")
-    table.add_column("case", no_wrap=True)
-    for name in ("layers", "devices", "resting", "12P/N", "arguments", "temporaries", "peak",
-                 "gathered at once", "trace s", "compile s"):  # fmt: skip
-        table.add_column(name, justify="right")
+def memory_table(records: Iterable[Record]) -> list[list[str]]:
+    """MB and seconds a device, a row for each case."""
+    rows = [
+        ["MB a device", "layers", "width", "devices", "resting", "12P/N", "arguments",
+         "temporaries", "peak", "gathered at once", "trace s", "compile s"]
+    ]  # fmt: skip
     for each in records:
-        table.add_row(
-            each.case.name,
-            str(each.case.n_layer),
-            str(each.case.devices),
-            *map(
-                _mega,
-                (
-                    each.resting_bytes,
-                    each.expected_resting_bytes,
-                    each.argument_bytes,
-                    each.temporary_bytes,
-                    each.peak_bytes,
-                    each.peak_gathered_bytes,
-                ),
-            ),
-            f"{each.trace_seconds:.1f}",
-            f"{each.compile_seconds:.1f}",
+        sizes = (
+            each.resting_bytes,
+            each.expected_resting_bytes,
+            each.argument_bytes,
+            each.temporary_bytes,
+            each.peak_bytes,
+            each.peak_gathered_bytes,
         )
-    return table
+        rows.append(
+            [each.case.name]
+            + [str(size) for size in (each.case.n_layer, each.case.n_embd, each.case.devices)]
+            + [*map(_mega, sizes), f"{each.trace_seconds:.1f}", f"{each.compile_seconds:.1f}"]
+        )
+    return rows
 
 
-def traffic_table(title: str, records: Iterable[Record]) -> Table:
-    """Bytes sent per step by each device, beside what theory asks for."""
-    table = Table(title=f"{title}: MB sent per step and device, measured / theory")
-    table.add_column("case", no_wrap=True)
-    for name in ("all-gather", "reduce-scatter", "all-reduce", "total", "into a host",
-                 "parameters gathered in",
-                 "largest all-reduce", "all-to-alls", "held into backward"):  # fmt: skip
-        table.add_column(name, justify="right")
+def traffic_table(records: Iterable[Record]) -> list[list[str]]:
+    """MB sent a step by each device, beside what theory asks for; those that have to come into
+    each of several hosts too."""
+    rows = [
+        ["MB a step, measured / theory", "devices", "all-gather", "reduce-scatter", "all-reduce",
+         "total", "into a host", "parameters gathered in", "largest all-reduce", "all-to-alls",
+         "held into backward"]
+    ]  # fmt: skip
     for each in records:
-        table.add_row(
-            each.case.name + (f", {each.case.devices} devices" if each.case.devices != 8 else ""),
-            *(_beside(each, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
-            f"{_mega(each.total_moved_bytes)} / {_mega(each.total_expected_moved_bytes)}",
-            f"{_mega(sum(each.between_bytes.values()))} / {_mega(each.expected_between_bytes)}"
-            if each.case.stage == 3 and each.case.devices > 8
-            else "-",
-            ", ".join(f"{dtype} {_mega(size)}" for dtype, size in each.gather_dtypes.items())
-            or "-",
-            f"{each.largest_all_reduce / MEGA:.3f}",
-            str(each.all_to_all),
-            _mega(each.crossing_bytes) if each.crossing_bytes else "nothing",
+        into = (sum(each.between_bytes.values()), each.expected_between_bytes)
+        totals = (each.total_moved_bytes, each.total_expected_moved_bytes)
+        gathered = (f"{dtype} {_mega(size)}" for dtype, size in each.gather_dtypes.items())
+        rows.append(
+            [
+                each.case.name,
+                str(each.case.devices),
+                *(_beside(each, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
+                " / ".join(map(_mega, totals)),
+                " / ".join(map(_mega, into)) if any(into) else "-",
+                ", ".join(gathered) or "-",
+                f"{each.largest_all_reduce / MEGA:.3f}",
+                str(each.all_to_all),
+                _mega(each.crossing_bytes) if each.crossing_bytes else "nothing",
+            ]
         )
-    return table
+    return rows
+
+
+def markdown(results: Mapping[str, Sequence[Record]]) -> str:
+    """The record."""
+    parts = [heading("Memory and traffic of the stages", ", no GPU"), NOTE]
+    for name, records in results.items():
+        tables = (memory_table(records), traffic_table(records))
+        parts += [f"## {name}", *map(markdown_table, tables)]
+    return "\n\n".join(parts) + "\n"
 
 
 def run(
@@ -150,8 +161,8 @@ def run(
                     known[case] = compile_case(case)
                 progress.advance(task)
             results[name] = [known[case] for case in cases]
-            out.print(memory_table(name, results[name]))
-            out.print(traffic_table(name, results[name]))
+            for table in (memory_table, traffic_table):
+                out.print(console_table(table(results[name]), title=name))
     return results
 
 
@@ -162,7 +173,9 @@ def main() -> None:
     names = list(sections(quick=False))
     parser.add_argument("--quick", action="store_true", help="4 layers instead of 24")
     parser.add_argument("--only", action="append", choices=names, help="may be given repeatedly")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the records here")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the records here, the tables beside as .md"
+    )
     options = parser.parse_args()
     # Compiling for an absent GPU works only while JAX does not look for one.
     jax.config.update("jax_platforms", "cpu")
@@ -170,6 +183,7 @@ def main() -> None:
     if options.json:
         as_json = {name: list(map(dataclasses.asdict, results[name])) for name in results}
         write_json(options.json, as_json)
+        options.json.with_suffix(".md").write_text(markdown(results))
 
 
 def _mega(size: int) -> str:

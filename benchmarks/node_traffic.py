@@ -1,7 +1,7 @@
-"""What a training step sends inside nodes and between them, by stage and setting; no GPU.
+"""What a training step sends inside hosts and between them, by stage and setting; no GPU.
 
     python -m benchmarks.node_traffic                       # Llama 7B on 64 H100s, two minutes
-    python -m benchmarks.node_traffic --record benchmarks/records    # with a picture
+    python -m benchmarks.node_traffic --gpus 24 --record benchmarks/records    # with a picture
 
 Bytes are the compiled program's, by the links that NCCL's rings cross (zerojax.hlo.links). Needs
 ``pip install 'zerojax[compile,examples]'``.
@@ -17,19 +17,23 @@ from typing import Any
 
 import jax
 
+from benchmarks.measure import MASTER_BYTES
 from benchmarks.published_steps import llama_of
 from benchmarks.published_tables import GIGA, Setup, open_study
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Forecast
 
-MODEL, DEVICES, SEQ, MICRO = "llama-7b", "h100:64", 2048, 4
+MODEL, SEQ, MICRO = "llama-7b", 2048, 4
+GPUS = 64
 HOST = 8
-INSIDE, BETWEEN, INK, FAINT = "#8fb3e0", "#d9622b", "#22272e", "#d8dce2"
+RESTING, INSIDE, BETWEEN = "#8a94a3", "#5b8fd1", "#d9622b"
+INK, GREY, FAINT = "#22272e", "#6b7480", "#d8dce2"
 NOTE = (
-    f"{MODEL}, {DEVICES}, {MICRO} rows of {SEQ} tokens a GPU, bf16, AdamW, rematerialised, one "
-    "micro-batch. GB of 10^9 bytes that a GPU sends in a step. A ring over whole hosts sends an "
-    "eighth of its bytes between them, one over a GPU of each host all of them. Theory: in units "
+    f"{MODEL}, H100s, {MICRO} rows of {SEQ} tokens a GPU, bf16, AdamW, rematerialised, one "
+    "micro-batch. GB of 10^9 bytes that a GPU holds between steps and that it sends in a step. A "
+    "ring over whole hosts sends an eighth of its bytes between them, one over a GPU of each host "
+    "all of them. Theory: 12 bytes a parameter over the devices that share the state; in units "
     "of the bf16 parameters a gather or a scatter over n sends (n-1)/n, an all-reduce twice that."
 )
 
@@ -39,60 +43,67 @@ class Setting:
     """One bar.
 
     Attributes:
-      name: its name.
       stage: the ZeRO stage.
-      replicas: groups of devices, each of which holds the whole state.
+      near: what keeps gathers inside a host.
+      replicated: every host is a replica group, which holds the whole state.
       zero: further keywords of :func:`zerojax.zero`.
-      units: what theory sends inside nodes and between them, in units of the bf16 parameters.
     """
 
-    name: str
     stage: int
-    replicas: int = 1
+    near: str = ""
+    replicated: bool = False
     zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    units: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}" + f", {self.near}" * bool(self.near)
+
+    def expected_resting(self, devices: int) -> float:
+        """Bytes of state on a device, for each parameter."""
+        return MASTER_BYTES / (HOST if self.replicated else devices if self.stage else 1)
+
+    def expected_sent(self, devices: int) -> tuple[float, float]:
+        """What a device sends inside its host and to others, in units of the bf16 parameters."""
+        passes = 3 if self.stage == 3 else 2
+        if self.near:
+            # All passes inside. Between hosts an all-reduce of the gradient's pieces; with hpZ a
+            # gather of the secondary shards and a scatter of the pieces.
+            return passes * (1 - 1 / HOST), 2 * (1 - HOST / devices) / HOST
+        ring = passes * (1 - 1 / devices)
+        return ring * (1 - 1 / HOST), ring / HOST
 
 
-RING = 63 / 64  # over all 64
-NODE, CARD = 7 / 8, 1 / 8  # shares of a ring over whole hosts
+REPLICATED = "a replica group in each host"
 SETTINGS = (
-    Setting(name="stage 0", stage=0, units=(2 * RING * NODE, 2 * RING * CARD)),
-    Setting(name="stage 1", stage=1, units=(2 * RING * NODE, 2 * RING * CARD)),
-    Setting(name="stage 2", stage=2, units=(2 * RING * NODE, 2 * RING * CARD)),
-    Setting(name="stage 3", stage=3, units=(3 * RING * NODE, 3 * RING * CARD)),
-    # A host's gathers and scatter, and an all-reduce of its pieces over 8 hosts.
+    *(Setting(stage=stage) for stage in range(4)),
     Setting(
-        name="stage 2, a replica group a host",
-        stage=2,
-        replicas=8,
-        units=(2 * NODE, 2 * NODE / HOST),
-    ),
-    Setting(
-        name="stage 3, a replica group a host",
         stage=3,
-        replicas=8,
-        units=(3 * NODE, 2 * NODE / HOST),
+        near="a secondary shard in each host (hpZ)",
+        zero={"stage": 3, "zero_hpz_partition_size": HOST},
     ),
+    *(Setting(stage=stage, near=REPLICATED, replicated=True) for stage in (2, 3)),
 )
-HEADINGS = ["setting", "inside", "theory", "between nodes", "theory", "predicted step"]
+HEADINGS = [
+    "setting", "at rest", "theory", "inside", "theory", "between hosts", "theory", "predicted step"
+]  # fmt: skip
 
 
-def compiled(setting: Setting) -> Forecast:
-    """The forecast of a setting, compiled for the absent GPUs."""
+def compiled(setting: Setting, gpus: int) -> Forecast:
+    """The forecast of a setting, compiled for so many absent H100s."""
     setup = Setup(
         function=llama_of(MODEL),
-        devices=DEVICES,
+        devices=f"h100:{gpus}",
         seq=SEQ,
         precision="bf16",
         remat=True,
-        replicas=setting.replicas,
+        replicas=gpus // HOST if setting.replicated else 1,
         zero=setting.zero,
     )
     return open_study(setup).forecast(Choice(stage=setting.stage, micro=MICRO, remat=True))
 
 
 def sent(forecast: Forecast) -> tuple[int, int]:
-    """Bytes that a device sends in a step, inside its node and to others."""
+    """Bytes that a device sends in a step, inside its host and to others."""
     collectives = [each for each in forecast.traffic if each.dtypes]  # the others are copies
     between = sum(each.between_nodes for each in collectives)
     return sum(each.bytes for each in collectives) - between, between
@@ -102,54 +113,65 @@ def table(forecasts: Mapping[str, Forecast]) -> list[list[str]]:
     rows = [HEADINGS]
     for setting in SETTINGS:
         forecast = forecasts[setting.name]
-        unit = 2 * forecast.parameters
+        n, parameters = forecast.devices, forecast.parameters
+        figures = (forecast.plan.bytes_per_device, *sent(forecast))
+        theory = (setting.expected_resting(n), *(2 * unit for unit in setting.expected_sent(n)))
         cells = (
-            text
-            for bytes_sent, units in zip(sent(forecast), setting.units, strict=True)
-            for text in (f"{bytes_sent / GIGA:.2f}", f"{units * unit / GIGA:.2f}")
+            f"{number / GIGA:.2f}"
+            for figure, expected in zip(figures, theory, strict=True)
+            for number in (figure, expected * parameters)
         )
         rows.append([setting.name, *cells, f"{forecast.seconds:.3f} s"])
     return rows
 
 
-def draw(path: Path, bars: Sequence[tuple[str, int, int]]) -> None:
+def draw(path: Path, gpus: int, bars: Sequence[tuple[str, int, int, int]]) -> None:
     """Write the picture.
 
     Args:
       path: A path that ends in ".png" or ".svg".
-      bars: The name of each bar, from the top, and its bytes inside nodes and between them.
+      gpus: How many there are.
+      bars: The name of each bar, from the top; a GPU's bytes at rest, and what it sends inside
+        hosts and between them.
     """
     from matplotlib.figure import Figure
 
-    names = [name for name, _, _ in bars]
-    inside = [bytes_sent / GIGA for _, bytes_sent, _ in bars]
-    between = [bytes_sent / GIGA for _, _, bytes_sent in bars]
-    figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, widths, colour, title in (
-        (left, inside, INSIDE, "inside nodes, over NVLink"),
-        (right, between, BETWEEN, "between nodes, over the network"),
+    figure = Figure(figsize=(10, 0.55 * len(bars) + 1.1), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True, width_ratios=(3, 4, 4))
+    for axes, column, colour, title in (
+        (panels[0], 0, RESTING, "holds between steps"),
+        (panels[1], 1, INSIDE, "sends inside its host"),
+        (panels[2], 2, BETWEEN, "sends to other hosts"),
     ):
-        axes.barh(names, widths, height=0.6, color=colour)
+        widths = [sizes[column] / GIGA for _, *sizes in bars]
+        axes.barh(range(len(bars)), widths, height=0.62, color=colour)
         for row, width in enumerate(widths):
-            axes.text(width, row, f" {width:.1f}", va="center", color=INK, fontweight="bold")
-        axes.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold")
-        axes.set_xlim(0, max(widths) * 1.15)
-        axes.set_xlabel("GB that a GPU sends in a step", color=INK)
-        axes.tick_params(colors=INK, length=0)
-        axes.grid(axis="x", color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-    left.invert_yaxis()
-    title = f"{MODEL} on {DEVICES}, by stage and setting"
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
+            axes.text(width, row, f" {width:.1f} GB", va="center", color=INK, fontweight="bold")
+        axes.set_title(title, loc="left", color=colour, fontsize=11, fontweight="bold")
+        axes.set_xlim(0, max(widths) * 1.35)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.spines["left"].set_color(FAINT)
+    panels[0].invert_yaxis()
+    for row, (name, *_) in enumerate(bars):
+        stage, _, near = name.partition(", ")
+        for text, raised, look in (
+            (stage, 5 if near else 0, {"color": INK, "fontweight": "bold"}),
+            (near, -6, {"color": GREY, "fontsize": 8.5}),
+        ):
+            panels[0].annotate(
+                text, (0, row), (-8, raised), textcoords="offset points", ha="right", va="center",
+                **look,
+            )  # fmt: skip
+    title = f"A step of Llama 7B on {gpus} H100s, {HOST} in a host: what each GPU holds and sends"
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     figure.savefig(path)
 
 
-def markdown(rows: Sequence[Sequence[str]], picture: str) -> str:
+def markdown(rows: Sequence[Sequence[str]], gpus: int, picture: str) -> str:
     """The record."""
-    title = heading("Traffic inside nodes and between them", ", no GPU")
+    title = heading(f"Traffic inside hosts and between them, {gpus} GPUs", ", no GPU")
     return "\n\n".join([title, NOTE, markdown_table(rows), f"![The same]({picture})"]) + "\n"
 
 
@@ -157,23 +179,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.node_traffic", description="Traffic by link."
     )
+    parser.add_argument("--gpus", type=int, default=GPUS, help="of whole hosts; 64 by default")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # compiling for an absent GPU works only so
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    forecasts = {setting.name: compiled(setting) for setting in SETTINGS}
+    forecasts = {setting.name: compiled(setting, options.gpus) for setting in SETTINGS}
     rows = table(forecasts)
     console().print(console_table(rows, caption=NOTE, caption_justify="left"))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-node_traffic"
+        name = "node_traffic" + f"-{options.gpus}" * (options.gpus != GPUS)
+        stem = options.record / f"{datetime.date.today()}-{name}"
         settings = {
-            name: [dataclasses.asdict(each) for each in forecast.traffic]
+            name: {
+                "resting_bytes": forecast.plan.bytes_per_device,
+                "traffic": [dataclasses.asdict(each) for each in forecast.traffic],
+            }
             for name, forecast in forecasts.items()
         }
         write_json(stem.with_suffix(".json"), {"settings": settings})
         picture = stem.with_suffix(".png")
-        draw(picture, [(name, *sent(forecast)) for name, forecast in forecasts.items()])
-        stem.with_suffix(".md").write_text(markdown(rows, picture.name))
+        bars = [
+            (name, forecast.plan.bytes_per_device, *sent(forecast))
+            for name, forecast in forecasts.items()
+        ]
+        draw(picture, options.gpus, bars)
+        stem.with_suffix(".md").write_text(markdown(rows, options.gpus, picture.name))
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) ->
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     keywords: dict[str, Any] = {"stage": 0, "optimizer": optimizer, setup.precision: True}
     keywords |= setup.zero
-    config = zero(**keywords).config
     mesh, rates = parse_devices(setup.devices)
     if setup.replicas > 1:
         axes = {"replica": setup.replicas, "data": mesh.size // setup.replicas}
         mesh = topology(rates.kind, mesh.size, axes=axes)
+    config = zero(**keywords, mesh=mesh).config
     rates = dataclasses.replace(rates.over(setup.network), **setup.rates)
     return Study(
         setup.function, config, mesh, rates, rows=None, seq=setup.seq, remat=setup.remat, note=note

@@ -11,6 +11,7 @@ import pytest
 from cases import CASES, Case
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax import lax
 from test_equality import assert_near, host, start, taken_apart
 
 import zerojax
@@ -138,3 +139,47 @@ def test_results_that_follow_from_a_parameter_shared_by_factors(options: dict[st
     assert_near(host(found), host(expected), 1e-5)
     evaluated = zero.evaluate(lambda state, batch: (state.params["w"].T, batch))(state, batch)
     assert_near(host(evaluated[0]), host(want.params["w"].T), 1e-5)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(3, marks=pytest.mark.sweep), 5])
+def test_lookups_of_all_kinds(devices: int) -> None:
+    """By row, along a row, in a batch of tables, and in windows that leave the table."""
+    rng = np.random.default_rng(0)
+    params = {
+        "rows": rng.normal(size=(37, 22)),
+        "along": rng.normal(size=(37, 22)),
+        "tables": rng.normal(size=(11, 7, 6)),
+        "windows": rng.normal(size=(37, 22)),
+    }
+    ids = rng.integers(38, size=(4, 30))
+
+    def create() -> TrainState:
+        placed = jax.tree.map(jnp.asarray, params)
+        return TrainState.create(apply_fn=None, params=placed, tx=optax.sgd(1.0))
+
+    def train_step(state: TrainState, ids: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            numbers = lax.GatherDimensionNumbers(
+                offset_dims=(1, 2), collapsed_slice_dims=(), start_index_map=(0,)
+            )
+            looked_up = [
+                params["rows"].at[ids].get(mode="fill", fill_value=0),
+                jnp.take_along_axis(params["along"], (ids % 22)[:, None].repeat(37, 1).T, 1),
+                jax.vmap(lambda table, ids: table[ids], (0, None))(params["tables"], ids % 7),
+                lax.gather(
+                    params["windows"], ids[:, None], numbers, (3, 22), mode="fill", fill_value=0
+                ),
+            ]
+            return sum(jnp.mean(jnp.sin(x)) for x in looked_up)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    zero = zerojax.zero(stage=2, mesh=zerojax.mesh(devices=devices))
+    state, plain, sharded = zero.init(create), jax.jit(train_step), zero(train_step)
+    want = create()
+    for each in ids:
+        want, value = plain(want, each)
+        state, got = sharded(state, each)
+        np.testing.assert_allclose(got, value, rtol=1e-9)
+    assert_near(host(state.params), host(want.params), 1e-9)

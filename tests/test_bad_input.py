@@ -366,14 +366,21 @@ class TestZero:
         with pytest.raises(ValueError, match=f"'{name}'.*batch would lie whole.*call it 'replica'"):
             zerojax.zero(stage=3, mesh=zerojax.mesh(axes={name: 2, "data": 4}))
 
+    def test_a_data_axis_by_another_name(self) -> None:
+        with pytest.raises(ValueError, match=r"'dp'.*the only axis of the batch, 'data'"):
+            zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"dp": 4, "tp": 2}))
+
     def test_an_axis_that_cuts_nothing(self) -> None:
         mesh = zerojax.mesh(axes={"data": 2, "fsdp": 4})
         with pytest.raises(ValueError, match=r"'fsdp'.*cuts no parameter.*'data'.*'replica'"):
             zerojax.zero(stage=3, mesh=mesh).plan(make_state())
 
-    def test_replicas_alone(self) -> None:
-        with pytest.raises(ValueError, match=r"'replica'.*none is called 'data'"):
-            zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"replica": 8}))
+    @pytest.mark.parametrize("axes", [{"replica": 8}, {"replica": 1}])
+    def test_replicas_alone(self, axes: dict[str, int]) -> None:
+        says = r"'replica' alone.*none is called 'data'.*axes=\{'data': \d\};.*'replica': \.\.\."
+        mesh = zerojax.mesh(devices=axes["replica"], axes=axes)
+        with pytest.raises(ValueError, match=says):
+            zerojax.zero(stage=3, mesh=mesh)
 
     @pytest.mark.parametrize(
         ("size", "axes", "says"),

@@ -71,6 +71,8 @@ def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
         assert len({str(shard.index) for shard in x.addressable_shards}) == 4
     title = str(zero.plan(state)).splitlines()[0]
     assert title == "ZeRO stage 3 over 4 devices (axis 'data') in each of 2 replica groups"
+    title = str(zero_for(MESHES[0], 0).plan(state)).splitlines()[0]
+    assert title == "ZeRO stage 0: a whole state on each of 8 devices"
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])

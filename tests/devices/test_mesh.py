@@ -1,7 +1,9 @@
 """Replica groups of a mesh."""
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import zerojax
 from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, shard_axis
@@ -25,6 +27,14 @@ def test_the_axes_that_share_the_rows(
     assert batch_axes(mesh) == rows
     assert batch_devices(mesh) == devices
     assert shard_axis(mesh) == ("rows" if "rows" in axes else "data")
+
+
+@pytest.mark.parametrize("name", ["dp", "batch", "fsdp", "dcn", "replicas"])
+def test_a_single_axis_has_any_name(name: str) -> None:
+    mesh = Mesh(np.array(jax.devices()), (name,))
+    assert shard_axis(mesh) == name
+    assert zerojax.zero(stage=3, mesh=mesh).mesh.axis_names == (name,)
+    assert dict(in_groups(mesh, 4).shape) == {"replica": 2, "data": 4}
 
 
 def test_a_group_is_of_neighbours() -> None:

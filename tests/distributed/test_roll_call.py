@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from zerojax.distributed import roll_call
 from zerojax.distributed.launched import Launched, LaunchError
 from zerojax.distributed.roll_call import call_roll
 
@@ -48,9 +49,9 @@ def test_the_port_is_free_at_once(port: int) -> None:
 
 
 def test_who_is_missing(port: int) -> None:
-    for said in all_of((0, 5, port, 0.5), (3, 5, port, 0.5)):
+    for said in all_of((0, 5, port, 1.5), (3, 5, port, 1.5)):
         assert f"waits at localhost:{port} for processes 1, 2, 4 of 5" in said
-        assert "did not come within 0.5 s. Present: 0 on n1; 3 on n2" in said
+        assert "did not come within 1.5 s. Present: 0 on n1; 3 on n2" in said
 
 
 def test_process_0_is_missing(port: int) -> None:
@@ -101,6 +102,18 @@ def test_another_program_at_the_port(port: int) -> None:
         threading.Thread(target=answer, args=(server,), daemon=True).start()
         said = one(1, 2, port, 0.5)
     assert "what listens there is no process 0 of zerojax that waits" in said
+
+
+def test_process_0_dies(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_RETURN", 0.3)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", port)) as server:
+        said = pool.submit(one, 1, 3, port, 60.0)
+        guest, _ = server.accept()
+        guest.sendall(b"zerojax roll call 1\n")
+        assert b'"index": 1' in guest.recv(1000)
+        guest.close()
+        server.close()
+        assert f"process 0 at localhost:{port} ended before all 3 processes" in said.result(5)
 
 
 def answer(server: socket.socket) -> None:

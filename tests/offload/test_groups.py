@@ -18,7 +18,7 @@ WHOLE = P()
 
 
 def placed(*shape: int, spec: P = WHOLE) -> ArrayPlacement:
-    return ArrayPlacement(shape, jnp.dtype(jnp.float32), spec, "host")
+    return ArrayPlacement(shape, jnp.dtype(jnp.float32), spec, "host", shape)
 
 
 def clusters_of(arrays: list[ArrayPlacement], whole: tuple[int, ...] = ()) -> list[Cluster]:

@@ -156,6 +156,13 @@ def test_a_spec_that_does_not_fit_is_refused(shape: Any, spec: Spec, message: st
         check_own_spec("params['w']", shape, spec, MESH)
 
 
+@pytest.mark.parametrize("spec", [("replica", None), (None, ("data", "replica"))])
+def test_a_spec_over_replica_groups_is_refused(spec: Spec) -> None:
+    says = r"params\['w'\]: .*names the axis 'replica'.*same state\. Take 'replica' out"
+    with pytest.raises(ValueError, match=says):
+        check_own_spec("params['w']", (8, 8), spec, zerojax.mesh(replicas=2))
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "small"),
     [

@@ -23,6 +23,7 @@ from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.checkpoint.writer import Lock, Writer
+from zerojax.distributed.watchdog import paused
 
 
 class Checkpointer:
@@ -144,7 +145,7 @@ class Checkpointer:
             step or a later one exists; the state is no state, or was donated; extra or metrics
             cannot be written.
         """
-        with self._alone:
+        with self._alone, paused("a save"):
             writer = self._writing()
             writer.settle()
             step = _whole(step)
@@ -159,7 +160,7 @@ class Checkpointer:
         Raises:
           CheckpointError: the save failed; earlier steps are as before.
         """
-        with self._alone:
+        with self._alone, paused("a save"):
             if self._writer:
                 self._writer.settle(swept=True)
 
@@ -189,7 +190,7 @@ class Checkpointer:
 
     def _read(self, step: int | None, act: Callable[[SavedStep], Any]) -> Any:
         step = None if step is None else _whole(step)
-        with self._alone:
+        with self._alone, paused("a restore"):
             self.wait()
             while True:
                 folder = saved.at(self.directory, step)[-1]
@@ -233,7 +234,7 @@ class Checkpointer:
 
     def delete(self, step: int) -> None:
         """Removes a step, as after going back to an earlier one."""
-        with self._alone:
+        with self._alone, paused("a removal"):
             writer = self._writing()
             self.wait()
             saved.at(self.directory, _whole(step))
@@ -241,7 +242,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the last save, and releases the folder."""
-        with self._alone:
+        with self._alone, paused("a save"):
             try:
                 self.wait()
             finally:

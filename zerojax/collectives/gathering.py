@@ -80,6 +80,10 @@ class Gatherer:
         """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
         made it behind the gather and send twice the bytes."""
         pinned = self.constrain(value, spec)
+        # XLA would gather over the innermost part first, and send all of that between hosts then.
+        for _, part in layout.parts_of(spec, self.axis)[-2::-1]:
+            near = layout.inside(spec, self.axis, layout.before(part))
+            pinned = self.constrain(pinned, near)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
     def secondary(self, value: jax.Array, spec: Sequence[Any], partly: Spec) -> jax.Array:

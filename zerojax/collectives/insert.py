@@ -24,12 +24,11 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many, order, propagate, residuals, tables, wanted
+from zerojax.collectives import gradients, loops, many, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
-from zerojax.collectives.uneven import bind_padded
-from zerojax.devices.mesh import REPLICA, batch_devices
+from zerojax.devices.mesh import batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
@@ -115,6 +114,7 @@ class Inserter(Gatherer):
                     any(isinstance(v, Shard | HostStack) for v in values)
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
+                    or gradients.at_one_index(eqn)
                     or not leaving.isdisjoint(eqn.outvars)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
@@ -139,51 +139,22 @@ class Inserter(Gatherer):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
+        if gradients.at_one_index(eqn):
+            values[0] = lax.optimization_barrier(values[0])
         if wanted.passes(eqn):
             return jaxprs.bind(eqn, values)
-        place = self.scatter
-        if eqn.primitive.name.startswith("scatter"):
-            # The gradient of a lookup with fewer rows than its table: gathering those moves less.
-            place = self.scatter_parts if _few_rows(eqn) else self.scatter_table
-        specs = [wants.get(v) for v in eqn.outvars]
-        outs = self._table(eqn, values, wants) or self._made(eqn, values, specs, place)
-        gradients = [
+        outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
+        reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
             if v in wants
         ]
         if scope.reduced:
-            scope.reduced[-1] += gradients
-        elif any(is_sharded(gradient.spec, self.axis) for gradient in gradients):
+            scope.reduced[-1] += reduced
+        elif any(is_sharded(gradient.spec, self.axis) for gradient in reduced):
             # A model's head. One that stays whole would be summed over the devices for nothing.
-            scope.reduced.append(gradients)
+            scope.reduced.append(reduced)
         return outs
-
-    def _made(
-        self, eqn: Any, values: list[Any], specs: Sequence[Spec | None], place: Callable[..., Any]
-    ) -> list[Any]:
-        """Runs an equation that makes gradients, and shards those as ``specs`` say."""
-        if len(specs) == 1 and (spec := specs[0]) is not None:
-            shape = eqn.outvars[0].aval.shape
-            even = layout.padded(shape, spec, self.mesh)
-            padded = bind_padded(eqn, values, even) if even != shape else None
-            if padded is not None:
-                return [self.constrain(place(padded, spec)[tuple(map(slice, shape))], spec)]
-        outs = jaxprs.bind(eqn, values)
-        return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
-
-    def _table(
-        self, eqn: Any, values: Sequence[jax.Array], wants: dict[Any, Spec]
-    ) -> list[jax.Array]:
-        """The gradient of a table, reduce-scattered in each replica group, its pieces summed;
-        empty for other equations."""
-        spec = wants.get(eqn.outvars[0]) if eqn.outvars and self.replicas > 1 else None
-        if spec is None or not is_sharded(spec, self.axis):
-            return []
-        if not tables.can_split(eqn, self.replicas):
-            return []
-        parts = tables.by_group(eqn, values, self.replicas)
-        return [tables.total(values[0], self.constrain(parts, (REPLICA, *spec)))]
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""
@@ -392,11 +363,6 @@ class Inserter(Gatherer):
             whole = any(specs[term.root] is None for term in terms)
             reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
-
-
-def _few_rows(eqn: Any) -> bool:
-    table, _, rows = eqn.invars
-    return rows.aval.size <= table.aval.size
 
 
 def _is_number(value: Any) -> bool:

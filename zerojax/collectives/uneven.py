@@ -48,17 +48,21 @@ def _sum(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] | None:
-    """Rows added to a table. Padding takes in what falls off its end, but not what is clipped."""
+    """Windows of rows added to a table. None where a window that the table drops, or moves, would
+    lie on padding, and where tables of a batch are padded, as each has its own indices."""
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
     table, indices, rows = values
     numbers = jaxprs.param(eqn, "dimension_numbers")
-    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    columns = [d for d in range(table.ndim) if d not in inserted]
+    rowwise = {*numbers.inserted_window_dims}  # an index beyond the table then adds to padding
+    columns = [d for d in range(table.ndim) if d not in {*rowwise, *numbers.operand_batching_dims}]
     wide = list(rows.shape)
     for d, at in zip(columns, numbers.update_window_dims, strict=True):
-        if rows.shape[at] == table.shape[d]:  # else the table's columns cannot follow the rows'
+        if rows.shape[at] == table.shape[d]:
             wide[at] = shape[d]
+            rowwise.add(d)
+    if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in rowwise):
+        return None
     return [pad(table, shape), indices, pad(rows, wide)]
 
 

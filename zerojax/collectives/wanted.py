@@ -22,7 +22,7 @@ from zerojax.xla import jaxprs
 
 _PASSES = frozenset({
     "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",
-    "select_n", "sharding_constraint", "sub",
+    "scatter", "scatter-mul", "select_n", "sharding_constraint", "sub",
 })  # fmt: skip
 
 

@@ -2,11 +2,14 @@
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zerojax.config.batch import BatchSizes
 from zerojax.config.errors import ConfigError
+from zerojax.config.keys.section import Section
 
 _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040),
@@ -102,3 +105,93 @@ def _sharing(train: int, micros: Sequence[int]) -> list[int]:
         if count % n == 0
     )
     return sorted({n for pair in pairs for n in pair})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elasticity(Section):
+    """One batch for many numbers of devices, as DeepSpeed computes it: `elasticity`.
+
+    Attributes:
+      max_train_batch_size: The most rows per update, over all devices.
+      micro_batch_sizes: The rows that a device may have in one micro-batch.
+      min_gpus, max_gpus: The range of the numbers of devices, model-parallel ones counted.
+      prefer_larger_batch: Whether the larger of two batches for as many numbers is taken.
+      ignore_non_elastic_batch_info: Whether other batch sizes have no effect; they are an error
+        otherwise.
+      version: DeepSpeed's algorithm; 0.2 knows nodes and model-parallel devices.
+      num_gpus_per_node: The devices of a node, which come and go together.
+      model_parallel_size: The devices, of one node, that share the rows of one.
+
+    Raises:
+      ConfigError: A wrong value, a contradiction, or a range without a number that has a batch.
+
+    Example:
+      >>> Elasticity(max_train_batch_size=50, micro_batch_sizes=[2, 4], max_gpus=12).batch
+      ElasticBatch(train=48, devices=(1, 2, 3, 4, 6, 8, 12))
+    """
+
+    max_train_batch_size: int
+    micro_batch_sizes: tuple[int, ...]
+    min_gpus: int = 1
+    max_gpus: int = 10_000
+    prefer_larger_batch: bool = True
+    ignore_non_elastic_batch_info: bool = False
+    version: float = 0.2
+    num_gpus_per_node: int = 1
+    model_parallel_size: int = 1
+
+    _section = "elasticity"
+
+    @cached_property
+    def batch(self) -> ElasticBatch:
+        """The batch, and the numbers of data-parallel devices that share it."""
+        per_node, gpus = self._per_node, self.num_gpus_per_node
+        by_nodes = elastic_batch(
+            self.max_train_batch_size // per_node,
+            self.micro_batch_sizes,
+            self.min_gpus // gpus,
+            self.max_gpus // gpus,
+            self.prefer_larger_batch,
+        )
+        devices = tuple(nodes * per_node for nodes in by_nodes.devices)
+        return ElasticBatch(by_nodes.train * per_node, devices)
+
+    def sizes(self, world: int) -> BatchSizes:
+        """The batch sizes on `world` data-parallel devices; see `ElasticBatch.sizes`."""
+        return self.batch.sizes(self.micro_batch_sizes, world)
+
+    @property
+    def _per_node(self) -> int:
+        """The data-parallel devices of a node."""
+        return self.num_gpus_per_node // self.model_parallel_size
+
+    def _contradictions(self) -> Iterator[str]:
+        gpus, parallel = self.num_gpus_per_node, self.model_parallel_size
+        micro, most = max(self.micro_batch_sizes), self.max_train_batch_size
+        if self.version == 0.1 and (gpus > 1 or parallel > 1):
+            name = "num_gpus_per_node" if gpus > 1 else "model_parallel_size"
+            yield f"{name}: version 0.1 knows no nodes; set version to 0.2, or take {name} out"
+        elif gpus % parallel:
+            yield (
+                f"num_gpus_per_node = {gpus} is no multiple of model_parallel_size = {parallel}; "
+                "give the GPUs of a node, which model-parallel ones share"
+            )
+        elif self.min_gpus > self.max_gpus:
+            yield f"min_gpus = {self.min_gpus} is above max_gpus = {self.max_gpus}; lower it"
+        elif self.max_gpus < gpus:
+            yield (
+                f"max_gpus = {self.max_gpus} is less than a node, num_gpus_per_node = {gpus}; "
+                "raise it"
+            )
+        elif micro * self._per_node > most:
+            node = f" / {self._per_node} data-parallel devices of a node" * (self._per_node > 1)
+            yield (
+                f"micro_batch_sizes: {micro} is above max_train_batch_size = {most}{node}; raise "
+                f"it, or take {micro} out"
+            )
+        elif not self.batch.devices:
+            yield (
+                f"min_gpus: no number of devices from {self.min_gpus} to {self.max_gpus} shares a "
+                f"batch of at most max_train_batch_size = {most} rows; lower min_gpus, or raise "
+                "max_train_batch_size"
+            )

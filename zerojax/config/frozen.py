@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self
 
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
+from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
@@ -12,7 +13,6 @@ from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.sections import (
     OFFLOAD,
     SWITCHED,
-    Elasticity,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,

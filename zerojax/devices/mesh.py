@@ -128,7 +128,7 @@ def in_groups(given: Mesh, size: int) -> Mesh:
     return automatic(
         Mesh(
             given.devices.reshape(*shape[:at], devices // size, size, *shape[at + 1 :]),
-            (*names[:at], REPLICA, *names[at:]),
+            (*names[:at], REPLICA, AXIS, *names[at + 1 :]),
         )
     )
 
@@ -211,25 +211,35 @@ def relabelled(tree: Any, given: Mesh) -> Any:
 
 
 def shard_axis(given: Mesh | AbstractMesh) -> str:
-    """The axis over which ZeRO shards: "data", or the only one there is.
+    """The axis over which ZeRO shards: "data", or the only one there is, by any other name than
+    "replica".
 
     Raises:
-      ValueError: no axis has that name, or one seems to be a replica axis by another name.
+      ValueError: no axis has that name, or one of several seems to be a replica axis by another
+        name.
     """
     names = given.axis_names
+    if len(names) == 1 and names[0] != REPLICA:
+        return names[0]
+    if names == (REPLICA,):
+        n = given.shape[REPLICA]
+        raise ValueError(
+            f"the mesh has the axis {REPLICA!r} alone, which copies the state, and none is called "
+            f"{AXIS!r}, over which ZeRO shards within a group. To shard over all {n} devices write "
+            f"axes={{{AXIS!r}: {n}}}; for groups axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}, or "
+            "replicas=..."
+        )
     if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
         raise ValueError(
             f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
             f"batch would lie whole along it. If it is the axis between replica groups, call it "
-            f"{REPLICA!r}, and the axis within a group {AXIS!r}; any other axis takes a name that "
-            "says what it cuts, as 'model'."
+            f"{REPLICA!r}, and the axis within a group {AXIS!r}; if it is the only axis of the "
+            f"batch, {AXIS!r}; any other axis takes a name that says what it cuts, as 'model'."
         )
     if AXIS in names:
         return AXIS
-    if len(names) == 1 and names[0] != REPLICA:
-        return names[0]
     raise ValueError(
-        f"the mesh has axes {given.axis_names} and none is called {AXIS!r}: ZeRO shards over "
+        f"the mesh has axes {names} and none is called {AXIS!r}: ZeRO shards over "
         f"that one. Rename the data-parallel axis to {AXIS!r}."
     )
 

@@ -29,6 +29,7 @@ from zerojax.distributed.preflight import (
 )
 from zerojax.distributed.ray_train import ray_train_variables
 from zerojax.distributed.roll_call import by_host, call_roll
+from zerojax.distributed.watchdog import watchdog
 from zerojax.xla import compat
 
 
@@ -85,6 +86,8 @@ def init_distributed(
     here = by_host(records)[mine["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's handler of SIGTERM only notes it; outside of ``Preemption`` it is to end a process.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         me.coordinator,
         me.count,
@@ -102,6 +105,7 @@ def init_distributed(
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
     leave("joined", me.index)
+    watchdog()
 
 
 def _refuse(problems: list[str]) -> None:

@@ -26,6 +26,8 @@ _LONGEST = 1 << 20
 """Bytes of a record at most."""
 _PATIENCE = 10.0
 """Seconds after which process 0 says for whom it waits."""
+_RETURN = 30.0
+"""Seconds that process 0 may take to come back, once it has been there."""
 _GRACE = 10.0
 """Seconds that an answer may take."""
 
@@ -178,7 +180,7 @@ def _listen(me: Launched, bind: str) -> socket.socket:
 
 def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
     """The same in the other processes, which try until process 0 is there."""
-    until, reason = time.monotonic() + seconds, ""
+    until, reason, was_there = time.monotonic() + seconds, "", False
     while (left := until - time.monotonic()) > 0:
         reply = None
         try:
@@ -191,8 +193,9 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
                     stream.write(json.dumps(mine).encode() + b"\n")
                     stream.flush()
                     connection.settimeout(seconds + _GRACE)  # of process 0, which came later
-                    reason = "process 0 ended before all had come"
+                    was_there = True
                     reply = _parsed(stream.readline(), {"problem", "records"})
+                    until = min(until, time.monotonic() + _RETURN)
         except OSError as error:
             reason = error.strerror or str(error)
         if reply is None:
@@ -201,6 +204,11 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
             raise LaunchError(reply["problem"])
         else:
             return reply["records"]  # type: ignore[no-any-return]
+    if was_there:
+        raise LaunchError(
+            f"process 0 at {me.coordinator} ended before all {me.count} processes had come: look "
+            "at its own output"
+        )
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
         f"{me.coordinator} within {seconds:g} s: {reason}. Process 0 must run there ({me.by} gave "

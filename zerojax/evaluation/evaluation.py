@@ -30,7 +30,7 @@ class Evaluation(Decorated[P, R]):
     """
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        mesh = self._states.mesh
+        mesh, watchdog = self._states.mesh, self._watchdog
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
             subject, call = self._opened(args, kwargs)
@@ -44,6 +44,8 @@ class Evaluation(Decorated[P, R]):
                 subject.update(changed)
             program.function.bring_up_to_date(call)
             out = returned(out, call.objects)
+        if watchdog:
+            watchdog.ran(out)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]

@@ -103,4 +103,6 @@ class ComputeCopies:
 
 def placement_of(leaf: Leaf) -> ArrayPlacement:
     """A leaf of the plan as :class:`zerojax.offload.update.Update` takes it."""
-    return ArrayPlacement(leaf.padded, jnp.dtype(leaf.dtype), leaf.spec, leaf.place)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    dtype = leaf.dtype if is_key else jnp.dtype(leaf.dtype)
+    return ArrayPlacement(leaf.shape, dtype, leaf.spec, leaf.place, leaf.padded)

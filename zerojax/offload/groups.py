@@ -22,19 +22,18 @@ class ArrayPlacement(NamedTuple):
     Attributes:
       shape, dtype, spec: Of the whole array.
       place: One of :mod:`zerojax.plan.places`.
+      padded: Its shape there, with zeros at the ends of its dimensions; ``shape`` without.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
     place: str
+    padded: tuple[int, ...]
 
     def local(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's shard."""
-        entries = layout.full(self.spec, len(self.shape))
-        return tuple(
-            size // layout.parts(e, mesh) for size, e in zip(self.shape, entries, strict=True)
-        )
+        return layout.piece(self.padded, layout.full(self.spec, len(self.shape)), mesh)
 
     def rows(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's shard as rows: all dimensions but the last merged into one."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from zerojax.trace.elementwise import ELEMENTWISE
@@ -196,7 +197,7 @@ class Separated:
         for eqn in sorted(needed, key=lambda e: self._order[id(e)]):
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
-                outs = [values[0] if values[0].shape == shape else jax.numpy.full(shape, values[0])]
+                outs = [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]
             else:
                 outs = [*jaxprs.bind(eqn, values)]
             env.update(zip(eqn.outvars, outs, strict=True))

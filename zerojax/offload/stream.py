@@ -22,6 +22,7 @@ from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole
 from zerojax.offload.separate import Separated
 from zerojax.plan.places import DISK, HOST, PINNED
+from zerojax.plan.stored import pad
 from zerojax.xla.compat import computed_on_host
 from zerojax.xla.lowered import LOADED, READ, WRITTEN, named
 
@@ -181,7 +182,7 @@ class GroupPrograms:
         """An array in its memory; or so many rows of each shard, of all devices, on the device."""
         x = self._placements[i]
         if rows is None:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(i))
+            return jax.ShapeDtypeStruct(x.padded, x.dtype, sharding=self._sharding(i))
         devices = math.prod(self._mesh.shape[a] for a in x.axes())
         shape = (rows * devices, *x.rows(self._mesh)[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding(i))
@@ -252,14 +253,27 @@ class GroupPrograms:
             written, read, loaded, _, _, scalars = given
             present = (*numbers.written, *numbers.read, *numbers.loaded)
             arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
-            values = [fetched(arrays[i]) for i in c.inputs]
+            values = [self._unpadded(i, fetched(arrays[i])) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
-            updated = dict(zip(targets, results, strict=True))
+            updated = {i: self._padded(i, x) for i, x in zip(targets, results, strict=True)}
             return GroupResults(
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]
             )
 
         return self._jitted(run, numbers, self._sharding)
+
+    def _unpadded(self, i: int, x: jax.Array) -> jax.Array:
+        """An array on the device without its padding, each device with its own piece."""
+        shape = self._placements[i].shape
+        return x if x.shape == shape else self._on_device(i, x[tuple(map(slice, shape))])
+
+    def _padded(self, i: int, x: jax.Array) -> jax.Array:
+        """A result with its padding; in pieces before it leaves, as host memory is no place for
+        collectives."""
+        return self._on_device(i, pad(x, self._placements[i].padded))
+
+    def _on_device(self, i: int, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, self._placements[i].spec))
 
     def _jitted(
         self,

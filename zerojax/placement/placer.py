@@ -111,7 +111,8 @@ class Placer:
         store: DiskStore | None = None,
     ) -> DiskLeaf:
         """A new leaf on the disk, not yet written."""
-        placement = ArrayPlacement(tuple(shape), jnp.dtype(dtype), sharding.spec, DISK)
+        at_rest = tuple(shape)
+        placement = ArrayPlacement(at_rest, jnp.dtype(dtype), sharding.spec, DISK, at_rest)
         pieces = disk_pieces(placement, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
         return DiskLeaf(store or self.store, name, shape, dtype, sharding, pieces)

@@ -54,6 +54,12 @@ def whole_axis(name: str) -> str:
     return name if part is None else part.axis
 
 
+def before(name: str) -> int:
+    """How many pieces lie before a part in its axis; 0 for a whole axis."""
+    part = SubAxis.of(name)
+    return 0 if part is None else part.before
+
+
 def full(spec: PartitionSpec | Sequence[Any] | None, ndim: int) -> Spec:
     """``spec`` with one entry for each of ``ndim`` dimensions."""
     entries = tuple(_entry(axes(entry)) for entry in spec or ())
@@ -77,13 +83,13 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
     return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec)
 
 
-def inside(spec: Sequence[Any], axis: str, before: int) -> Spec:
+def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
     """``spec`` after an all-gather over the outer parts of ``axis``, those with fewer than
-    ``before`` pieces before them."""
+    ``least`` pieces before them."""
 
     def stays(name: str) -> bool:
         part = SubAxis.of(name)
-        return part is None or part.axis != axis or part.before >= before
+        return part is None or part.axis != axis or part.before >= least
 
     return tuple(_entry(tuple(filter(stays, axes(entry)))) for entry in spec)
 
@@ -113,7 +119,7 @@ def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
 def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
     """The dimensions that ``axis`` or parts of the axis shard, by which, the innermost first."""
     named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if whole_axis(a) == axis]
-    return sorted(named, key=lambda pair: -getattr(SubAxis.of(pair[1]), "before", 0))
+    return sorted(named, key=lambda pair: -before(pair[1]))
 
 
 def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:

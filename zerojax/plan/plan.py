@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import REPLICA, are_there, batch_axes
+from zerojax.devices.mesh import REPLICA, are_there, batch_axes, batch_devices
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
@@ -234,8 +234,7 @@ class Plan:
         those lie that follow from an array on a divided mesh."""
         if not any(leaf.divided for leaf in self.all_leaves()):
             return out
-        rows = batch_axes(self.mesh)
-        n = layout.parts(rows, self.mesh)
+        rows, n = batch_axes(self.mesh), batch_devices(self.mesh)
 
         def placed(x: Any) -> Any:
             spec = [rows] if jnp.ndim(x) and len(x) % n == 0 else []
@@ -270,8 +269,11 @@ class Plan:
     def table(self) -> str:
         """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
         n, config = self.mesh.shape[self.axis], self.config
+        groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
-        if groups := self.mesh.shape.get(REPLICA):
+        if groups and config.stage == 0:
+            title = f"ZeRO stage 0: a whole state on each of {batch_devices(self.mesh)} devices"
+        elif groups:
             title += f" in each of {groups} replica groups"
         others = {a: k for a, k in self.mesh.shape.items() if a not in (self.axis, REPLICA)}
         title += f", other axes {others}" if others else ""

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 
@@ -251,6 +252,12 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
         raise ValueError(
             f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
             "dimension of an array. Take it out of one."
+        )
+    if REPLICA in named and REPLICA in mesh.axis_names:
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} names the axis {REPLICA!r}, but every replica group "
+            f"holds the same state. Take {REPLICA!r} out: zerojax shards over the other axis of "
+            "the batch by itself."
         )
     for d, entry in enumerate(spec):
         unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from zerojax.devices.mesh import relabelled
+from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments, is_train_state
@@ -55,6 +56,14 @@ class Decorated(abc.ABC, Generic[P, R]):
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         return next(self.programs(*args, **kwargs)).lowered
+
+    @functools.cached_property
+    def _watchdog(self) -> Watchdog | None:
+        """The process's watchdog, which expects steps from the first call on."""
+        there = watchdog()
+        if there:
+            there.begin()
+        return there
 
     def _relabelled(self, call: Call) -> Call:
         """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""

@@ -149,16 +149,15 @@ class GradientProgram:
                 for g, leaf in zip(grads, plan.compute, strict=True)
             ]
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
-        grads = [
-            pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded)
-            for g, leaf in zip(grads, plan.compute, strict=True)
-        ]
         scalars, shared = self._update.prelude(grads, parts.opt_state, sums)
         numbers = self._update.with_shared(parts.opt_state, shared)
         after: Any = jax.tree.unflatten(setting.structure.opt_state, numbers)
         done = was_done(setting, opt, after)
         return GradientResult(
-            grads=grads,
+            grads=[
+                pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded)
+                for g, leaf in zip(grads, plan.compute, strict=True)
+            ],
             scalars=scalars,
             shared=shared,
             rest=plan.each(

@@ -12,12 +12,14 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.run import accumulator
+from zerojax.collectives.host import fetched
 from zerojax.offload.compute_copies import ComputeCopies, placement_of
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
-from zerojax.offload.separate import Separated
 from zerojax.offload.update import Update
-from zerojax.plan.places import DEVICE
+from zerojax.optim.norm import square_sums
+from zerojax.optim.wrap import full_precision
+from zerojax.plan.places import DEVICE, HOST
 from zerojax.plan.plan import DTYPES, Leaf
 from zerojax.step.program import StepSetting
 
@@ -70,7 +72,7 @@ class OptimizerUpdate:
         self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
         self._placements = UpdateArrays(
             grads=[
-                ArrayPlacement(leaf.padded, jnp.dtype(dtype), leaf.spec, gradient.place)
+                ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place, leaf.padded)
                 for leaf, dtype, gradient in zip(
                     plan.compute, self.grad_dtypes, plan.gradients(), strict=True
                 )
@@ -78,8 +80,8 @@ class OptimizerUpdate:
             params=[placement_of(leaf) for leaf in params],
             opt_state=[placement_of(leaf) for leaf in state],
             square_sums=[
-                ArrayPlacement(leaf.shape[:1], jnp.dtype(jnp.float32), PartitionSpec(), DEVICE)
-                for leaf in params
+                ArrayPlacement(sums.shape, sums.dtype, PartitionSpec(), DEVICE, sums.shape)
+                for sums in map(_square_sums, plan.compute, self.grad_dtypes)
             ],
             copies=copies.placements,
         )
@@ -99,7 +101,6 @@ class OptimizerUpdate:
             plan,
             on_host=optimizer is not None and optimizer.compute_on == "host",
         )
-        _check_padding(self.by_groups.separated, [*params, *params, *state])
         # Results begin with the parameters.
         self._shared = [at - len(params) for at in self.by_groups.separated.shared]
 
@@ -133,9 +134,17 @@ class OptimizerUpdate:
         self, grads: Sequence[Any], numbers: Sequence[Any], square_sums: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Runs the prelude: the scalars that the sub-groups need, and new numbers of the optimizer
-        state, for :meth:`with_shared`."""
-        given = UpdateArrays(grads, [None] * len(grads), numbers, square_sums)
-        return self.by_groups.separated.prelude(given.flat())
+        state, for :meth:`with_shared`. Gradients come without padding, those in host memory maybe
+        as :class:`zerojax.collectives.host.Unpadded`."""
+        separated, placements = self.by_groups.separated, self._placements
+        here = [
+            (fetched(g) if x.place == HOST else g) if i in separated.read_by_prelude else None
+            for i, (g, x) in enumerate(zip(grads, placements.grads, strict=True))
+        ]
+        # The step may have given its optimizer gradients of another dtype.
+        sums = [s.astype(x.dtype) for s, x in zip(square_sums, placements.square_sums, strict=True)]
+        given = UpdateArrays(here, [None] * len(grads), numbers, sums)
+        return separated.prelude(given.flat())
 
     def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
         """The leaves of an optimizer state with the new numbers that the prelude made."""
@@ -173,22 +182,9 @@ class OptimizerUpdate:
         return [*after.params], [*after.opt_state]
 
 
-def _check_padding(separated: Separated, leaves: Sequence[Leaf]) -> None:
-    """Refuses an update that would take padding for numbers.
-
-    Args:
-      separated: The update; its arguments begin with ``leaves``, for gradients their parameters'.
-
-    Raises:
-      NotImplementedError: Something other than element by element is done to a padded leaf.
-    """
-    whole = {i for c in separated.clusters if not c.elementwise for i in c.inputs}
-    read = whole | separated.read_by_prelude
-    padded = [x.path for i, x in enumerate(leaves) if i in read and not x.even]
-    if padded:
-        raise NotImplementedError(
-            f"{padded[0]} is padded to lie in equal pieces, and the optimizer does more to it, or "
-            "to its gradient, than arithmetic element by element (a norm, a mean, a trust ratio). "
-            "Under offload an update sees the padding: train without offload, or on a number of "
-            "devices that divides a dimension; let gradient_clipping of the config clip."
-        )
+def _square_sums(leaf: Leaf, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The square sums of a parameter's gradient."""
+    sums: jax.ShapeDtypeStruct = jax.eval_shape(
+        lambda g: square_sums(full_precision(g)), jax.ShapeDtypeStruct(leaf.shape, dtype)
+    )
+    return sums

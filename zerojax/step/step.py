@@ -58,7 +58,7 @@ class Step(Decorated[P, R]):
         self._last: LastStep | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = self._arguments.sort(args, kwargs)
+        call, watchdog = self._arguments.sort(args, kwargs), self._watchdog
         _check_concrete(self._arguments.name, call.batch)
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
@@ -67,6 +67,8 @@ class Step(Decorated[P, R]):
             if explicit:
                 call = self._relabelled(call)
             state, out = self._run(call, explicit)
+        if watchdog:
+            watchdog.ran(out)
         if explicit:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         result: Any = (state, out)

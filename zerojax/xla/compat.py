@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import core, distributed, dtypes, xla_bridge
-from jax._src.interpreters import pxla
+from jax._src import compiler, core, distributed, dtypes, xla_bridge
+from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
@@ -124,3 +126,20 @@ def backends_are_initialized() -> bool:
     Every public question for devices looks for them.
     """
     return xla_bridge.backends_are_initialized()
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of all threads; Python has no other name for them."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+_COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}
+
+
+def compiles(frame: FrameType) -> bool:
+    """Whether a frame is one of tracing, lowering or compiling, which jax announces to nobody."""
+    return frame.f_code.co_filename in _COMPILES

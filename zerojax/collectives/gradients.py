@@ -1,0 +1,93 @@
+"""Equations that make gradients, and the sum of each gradient into its shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.uneven import bind_padded
+from zerojax.devices.mesh import REPLICA
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+
+def bind_summed(
+    eqn: Any, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
+) -> list[jax.Array]:
+    """The results of an equation; gradients summed over the devices, as their specs say."""
+    place = gatherer.scatter
+    if eqn.primitive is prims.scatter_add_p:
+        # The gradient of a lookup with fewer rows than its table: gathering those moves less.
+        place = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
+    if len(specs) == 1 and (spec := specs[0]) is not None:
+        groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
+        if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
+            parts = gatherer.constrain(by_group(eqn, values, groups), (REPLICA, *spec))
+            return [total(values[0], parts)]
+        even = layout.padded(shape, spec, gatherer.mesh)
+        padded = bind_padded(eqn, values, even) if even != shape else None
+        if padded is not None:
+            whole = place(padded, spec)[tuple(map(slice, shape))]
+            return [gatherer.constrain(whole, spec)]
+    outs = jaxprs.bind(eqn, values)
+    return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+
+
+def at_one_index(eqn: Any) -> bool:
+    """Whether an equation is a scatter at one index, or a jitted function with one in it.
+
+    What it changes has to stand behind a barrier. Otherwise XLA merges the slice that cuts a
+    gradient and the slice of its one row, without clamping: on CPU devices without that row another
+    row is wrong, and GPUs all-reduce the whole gradient.
+    """
+    if eqn.primitive is prims.jit_p:
+        return any(at_one_index(e) for body in jaxprs.bodies(eqn) for e in body.eqns)
+    return eqn.primitive.name.startswith("scatter") and (
+        math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    )
+
+
+def _few_rows(eqn: Any) -> bool:
+    table, _, rows = eqn.invars
+    return rows.aval.size <= table.aval.size
+
+
+def can_split(eqn: Any, groups: int) -> bool:
+    """Whether an equation adds into a table what was looked up for tokens, [rows, positions], of
+    which the rows divide among the groups. A table of positions is looked up without rows."""
+    if eqn.primitive is not prims.scatter_add_p:
+        return False
+    indices = eqn.invars[1].aval
+    batching = jaxprs.param(eqn, "dimension_numbers").operand_batching_dims
+    return not batching and indices.ndim > 2 and indices.shape[0] % groups == 0
+
+
+def by_group(eqn: Any, values: Sequence[jax.Array], groups: int) -> jax.Array:
+    """What each replica group adds to a table: [groups, *table].
+
+    XLA's partitioner sums a scatter over all devices at once, a product within a group first.
+    """
+    table, indices, updates = values
+    numbers = jaxprs.param(eqn, "dimension_numbers")
+    row = next(d for d in range(updates.ndim) if d not in numbers.update_window_dims)
+
+    def split(x: jax.Array, d: int) -> jax.Array:
+        return x.reshape(*x.shape[:d], groups, x.shape[d] // groups, *x.shape[d + 1 :])
+
+    def added(indices: jax.Array, updates: jax.Array) -> jax.Array:
+        return jaxprs.bind(eqn, [jnp.zeros_like(table), indices, updates])[0]
+
+    return jax.vmap(added, in_axes=(0, row))(split(indices, 0), split(updates, row))
+
+
+def total(table: jax.Array, parts: jax.Array) -> jax.Array:
+    """The table and the parts of all groups, added up in the table's dtype."""
+    return table + lax.reduce(parts, jnp.zeros((), parts.dtype), lax.add, (0,))

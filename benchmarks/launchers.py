@@ -113,51 +113,44 @@ class SlurmJob:
         found = re.search(r"JobState=(\w+)", self.control("scontrol", "show", "job", self.number))
         return found[1] if found else "gone"
 
-    def wait_for(self, *states: str) -> str:
-        until = time.monotonic() + 120
-        while (now := self.state()) not in states and time.monotonic() < until:
-            time.sleep(0.1)
-        return now
-
     def processes(self) -> list[str]:
         """The ids of the first attempt's, after step 20."""
         self.output.wait(r"step (20) ", 2)
         return self.output.wait(r"pid (\d+) is", 2)
 
-    def go_on(self) -> str:
-        """Spares a preempted job the two minutes in the queue; the steps that were saved."""
-        self.output.wait("is queued (again)")
-        saved = self.output.wait(r"saved step (\d+), preempted", 2)
-        self.wait_for("PENDING")
-        until = time.monotonic() + 60
-        while self.state() == "PENDING" and time.monotonic() < until:
-            self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+    def end(self, killed: str, seconds: float, said: str = "") -> Run:
+        """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
+        until = time.monotonic() + 300
+        while (state := self.state()) in ("PENDING", "RUNNING", "COMPLETING"):
+            if time.monotonic() > until:
+                raise TimeoutError(self.output.text())
+            if state == "PENDING":
+                self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
             time.sleep(0.5)
-        return f"saved step {' and '.join(sorted(set(saved)))}, status 75, requeued, went on"
-
-    def end(self, killed: str, seconds: float, said: str) -> Run:
-        if self.state() != "CANCELLED":
-            self.output.wait("end: ", 2)
-        state = self.wait_for("COMPLETED", "FAILED", "CANCELLED")
-        said = f"{said}; job {state}" if said else f"job {state}"
-        return Run(self.options, killed, seconds, said, self.output.checksum())
+        text = self.output.text()
+        steps = dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))
+        for step in steps:
+            said += f"all saved step {step}, status 75, queued again; "
+        if text.count("is queued again") != len(steps):
+            said += f"queued again {text.count('is queued again')} times; "
+        return Run(self.options, killed, seconds, f"{said}job {state}", self.output.checksum())
 
 
 def slurm_runs(folder: Path, timed: bool) -> list[Run]:
     """Undisturbed, a notice, a killed task, a user's scancel; ``timed``: a time limit too."""
-    runs = [SlurmJob(folder / "alone").end("nothing", float("nan"), "")]
+    runs = [SlurmJob(folder / "alone").end("nothing", float("nan"))]
 
     job = SlurmJob(folder / "term")
     pids = job.processes()
     job.control("scancel", "--batch", "--signal=TERM", job.number)
     seconds = seconds_until_gone(pids)
-    runs.append(job.end("SIGTERM to the batch shell after step 20", seconds, job.go_on()))
+    runs.append(job.end("SIGTERM to the batch shell after step 20", seconds))
 
     job = SlurmJob(folder / "kill", "--max-restarts", "1")
     pids = job.processes()
     os.kill(int(pids[1]), signal.SIGKILL)
     seconds = seconds_until_gone(pids)
-    said = f"{job.output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save"
+    said = f"{job.output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save; "
     runs.append(job.end("SIGKILL of one task after step 20", seconds, said))
 
     job = SlurmJob(folder / "cancel")
@@ -165,14 +158,14 @@ def slurm_runs(folder: Path, timed: bool) -> list[Run]:
     job.control("scancel", job.number)
     seconds = seconds_until_gone(pids)
     time.sleep(3)
-    runs.append(job.end("scancel by the user", seconds, "not queued again"))
+    runs.append(job.end("scancel by the user", seconds))
 
     if timed:
         job = SlurmJob(folder / "limit", sbatch="--time=2", pause=1.5)
         pids = job.output.wait(r"pid (\d+) is", 2)
         job.output.wait("SIGTERM, (passed) to all")
         seconds = seconds_until_gone(pids)
-        runs.append(job.end("nothing: the time limit came", seconds, job.go_on()))
+        runs.append(job.end("nothing: the time limit came", seconds))
     return runs
 
 

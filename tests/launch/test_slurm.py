@@ -161,4 +161,4 @@ def test_real_daemons(tmp_path: Path) -> None:
         timeout=400,
     )
     assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.count("requeued, went on") == 1
+    assert told.stdout.count("queued again") == 1

@@ -58,6 +58,16 @@ def test_no_sbatch(tmp_path: Path) -> None:
     assert "--dry-run" in told.err
 
 
+def test_the_script_goes_to_sbatch_with_the_environment_of_the_user(tmp_path: Path) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/bash\ncat > submitted; echo ${XLA_PYTHON_CLIENT_PREALLOCATE-unset}\n")
+    sbatch.chmod(stat.S_IRWXU)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    told = launched(tmp_path, "", "--slurm=-N2", "--nproc-per-node", 2, PATH=path)
+    assert (told.status, told.out) == (0, "unset\n")
+    assert "srun" in (tmp_path / "submitted").read_text()
+
+
 def test_slurm_places_the_processes(tmp_path: Path) -> None:
     told = launched(tmp_path, "", "--slurm", "", "--node-rank", 1, "--nproc-per-node", 2)
     assert (told.status, "--slurm places the processes" in told.err) == (2, True)

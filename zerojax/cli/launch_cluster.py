@@ -60,7 +60,7 @@ def start(
     if cluster.slurm is not None:
         script = slurm.batch_script(job, nodes, count, cluster.slurm, environ)
         if not dry_run:
-            return slurm.submit(script)
+            return slurm.submit(script, environ)
         print(script, end="")
     elif cluster.image is not None:
         objects = kubernetes.manifest(job, cluster.kind, cluster.image, nodes, count, environ)

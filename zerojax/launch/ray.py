@@ -42,11 +42,14 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
     Args:
       job: What to start, in this folder, which all machines share.
       workers: How many, with a GPU each; CPU workers under ``JAX_PLATFORMS=cpu``.
-      environ: What JAX is told.
+      environ: That of the workers too, where Ray starts here.
 
     Raises:
       UsageError: Ray is not installed.
     """
+    given = dict(environ)
+    os.environ.clear()  # workers of a Ray that starts here inherit this environment
+    os.environ.update(given)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # which takes processes' equal lines for one
     try:

@@ -107,18 +107,23 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     return "\n".join([*parts, "", body])
 
 
-def submit(script: str) -> int:
+def submit(script: str, environ: Mapping[str, str]) -> int:
     """Hand a batch script to ``sbatch``, which says the job's number; its exit status.
+
+    Args:
+      script: What ``batch_script`` returns.
+      environ: The environment, of which sbatch gives the job what the cluster lets it.
 
     Raises:
       UsageError: No sbatch exists here.
     """
-    if shutil.which("sbatch") is None:
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
         raise UsageError(
             "--slurm: sbatch is not installed here; run this on a login node of the cluster, or "
             "print the script with --dry-run"
         )
-    return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+    told = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
+    return told.returncode
 
 
 def _name(job: Job) -> str:

@@ -12,12 +12,14 @@ from typing import Annotated
 
 import typer
 
-from zerojax.launch import local, mpi
+from zerojax.cli.launch_cluster import Cluster, start
+from zerojax.launch import accelerate, local, mpi
 from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import Gpu, gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
+from zerojax.launch.kubernetes import Kind
 
 # What follows the script is the script's.
 SETTINGS = {"allow_interspersed_args": False}
@@ -48,6 +50,20 @@ def launch(
     use_mpi: Annotated[
         bool, typer.Option("--mpi", help="Start the hostfile's machines by mpirun, or fail.")
     ] = False,
+    slurm: Annotated[
+        str | None,
+        typer.Option(metavar="OPTIONS", help="Submit to Slurm; sbatch's options, in one string."),
+    ] = None,
+    use_ray: Annotated[bool, typer.Option("--ray", help="Start workers of Ray Train.")] = False,
+    kubernetes: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Print a manifest of pods of this image.")
+    ] = None,
+    kubernetes_kind: Annotated[
+        Kind, typer.Option(help="JobSet, or Service and indexed Job where no JobSet is installed.")
+    ] = Kind.JOBSET,
+    config_file: Annotated[
+        Path | None, typer.Option(help="What accelerate config wrote; options here win.")
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start again what failed or was preempted.")
     ] = 0,
@@ -72,7 +88,28 @@ def launch(
     environ: Mapping[str, str] = context.obj or os.environ
     try:
         words = ("-m", *script) if module else tuple(script)
-        job = Job(checked_script(words), grace, max_restarts, _watchdog(watchdog), log_dir)
+        cluster = Cluster(slurm, kubernetes, kubernetes_kind, use_ray)
+        words = words if kubernetes is not None else checked_script(words)
+        job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
+        if config_file is not None:
+            given = accelerate.read(config_file)
+            for line in given.ignored:
+                typer.echo(f"zerojax launch: --config-file: {line}", err=True)
+            environ = {**given.environ, **environ}
+            nproc_per_node = nproc_per_node or given.nproc_per_node
+            num_nodes = num_nodes or given.num_nodes
+            if not cluster.chosen() and hostfile is None:
+                hostfile, coordinator = given.hostfile, coordinator or given.coordinator
+                node_rank = given.node_rank if node_rank is None else node_rank
+        if cluster.chosen():
+            places = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
+            if any(each is not None for each in places):
+                raise UsageError(
+                    f"{cluster.chosen()} places the processes: without --hostfile, --include, "
+                    "--exclude, --node-rank, --coordinator and --mpi"
+                )
+            status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
+            raise typer.Exit(status)
         found = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
         hosts = None
         if hostfile is not None:

@@ -74,18 +74,29 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 def node_command(job: Job, node: Node, environ: Mapping[str, str]) -> list[str]:
     """The command that starts one machine's part of a job there, in the same folder."""
-    passed = {name: environ[name] for name in sorted(environ) if name.startswith(_PASSED_ON)}
+    passed = passed_on(environ)
     if node.gpus is not None:
         passed["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
-    options = ["--num-nodes", str(len(node.counts)), "--node-rank", str(node.rank)]
-    options += ["--nproc-per-node", ",".join(map(str, node.counts))]
-    options += ["--coordinator", str(node.coordinator), "--grace", f"{job.grace:g}"]
+    options = supervisor_options(job, str(node.rank), node.counts, str(node.coordinator))
+    settings = ["env", *(f"{name}={value}" for name, value in passed.items())] if passed else []
+    return [*settings, sys.executable, "-m", "zerojax", "launch", *options, *job.script]
+
+
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """What processes on other machines get of this environment."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(_PASSED_ON)}
+
+
+def supervisor_options(job: Job, rank: str, counts: tuple[int, ...], coordinator: str) -> list[str]:
+    """The options of the launcher that starts one machine's part of a job."""
+    options = ["--num-nodes", str(len(counts)), "--node-rank", rank]
+    options += ["--nproc-per-node", ",".join(map(str, counts))]
+    options += ["--coordinator", coordinator, "--grace", f"{job.grace:g}"]
     if job.watchdog is not None:
         options += ["--watchdog", job.watchdog]
     if job.log_dir is not None:
         options += ["--log-dir", str(job.log_dir.absolute())]
-    settings = ["env", *(f"{name}={value}" for name, value in passed.items())] if passed else []
-    return [*settings, sys.executable, "-m", "zerojax", "launch", *options, *job.script]
+    return options
 
 
 def by_hand(command: list[str]) -> str:

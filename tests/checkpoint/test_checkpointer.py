@@ -140,8 +140,8 @@ def test_a_step_that_is_retired_while_it_is_read(
         for step in (1, 2, 3):
             writer.save(step, state)
 
-    def gone(saved: Any, *rest: Any) -> Any:
-        shutil.rmtree(saved.folder)
+    def gone(folder: Any, *rest: Any) -> Any:
+        shutil.rmtree(folder)
         raise DamagedCheckpointError("a file is missing")
 
     with Checkpointer(tmp_path, zero, read_only=True) as reader:

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-import jax
 from etils import epath
 
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree
+from zerojax.checkpoint.agreement import agreed, first, share_a_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
 from zerojax.checkpoint.record import decoded, encoded
@@ -91,13 +91,15 @@ class Checkpointer:
         self._read_only, self._closed = read_only, False
         self._writer: Writer | None = None
         self._alone = threading.RLock()
-        self._lock = None if read_only else self._claim()
+        self._lock: Lock | None = None
+        self._name = "checkpoints, read"
+        if not read_only:
+            self._name = share_a_folder(self.directory, self._claim)
 
-    def _claim(self) -> Lock | None:
+    def _claim(self) -> None:
+        """Makes the folder and takes its lock, in process 0."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index():
-                return None
             lock = Lock(pathlib.Path(self.directory))
             lock.take()
         except OSError as error:
@@ -105,7 +107,7 @@ class Checkpointer:
                 f"{self.directory} cannot be written: {error}. Choose another folder; to read "
                 "only, Checkpointer(..., read_only=True)"
             ) from None
-        return lock
+        self._lock = lock
 
     def __enter__(self) -> Self:
         return self
@@ -144,14 +146,20 @@ class Checkpointer:
             step or a later one exists; the state is no state, or was donated; extra or metrics
             cannot be written.
         """
-        with self._alone:
+
+        def prepared() -> PendingSave:
             writer = self._writing()
             writer.settle()
-            step = _whole(step)
-            self._check(step, state)
-            numbers = self._retention.checked(step, metrics)
-            pending = PendingSave(self.directory, step, state, self.zero, encoded(extra), numbers)
-            writer.begin(pending)
+            number = _whole(step)
+            self._check(number, state)
+            numbers = self._retention.checked(number, metrics)
+            pending = PendingSave(number, state, self.zero, encoded(extra), numbers)
+            writer.make(pending)
+            return pending
+
+        with self._alone:
+            pending = agreed(self._name, prepared)
+            self._writing().begin(pending)
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -181,22 +189,41 @@ class Checkpointer:
           DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
             the newest other step that looks whole.
         """
-        return self._read(step, lambda there: restore(there, abstract_state, self.zero))
+        return self._read(
+            step,
+            lambda folder: restore(folder, abstract_state, self.zero, self._name),
+            lambda act: first(self._name, act),
+        )
 
     def extra(self, step: int | None = None) -> Any:
         """The ``extra`` of :meth:`save`; None for a step of plain orbax."""
-        return self._read(step, lambda there: decoded(there.record.extra if there.record else None))
 
-    def _read(self, step: int | None, act: Callable[[SavedStep], Any]) -> Any:
+        def read(folder: epath.Path) -> Any:
+            record = SavedStep(folder).record
+            return decoded(record.extra if record else None)
+
+        return self._read(step, read, lambda act: act())
+
+    def _read(
+        self,
+        step: int | None,
+        read: Callable[[epath.Path], Any],
+        ask: Callable[[Callable[[], str]], str],
+    ) -> Any:
+        """What ``read`` makes of a step's folder; ``ask`` has one process answer for all."""
         step = None if step is None else _whole(step)
+
+        def chosen() -> str:
+            return os.path.relpath(saved.at(self.directory, step)[-1], self.directory)
+
         with self._alone:
             self.wait()
             while True:
-                folder = saved.at(self.directory, step)[-1]
+                folder = epath.Path(os.path.normpath(self.directory / ask(chosen)))
                 try:
-                    return act(SavedStep(folder))
+                    return read(folder)
                 except DamagedCheckpointError as error:
-                    if folder.exists():
+                    if ask(lambda: "exists" if folder.exists() else ""):  # noqa: B023
                         raise self._with_offer(error, folder) from error
                 # The run that writes to the folder has removed the step.
                 if step is not None:
@@ -233,11 +260,16 @@ class Checkpointer:
 
     def delete(self, step: int) -> None:
         """Removes a step, as after going back to an earlier one."""
-        with self._alone:
+
+        def found() -> Writer:
             writer = self._writing()
-            self.wait()
+            writer.settle(swept=True)
             saved.at(self.directory, _whole(step))
-            writer.delete(step)
+            return writer
+
+        with self._alone:
+            writer = agreed(self._name, found)
+            first(self._name, lambda: writer.delete(step))
 
     def close(self) -> None:
         """Waits for the last save, and releases the folder."""
@@ -261,7 +293,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"another Checkpointer of this process writes to {self.directory}: close it first"
             )
-        self._writer = self._writer or Writer(self.directory, self._retention)
+        self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:

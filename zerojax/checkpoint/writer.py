@@ -112,8 +112,9 @@ class Writer:
             sums = summed(told(name, written, LONGEST))
             first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
-            if jax.process_index() == 0:
-                shutil.rmtree(self._under_way(pending), ignore_errors=True)
+            left = self._under_way(pending)
+            with contextlib.suppress(CheckpointError):  # a process is gone
+                first(name, lambda: shutil.rmtree(left, ignore_errors=True), 30.0)
             raise
 
     def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:

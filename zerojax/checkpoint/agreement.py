@@ -123,13 +123,13 @@ def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: fl
     def begun() -> str:
         claim()
         token = secrets.token_hex(4)
-        (directory / f".{token}.0").touch()
+        (directory / f".{token}.0").write_text(token)
         return token
 
     def answered() -> None:
         _look_for(directory / f".{token}.0", f"what process 0 wrote to {directory}", seconds)
         try:
-            (directory / f".{token}.{me}").touch()
+            (directory / f".{token}.{me}").write_text(token)
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be written: {error}") from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import pathlib
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
@@ -14,7 +13,7 @@ from etils import epath
 
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved, state_tree
+from zerojax.checkpoint import saved, state_tree, steps_folder
 from zerojax.checkpoint.agreement import agreed, first, share_a_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
@@ -85,7 +84,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
             )
-        self.directory = _local(directory)
+        self.directory = steps_folder.opened(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
@@ -100,6 +99,8 @@ class Checkpointer:
         """Makes the folder and takes its lock, in process 0."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if steps_folder.in_bucket(self.directory):
+                return
             lock = Lock(pathlib.Path(self.directory))
             lock.take()
         except OSError as error:
@@ -219,7 +220,8 @@ class Checkpointer:
         with self._alone:
             self.wait()
             while True:
-                folder = epath.Path(os.path.normpath(self.directory / ask(chosen)))
+                where, root = ask(chosen), self.directory
+                folder = {".": root, "..": root.parent}.get(where, root / where)
                 try:
                     return read(folder)
                 except DamagedCheckpointError as error:
@@ -234,7 +236,7 @@ class Checkpointer:
     def _with_offer(
         self, error: DamagedCheckpointError, damaged: epath.Path
     ) -> DamagedCheckpointError:
-        others = [(n, f) for n, f in saved.folders(self.directory).items() if f != damaged]
+        others = [(n, f) for n, f in steps_folder.folders(self.directory).items() if f != damaged]
         whole = next((n for n, folder in reversed(others) if _looks_whole(folder)), None)
         offer = (
             "No other step is whole."
@@ -246,7 +248,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, oldest first; without one that is still being saved."""
-        return [*saved.folders(self.directory)]
+        return [*steps_folder.folders(self.directory)]
 
     def latest_step(self) -> int | None:
         """The newest complete step; None where none exists."""
@@ -254,7 +256,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best ``metric``; None where no step has one."""
-        recorded = {n: records.read(f) for n, f in saved.folders(self.directory).items()}
+        recorded = {n: records.read(f) for n, f in steps_folder.folders(self.directory).items()}
         scores = {n: self._retention.score(r.metrics or {}) for n, r in recorded.items() if r}
         return self._retention.best(scores)
 
@@ -309,32 +311,6 @@ class Checkpointer:
                 "restore the newest step to go on from it, delete(step) those that shall go, or "
                 "choose another folder"
             )
-
-
-def _local(directory: str | os.PathLike[str]) -> epath.Path:
-    """An absolute path; :class:`CheckpointError` for none, and for the URL of a bucket."""
-    path = os.fspath(directory)
-    if not path:
-        raise CheckpointError("directory: the empty path names no folder")
-    # pathlib makes "gs:/" of "gs://".
-    if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", path):
-        scheme = url[1].lower()
-        instead = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
-        if scheme == "file":
-            instead = f"the path alone: {path.partition(':')[2].replace('//', '', 1)}"
-        raise CheckpointError(
-            f"directory: {path} is a URL ({scheme}://), and checkpoints are written to local "
-            f"folders only. Give a local folder, or {instead}. (A folder of that name is "
-            f"./{path}.)"
-        )
-    return epath.Path(path).expanduser().absolute()
-
-
-_MOUNTS = {
-    "gs": "gcsfuse mounts a bucket of Google Cloud",
-    "s3": "mount-s3 mounts a bucket of S3",
-    "az": "blobfuse2 mounts a container of Azure",
-}
 
 
 def _whole(step: Any) -> int:

@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import pathlib
-import shutil
 import socket
 import threading
 import weakref
@@ -21,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved
+from zerojax.checkpoint import saved, steps_folder
 from zerojax.checkpoint.agreement import LONGEST, first, told
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
@@ -30,18 +29,14 @@ from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray
 
-DELETED = ".deleted"
 LOCK = ".writer"
-UNDER_WAY = ".orbax-checkpoint-tmp"
-"""How the name of a step's folder ends while it is written; orbax's own."""
 
 
 class Writer:
     """Writes steps to ``directory``, and removes those that ``retention`` does not keep.
 
     All processes write their arrays into one folder, ``STEP.orbax-checkpoint-tmp``. Once all have,
-    process 0 adds what is written once and gives the folder its name. A step is first moved to
-    ``.deleted``: a removal that is interrupted must not look like a step.
+    process 0 adds what is written once and gives the folder its name.
 
     Orbax's handler writes the arrays. Orbax's managers stay out of the way: in their barriers a
     process that cannot write keeps the others for minutes.
@@ -69,20 +64,21 @@ class Writer:
             ),
         )
         if jax.process_index() == 0:
-            for left in directory.glob(f"*{UNDER_WAY}"):
-                shutil.rmtree(left, ignore_errors=True)
-        self._sweep()
+            steps_folder.discard_unfinished(directory)
 
     def make(self, pending: PendingSave) -> None:
         """Makes the folder of a step to come, in process 0, once the one before is settled."""
         if jax.process_index() == 0:
-            (self._under_way(pending) / saved.STATE).mkdir(parents=True)
+            folder = steps_folder.under_way(self._directory, pending.step)
+            (folder / saved.STATE).mkdir(parents=True)
 
     def begin(self, pending: PendingSave) -> None:
         """Begins to write a step into the folder that process 0 has made.
 
-        Returns when the arrays in memory are copied, and the arrays on a disk written. An error is
-        raised by :meth:`settle`, when all processes have stopped writing.
+        Returns when the arrays in memory are copied, and the arrays on a disk written.
+
+        Raises:
+          CheckpointError: see :meth:`settle`.
         """
         # A removal is slow: it runs beside the write.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
@@ -93,12 +89,16 @@ class Writer:
         writing: list[Any] = []
         try:
             pending.begin_checksums()
-            folder = self._under_way(pending) / saved.STATE
+            folder = steps_folder.under_way(self._directory, pending.step) / saved.STATE
             writing += asyncio.run(self._handler.async_save(folder, args=args)) or []
             self._piecewise.wait()
+            said = ""
         except Exception as error:
             writing.append(_failed(error))
+            said = "failed"
         self._saving = self._background.submit(self._finish, pending, writing)
+        if any(told(self._name, lambda: said)):
+            self.settle()
 
     def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
         """Waits for the arrays of all processes, and gives the step its name."""
@@ -112,19 +112,19 @@ class Writer:
             sums = summed(told(name, written, LONGEST))
             first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
-            left = self._under_way(pending)
+            left = steps_folder.under_way(self._directory, pending.step)
             with contextlib.suppress(CheckpointError):  # a process is gone
-                first(name, lambda: shutil.rmtree(left, ignore_errors=True), 30.0)
+                first(name, lambda: steps_folder.discard(left), 30.0)
             raise
 
     def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:
-        folder = self._under_way(pending)
+        folder = steps_folder.under_way(self._directory, pending.step)
         self._handler.finalize(folder / saved.STATE)
         pending.finish(folder, on_disk)
-        folder.rename(self._directory / str(pending.step))
+        steps_folder.complete(folder, pending.step)
         with contextlib.suppress(OSError):  # the next save tries again
-            for step in self._retention.expired(saved.folders(self._directory)):
-                self._remove(step)
+            for step in self._retention.expired(steps_folder.folders(self._directory)):
+                steps_folder.remove(self._directory, step)
 
     def settle(self, *, swept: bool = False) -> None:
         """Returns when the step that was begun is complete, in all processes.
@@ -143,7 +143,7 @@ class Writer:
                 saving.result()
         except Exception as error:
             assert pending is not None
-            there = saved.folders(self._directory)
+            there = steps_folder.folders(self._directory)
             kept = f"step {max(there)} is the last good one" if there else "there is none yet"
             raise CheckpointError(
                 f"step {pending.step} was not saved in {self._directory} ({kept}): {reason(error)}"
@@ -154,7 +154,7 @@ class Writer:
 
     def delete(self, step: int) -> None:
         """Removes a step; for process 0."""
-        self._remove(step)
+        steps_folder.remove(self._directory, step)
         self._sweep()
 
     def close(self) -> None:
@@ -162,17 +162,9 @@ class Writer:
         self._background.shutdown()
         self._handler.close()
 
-    def _under_way(self, pending: PendingSave) -> epath.Path:
-        return self._directory / f"{pending.step}{UNDER_WAY}"
-
-    def _remove(self, step: int) -> None:
-        deleted = self._directory / DELETED
-        deleted.mkdir(exist_ok=True)
-        (self._directory / str(step)).rename(deleted / str(step))
-
     def _sweep(self) -> None:
         if jax.process_index() == 0:
-            shutil.rmtree(self._directory / DELETED, ignore_errors=True)
+            steps_folder.sweep(self._directory)
 
 
 def _failed(error: Exception) -> Future[None]:

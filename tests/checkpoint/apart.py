@@ -107,10 +107,7 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
             if process == 1:
                 patch.setattr(restoring, "_read", damaged)
             found["restore"] = failure(lambda: checkpointer.restore(abstract))
-        got = checkpointer.restore(abstract)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(states[1]), strict=True):
-            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
-                np.testing.assert_array_equal(x.data, y.data)
+        assert_shards(checkpointer.restore(abstract), states[1])
 
     if disk:
         with Checkpointer(disk / "run", zero) as checkpointer:
@@ -130,6 +127,24 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
             checkpointer.wait()
             found["saved"] = checkpointer.all_steps()
     return found
+
+
+def save_in_bucket(process: int, url: str) -> list[int]:
+    """Saves twice and restores."""
+    zero = zerojax.zero(stage=3)
+    state = zero.init(create, jax.random.key(0))
+    with Checkpointer(url, zero, keep=1) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, state)
+        assert_shards(checkpointer.restore(state), state)
+        return checkpointer.all_steps()
+
+
+def assert_shards(got: Any, state: Any) -> None:
+    """This process's shards are the same."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(x.data, y.data)
 
 
 def _under_way(folder: Path) -> list[str]:

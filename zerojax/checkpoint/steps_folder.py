@@ -42,7 +42,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     if scheme == "file":
         instead = f"the path alone: /{rest}"
     raise CheckpointError(
-        f"directory: {path} is a URL ({scheme}://), and orbax writes to folders and to gs:// alone. "
+        f"directory: {path} is a URL ({scheme}://); orbax writes to folders and to gs:// alone. "
         f"Give a local folder, or {instead}. (A folder of that name is ./{path}.)"
     )
 

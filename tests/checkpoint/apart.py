@@ -1,7 +1,9 @@
 """What each of two processes does where one of them cannot."""
 
 import contextlib
+import os
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from checkpoint.test_disk_full import create
 from etils import epath
 
 import zerojax
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, writer
 from zerojax.checkpoint import restore as restoring
 from zerojax.checkpoint.agreement import agreed, first, share_a_folder, told
 
@@ -153,3 +155,19 @@ def _under_way(folder: Path) -> list[str]:
 
 def damaged(*_: Any) -> None:
     raise DamagedCheckpointError("a byte is another one")
+
+
+def die_in_a_save(process: int, port: int, folder: Path) -> None:
+    """Process 1 is killed when its arrays of step 1 are written; process 0 waits for it."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
+    zero = zerojax.zero(stage=3)
+    state = zero.init(create, jax.random.key(0))
+    with Checkpointer(folder, zero) as checkpointer:
+        checkpointer.save(0, state)
+        checkpointer.wait()
+        if process == 1:
+            writer.wait_for = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.save(1, state)
+        checkpointer.wait()

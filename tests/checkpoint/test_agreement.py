@@ -1,11 +1,16 @@
 """Two processes of which one cannot: both are told so, soon, and can go on."""
 
+import multiprocessing
+import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from checkpoint import apart
+from checkpoint.test_disk_full import create
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -55,3 +60,26 @@ def test_one_that_cannot_save(
             assert found["left"] == ([0], [])
             assert found["saved"] == [0, 1]
         assert all(x.seconds < 10 for x in found.values() if isinstance(x, apart.Failure))
+
+
+@pytest.mark.sweep
+def test_one_that_dies_in_a_save(tmp_path: Path) -> None:
+    """JAX ends the other; the last step stays, and one process goes on from there."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    both = [spawn.Process(target=apart.die_in_a_save, args=(i, port, tmp_path)) for i in (0, 1)]
+    for process in both:
+        process.start()
+    both[1].join(60)
+    assert both[1].exitcode == -signal.SIGKILL
+    both[0].join(30)
+    assert both[0].exitcode not in (0, None)
+    zero = zerojax.zero(stage=1)
+    assert [x.name for x in tmp_path.glob("1*")] == ["1.orbax-checkpoint-tmp"]
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        assert checkpointer.all_steps() == [0]
+        state = checkpointer.restore(zero.abstract_state(create, jax.random.key(0)))
+        checkpointer.save(1, state)
+    assert [x.name for x in tmp_path.glob("1*")] == ["1"]

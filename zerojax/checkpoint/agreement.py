@@ -80,7 +80,9 @@ def _together(
     try:
         every = [json.loads(text) for text in exchange(name, json.dumps(say), seconds)]
     except ProcessesMissing as missing:
-        raise mine or CheckpointError(str(missing)) from None
+        raise mine or CheckpointError(
+            f"{missing}. All processes make a Checkpointer, save and restore together"
+        ) from None
     failed = {i: x.get("damaged") or x["error"] for i, x in enumerate(every) if "word" not in x}
     if not failed:
         return result, [x["word"] for x in every]

@@ -32,9 +32,12 @@ class Checkpointer:
     sizes and digests of the files, and the caller's additions. A step appears whole or not at all,
     and disappears likewise, whenever the process is killed.
 
+    In several processes all make it, on one folder, and all call :meth:`save`, :meth:`restore`,
+    :meth:`delete` and :meth:`close`. What fails in one of them is raised in all.
+
     Args:
-      directory: Of the steps, local or mounted; made where it does not exist. A bucket
-        (``gs://``) is an error.
+      directory: Of the steps; made where it does not exist. Local, mounted, or in a bucket of
+        Google Cloud (``gs://``, with ``gcsfs``), which has no lock.
       zero: Gives config and mesh, and shardings where an abstract state has none.
       keep: The number of newest steps to keep; None keeps all.
       keep_best: The number of best steps to keep besides.
@@ -43,7 +46,8 @@ class Checkpointer:
       read_only: Write nothing, not even a lock: for the folder of a running job.
 
     Raises:
-      CheckpointError: the folder cannot be written, or another run writes to it.
+      CheckpointError: the folder cannot be written, another run writes to it, or it is not one
+        for all processes (the message names those).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, tempfile, zerojax
@@ -93,7 +97,12 @@ class Checkpointer:
         self._lock: Lock | None = None
         self._name = "checkpoints, read"
         if not read_only:
-            self._name = share_a_folder(self.directory, self._claim)
+            try:
+                self._name = share_a_folder(self.directory, self._claim)
+            except CheckpointError:
+                if self._lock:
+                    self._lock.release()
+                raise
 
     def _claim(self) -> None:
         """Makes the folder and takes its lock, in process 0."""

@@ -90,7 +90,11 @@ class Writer:
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step) / saved.STATE
-            writing += asyncio.run(self._handler.async_save(folder, args=args)) or []
+            # In a thread, as a notebook runs a loop of asyncio's already.
+            copied = self._background.submit(
+                lambda: asyncio.run(self._handler.async_save(folder, args=args))
+            )
+            writing += copied.result() or []
             self._piecewise.wait()
             said = ""
         except Exception as error:
@@ -112,9 +116,8 @@ class Writer:
             sums = summed(told(name, written, LONGEST))
             first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
-            left = steps_folder.under_way(self._directory, pending.step)
             with contextlib.suppress(CheckpointError):  # a process is gone
-                first(name, lambda: steps_folder.discard(left), 30.0)
+                first(name, lambda: self._discard(pending), 30.0)
             raise
 
     def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:
@@ -125,6 +128,10 @@ class Writer:
         with contextlib.suppress(OSError):  # the next save tries again
             for step in self._retention.expired(steps_folder.folders(self._directory)):
                 steps_folder.remove(self._directory, step)
+
+    def _discard(self, pending: PendingSave) -> None:
+        if pending.step not in steps_folder.folders(self._directory):
+            steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
 
     def settle(self, *, swept: bool = False) -> None:
         """Returns when the step that was begun is complete, in all processes.

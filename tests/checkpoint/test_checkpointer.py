@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 import json
 import shutil
@@ -168,6 +169,18 @@ def test_extra_comes_back_with_its_keys(tmp_path: Path, zero: Any, state: Any) -
             checkpointer.save(2, state, extra={"a": [np.ones(3)]})
         with pytest.raises(CheckpointError, match=r"the key 3 is no string"):
             checkpointer.save(2, state, extra={3: 1})
+
+
+def test_a_notebook_saves(tmp_path: Path, zero: Any, state: Any) -> None:
+    """Which runs a loop of asyncio's."""
+
+    async def cell() -> list[int]:
+        with Checkpointer(tmp_path, zero) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+            return checkpointer.all_steps()
+
+    assert asyncio.run(cell()) == [1]
 
 
 def test_config_mesh_and_specs_are_recorded(tmp_path: Path, zero: Any, state: Any) -> None:

@@ -48,7 +48,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 _MOUNTS = {
-    "s3": "mount-s3 mounts a bucket of S3",
+    "s3": "FSx for Lustre links to a bucket of S3; mount-s3 cannot rename folders",
     "az": "blobfuse2 mounts a container of Azure",
 }
 

@@ -11,9 +11,9 @@ import pathlib
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -30,6 +30,8 @@ from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray
 
 LOCK = ".writer"
+
+_T = TypeVar("_T")
 
 
 class Writer:
@@ -90,11 +92,7 @@ class Writer:
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step) / saved.STATE
-            # In a thread, as a notebook runs a loop of asyncio's already.
-            copied = self._background.submit(
-                lambda: asyncio.run(self._handler.async_save(folder, args=args))
-            )
-            writing += copied.result() or []
+            writing += _completed(lambda: self._handler.async_save(folder, args=args)) or []
             self._piecewise.wait()
             said = ""
         except Exception as error:
@@ -172,6 +170,16 @@ class Writer:
     def _sweep(self) -> None:
         if jax.process_index() == 0:
             steps_folder.sweep(self._directory)
+
+
+def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """The result of a coroutine, also where a loop of asyncio's runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(begin())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(begin())).result()
 
 
 def _failed(error: Exception) -> Future[None]:

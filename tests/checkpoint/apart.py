@@ -111,6 +111,7 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
             found["restore"] = failure(lambda: checkpointer.restore(abstract))
         assert_shards(checkpointer.restore(abstract), states[1])
 
+    found["on disk"] = _on_disk(process, folder)
     if disk:
         with Checkpointer(disk / "run", zero) as checkpointer:
             checkpointer.save(0, states[0])
@@ -129,6 +130,22 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
             checkpointer.wait()
             found["saved"] = checkpointer.all_steps()
     return found
+
+
+def _on_disk(process: int, folder: Path) -> Failure:
+    """Optimizer state on a disk of each process: fails, is saved, restored and saved again."""
+    own = folder / f"nvme{process}"
+    own.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(own)}
+    zero = zerojax.zero(stage=3, offload_optimizer=offload)
+    state = zero.init(create, jax.random.key(0))
+    with Checkpointer(folder / "disk", zero) as checkpointer:
+        with small_files(2**16) if process == 1 else contextlib.nullcontext():
+            failed = failure(lambda: checkpointer.save(0, state))
+        checkpointer.save(1, state)
+        got = checkpointer.restore(zero.abstract_state(create, jax.random.key(0)))
+        checkpointer.save(2, got)
+    return failed
 
 
 def save_in_bucket(process: int, url: str) -> list[int]:

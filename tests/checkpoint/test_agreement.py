@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import pytest
 from checkpoint import apart
+from checkpoint.states import assert_same
 from checkpoint.test_disk_full import create
+from etils import epath
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import record as records
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -55,11 +58,25 @@ def test_one_that_cannot_save(
         assert found["steps"] == [0, 1]
         assert found["restore"].kind == "DamagedCheckpointError"
         assert found["restore"].said.startswith("process 1: a byte is another one\nStep 0 looks")
+        assert found["on disk"].said.startswith("step 0 was not saved in")
+        assert "process 1: " in found["on disk"].said
         if small_disk:
             assert "No space left" in found["full"].said
             assert found["left"] == ([0], [])
             assert found["saved"] == [0, 1]
         assert all(x.seconds < 10 for x in found.values() if isinstance(x, apart.Failure))
+    sums = [
+        {name: leaf.checksum for name, leaf in record.leaves.items()}
+        for step in (1, 2)
+        if (record := records.read(epath.Path(folder / "disk" / str(step))))
+    ]
+    assert sums[0] == sums[1]
+    zero = zerojax.zero(stage=2)
+    with Checkpointer(folder / "disk", zero, read_only=True) as checkpointer:
+        assert_same(
+            checkpointer.restore(zero.abstract_state(create, jax.random.key(0))),
+            zero.init(create, jax.random.key(0)),
+        )
 
 
 @pytest.mark.sweep

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -43,7 +44,7 @@ def main() -> None:
 
     @zero
     def train_step(
-        state: TrainState, batch: dict[str, jax.Array]
+        state: TrainState, batch: dict[str, Any]
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def loss_fn(params: object) -> jax.Array:
             logits = state.apply_fn({"params": params}, batch["x"])

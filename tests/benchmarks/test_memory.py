@@ -148,9 +148,10 @@ def test_the_scanned_program_does_not_grow_with_its_depth():
     assert many.count("\n") < 1.02 * few.count("\n")
 
 
-@pytest.mark.parametrize("devices", [64, 1024])
-def test_the_program_does_not_grow_with_the_devices(devices):
-    few, many = (lowered(replace(SCANNED, devices=n)) for n in (8, devices))
+# From 256 on two dimensions of a parameter share the devices: it is gathered in two turns.
+@pytest.mark.parametrize(("least", "most"), [(8, 64), (256, 1024)])
+def test_the_program_does_not_grow_with_the_devices(least, most):
+    few, many = (lowered(replace(SCANNED, devices=n)) for n in (least, most))
     assert many.count("\n") < 1.02 * few.count("\n")
 
 

@@ -72,13 +72,10 @@ class StoredArray:
         """The array in device memory, sharded as ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
-        return jax.jit(self._cut, out_shardings=self.sharding)(at_rest)
-
-    def _cut(self, x: Any) -> Any:
-        return x[tuple(map(slice, self.shape))]
+        return jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values = np.asarray(self._cut(np.asarray(self.stored)), dtype)
+        values = np.asarray(_cut(np.asarray(self.stored), self.shape), dtype)
         return values.copy() if copy else values
 
     def __jax_array__(self) -> jax.Array:
@@ -98,6 +95,11 @@ class StoredArray:
     def __repr__(self) -> str:
         pieces = self.stored.sharding.shard_shape(self.stored.shape)
         return f"StoredArray({self.dtype}{list(self.shape)}, in pieces of {list(pieces)})"
+
+
+def _cut(x: Any, shape: tuple[int, ...]) -> Any:
+    """The array of ``shape`` that stands at the front of a padded one."""
+    return x[tuple(map(slice, shape))]
 
 
 def _delegated(name: str) -> Any:

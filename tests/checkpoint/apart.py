@@ -18,7 +18,7 @@ from etils import epath
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, writer
 from zerojax.checkpoint import restore as restoring
-from zerojax.checkpoint.agreement import agreed, first, share_a_folder, told
+from zerojax.checkpoint.processes import agreed, first, share_a_folder, told
 
 
 class Failure(NamedTuple):

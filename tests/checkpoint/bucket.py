@@ -13,7 +13,7 @@ NAME = "checkpoints"
 
 require = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("gcsfs", "gcp_storage_emulator"))),
-    reason="no bucket here: pip install gcsfs gcp-storage-emulator",
+    reason="needs the `test` extra",
 )
 
 

@@ -14,9 +14,9 @@ from etils import epath
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree, steps_folder
-from zerojax.checkpoint.agreement import agreed, first, share_a_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
+from zerojax.checkpoint.processes import agreed, first, share_a_folder
 from zerojax.checkpoint.record import decoded, encoded
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention

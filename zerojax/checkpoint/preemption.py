@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 
-from zerojax.distributed.agreement import Agreement
+from zerojax.distributed.turns import AgreedTurn
 
 PREEMPTED = 75
 """Exit status of a run that saved and stopped on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again
@@ -48,23 +48,23 @@ class Preemption:
     def __init__(self) -> None:
         self._noted: float | None = None
         self._given = False
-        self._agreement: Agreement | None = None
+        self._turn: AgreedTurn | None = None
         self._before: Any = None
 
     @property
     def notice(self) -> bool:
         """Whether a SIGTERM came, to any process; the same in all at the same read."""
         if not self._given:
-            self._given = self._agreement.reached() if self._agreement else self._noted is not None
+            self._given = self._turn.reached() if self._turn else self._noted is not None
         return self._given
 
     def __enter__(self) -> Self:
         # In the place of JAX's, which jax.distributed.initialize installs and no second one ends.
         self._before = signal.signal(signal.SIGTERM, self._note)
         if jax.distributed.is_initialized() and jax.process_count() > 1:
-            self._agreement = Agreement("preemption")
+            self._turn = AgreedTurn("preemption")
             if self._noted is not None:  # in between
-                self._agreement.ask()
+                self._turn.ask()
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -75,12 +75,12 @@ class Preemption:
                 signal.raise_signal(signal.SIGTERM)
             return
         self._noted = now
-        if self._agreement:
-            self._agreement.ask()
+        if self._turn:
+            self._turn.ask()
 
     def __exit__(self, *_: object) -> None:
         # This process's own signal may come after the notice, while the process leaves.
-        if not (self._agreement and self._given):
+        if not (self._turn and self._given):
             signal.signal(signal.SIGTERM, self._before)
-        if self._agreement:
-            self._agreement.close()
+        if self._turn:
+            self._turn.close()

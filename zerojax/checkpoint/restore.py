@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
-from zerojax.checkpoint.agreement import LONGEST, agreed, told
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.matching import match
+from zerojax.checkpoint.processes import LONGEST, agreed, told
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray

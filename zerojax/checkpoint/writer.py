@@ -21,10 +21,10 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, steps_folder
-from zerojax.checkpoint.agreement import LONGEST, first, told
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
 from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, summed
+from zerojax.checkpoint.processes import LONGEST, first, told
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray

@@ -9,7 +9,7 @@ import jax
 from zerojax.distributed.broadcast import Broadcast
 
 
-class Agreement:
+class AgreedTurn:
     """One process asks at any moment, and all processes learn so at the same turn.
 
     A turn is a call of :meth:`reached`, of which every process makes the same number. The chosen

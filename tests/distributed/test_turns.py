@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zerojax.distributed.agreement import Agreement
 from zerojax.distributed.exchange import exchange
+from zerojax.distributed.turns import AgreedTurn
 
 
 class Chosen(NamedTuple):
@@ -18,7 +18,7 @@ class Chosen(NamedTuple):
 
 def choose(process: int) -> Chosen:
     """Turns that take longer in the second process."""
-    question = Agreement("a question")
+    question = AgreedTurn("a question")
     chosen = 0
     for turn in range(2000):
         if turn == 20 and process == 1:
@@ -29,7 +29,7 @@ def choose(process: int) -> Chosen:
         time.sleep(0.002 * process)
     after = [question.reached() for _ in range(3)]
     question.close()
-    again = Agreement("a question")  # knows nothing of the one before
+    again = AgreedTurn("a question")  # knows nothing of the one before
     if process == 0:
         late = again.reached()
         again.close()  # has made its last turn, and holds nobody up

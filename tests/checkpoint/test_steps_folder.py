@@ -78,7 +78,7 @@ def test_two_processes_share_a_bucket(url: str, in_two_processes: Callable[..., 
 
 def test_a_bucket_without_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"gs://bucket/run is a bucket, .*pip install gcsfs"):
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run is a bucket, .*zerojax\[bucket\]"):
         Checkpointer("gs://bucket/run", zerojax.zero(stage=0))
 
 

@@ -59,8 +59,8 @@ def _google(path: epath.Path) -> epath.Path:
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"directory: {path} is a bucket, which gcsfs lists: pip install 'zerojax[bucket]'; or mount the "
-            "bucket with gcsfuse and give that folder"
+            f"directory: {path} is a bucket, which gcsfs lists: pip install 'zerojax[bucket]'; or "
+            "mount the bucket with gcsfuse and give that folder"
         ) from None
     # Tensorstore and other processes write there too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False

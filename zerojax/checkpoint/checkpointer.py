@@ -22,6 +22,7 @@ from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.checkpoint.writer import Lock, Writer
+from zerojax.distributed.join import require_same
 from zerojax.distributed.watchdog import paused
 
 
@@ -195,11 +196,13 @@ class Checkpointer:
           step: The step; the newest by default.
 
         Raises:
+          LaunchError: the processes' configs differ.
           CheckpointError: no such step exists (the message lists those that do), or it is of
             another model (the message lists the arrays that differ).
           DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
             the newest other step that looks whole.
         """
+        require_same(self.zero.config, self.zero.mesh)
         return self._read(
             step,
             lambda folder: restore(folder, abstract_state, self.zero, self._name),

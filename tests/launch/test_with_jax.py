@@ -116,3 +116,18 @@ def test_a_save_under_way_that_fails(tmp_path: Path) -> None:
     assert told.status == 1
     assert "CheckpointError: step 3 was not saved in" in told.err
     assert "(there is none yet): process 0: no space" in told.err
+
+
+def test_one_that_is_stopped(tmp_path: Path) -> None:
+    """JAX misses its heartbeat, long before the watchdog's limit; the stacks are shown."""
+    script = TRAIN.replace("init_distributed()", "init_distributed(heartbeat=6)")
+    script += """
+if me == 1: os.kill(os.getpid(), signal.SIGSTOP)
+while True: state, _ = train_step(state, batch)
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=2")
+    assert told.status == 128 + signal.SIGABRT, told.err
+    assert told.seconds < 50
+    assert "stopped sending heartbeats):\n[0] 1\n" in told.err
+    assert "[0] Fatal Python error: Aborted\n" in told.err
+    assert 'script.py"' in told.err.partition("Fatal Python error")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import warnings
@@ -72,6 +73,7 @@ def init_distributed(
         leave("joined", 0)
         return
     end_at_once(me.index)
+    faulthandler.enable()  # JAX aborts processes that miss another one
     if compat.backends_are_initialized():
         raise LaunchError(
             f"this is process {me.index} of {me.count}, and JAX is in use already: call "

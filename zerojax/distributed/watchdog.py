@@ -234,7 +234,14 @@ def watchdog() -> Watchdog | None:
 
 @contextlib.contextmanager
 def paused(what: str) -> Iterator[None]:
-    """A block in which the watchdog expects no step, such as "an export"; for an hour at most."""
+    """A block in which the watchdog expects no step, such as "an export"; for an hour at most.
+
+    One process that pauses is enough; saves, restores and compiles are known without.
+
+    Example:
+      >>> with paused("an upload"):
+      ...     pass
+    """
     there = watchdog()
     with there.paused(what) if there else contextlib.nullcontext():
         yield

@@ -131,13 +131,13 @@ def sigterm_to_both(_: Training, processes: list[Process]) -> None:
         time.sleep(0.07)
 
 
-def killed(i: int) -> str:
-    return f"process {i} failed first: ended by SIGKILL\n"
+def killed(i: int, number: str = "SIGKILL") -> str:
+    return f"process {i} failed first: ended by {number}\n"
 
 
 def fill_disk(_: Training, processes: list[Process]) -> None:
-    """As on a disk that is full: no file of process 1 grows beyond a page."""
-    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (4096, 4096))
+    """As on a disk that is full: no file of process 1 grows beyond 64 KiB."""
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
 def cut_network(*_: object) -> None:
@@ -192,7 +192,15 @@ FAULTS = (
         20,
         r"process \d failed first: status 1\n(.*\n)*.*process 1: .*File too large(.*\n)*",
     ),
-    Fault("the network cut between two hosts", in_a_step, cut_network, 134, 60, apart=True),
+    Fault(
+        "the network cut between two hosts",
+        in_a_step,
+        cut_network,
+        134,
+        60,
+        killed(0, "SIGABRT"),
+        apart=True,
+    ),
 )
 
 
@@ -239,13 +247,17 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
         fault.act(training, processes)
         seconds_until_gone([*pids, *(each.pid for each in processes)], 2 * fault.seconds)
         seconds = time.monotonic() - start
-        status = training.launcher.poll()
+        status, left = training.launcher.poll(), training.left_behind()
+        if fault.apart:
+            left += pids_of("zja") + pids_of("zjb")
         text, last = training.output.text(), training.last_words()
     problems = []
     if status != fault.status:
         problems.append(f"status {status}, not {fault.status}")
     if seconds > fault.seconds:
         problems.append(f"{seconds:.1f} s, not {fault.seconds:g}")
+    if left:
+        problems.append(f"left behind: {left}")
     if fault.says and not re.fullmatch(fault.says, last):
         problems.append(f"last words: {last}")
     if fault.moment is in_a_save and not training.is_saving():
@@ -262,6 +274,12 @@ def two_hosts() -> Iterator[None]:
         yield
     finally:
         subprocess.run([TWO_HOSTS, "down"], check=True)
+
+
+def pids_of(host: str) -> list[str]:
+    """Ids of the processes in a namespace."""
+    pids = ["ip", "netns", "pids", host]
+    return subprocess.run(pids, check=True, capture_output=True, text=True).stdout.split()
 
 
 def has_namespaces() -> bool:

@@ -105,14 +105,10 @@ class SlurmJob:
                 self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
             time.sleep(0.5)
         text = self.output.text()
-        steps = dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))
-        for step in steps:
-            said += f"all saved step {step}, status 75, queued again; "
-        if text.count("is queued again") != len(steps):
-            said += f"queued again {text.count('is queued again')} times; "
-        return Run(
-            self.options, killed, seconds, f"{said}job {state}", checksum(self.output.text())
-        )
+        again = text.count("is queued again")
+        for i, step in enumerate(dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))):
+            said += f"all saved step {step}, status 75{', queued again' * (i < again)}; "
+        return Run(self.options, killed, seconds, f"{said}job {state}", checksum(text))
 
 
 def slurm_runs(folder: Path, timed: bool) -> list[Run]:

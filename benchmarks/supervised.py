@@ -1,5 +1,6 @@
 """What the benchmarks of launched runs share: the training, its output, its end, and a record."""
 
+import contextlib
 import datetime
 import os
 import re
@@ -151,6 +152,15 @@ class Training:
     def everything(self) -> list[int]:
         """Ids of the launcher and of all that it has started."""
         return [pid for pid in descendants() if pid != os.getpid()]
+
+    def left_behind(self) -> list[str]:
+        """Commands of the training's that are alive, whoever has adopted them."""
+        found = []
+        for each in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(self.checkpoints) in (command := each.read_text()):
+                    found.append(command.replace("\0", " "))
+        return found
 
     def whole_steps(self) -> list[int]:
         """The steps that are saved, 0 for none."""

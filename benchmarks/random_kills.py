@@ -16,11 +16,15 @@ from benchmarks.supervised import (
     way_on,
 )
 
-STEPS = 120
 HEAD = ("kill", "of process", "to the end of the attempt", "lost", "the next attempt goes on")
 MOMENTS = ("init", "steps", "a save")
 INIT_SECONDS = 8.0
 """From the start of a process to its first step, about."""
+
+
+def steps_for(count: int) -> int:
+    """More than can be saved between so many kills."""
+    return 5 * count + 10
 
 
 def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
@@ -30,14 +34,16 @@ def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
       folder: Of the run.
       count: How many kills, a third each in the init, the steps and the saves of an attempt.
       seed: Of moments and processes.
-      alone: The output of an uninterrupted run.
+      alone: The output of an uninterrupted run of :func:`steps_for` steps.
     """
     random_of = random.Random(seed)
     moments = [MOMENTS[i % 3] for i in range(count)]
     random_of.shuffle(moments)
     options = ("--nproc-per-node", "4", "--max-restarts", str(count))
     kills, folders = [], set[Path]()
-    with Training(folder, "kills", *options, count=4, steps=STEPS, pause=0.05) as training:
+    with Training(
+        folder, "kills", *options, count=4, steps=steps_for(count), pause=0.05
+    ) as training:
         for number, moment in enumerate(moments):
             processes = training.processes(folders)
             folders |= {process.run_dir for process in processes}
@@ -45,17 +51,18 @@ def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
             victim, saved = random_of.randrange(4), training.whole_steps()[-1]
             os.kill(processes[victim].pid, signal.SIGKILL)
             seconds = seconds_until_gone([process.pid for process in processes])
-            if training.is_saving():
-                hit = "a save"
+            if began_after(training.attempts()[number]) is None:
+                hit = "init"
             else:
-                hit = "init" if began_after(training.attempts()[number]) is None else "steps"
+                hit = "a save" if training.is_saving() else "steps"
             kills.append((hit, victim, seconds, saved))
             print(f"kill {number + 1} in {hit}: {seconds:.1f} s", flush=True)
         status = training.launcher.wait(300)
         attempts = training.attempts()
     rows, problems = [], []
     for number, (hit, victim, seconds, saved) in enumerate(kills):
-        way = way_on(attempts[number], attempts[number + 1], saved, losses(alone))
+        following = next((x for x in attempts[number + 1 :] if began_after(x) is not None), "")
+        way = way_on(attempts[number], following, saved, losses(alone))
         told = way.problems + [f"{seconds:.1f} s"] * (seconds > 10)
         problems += [f"kill {number + 1} in {hit}: {problem}" for problem in told]
         goes_on = "; ".join(told) or f"after step {way.after}, bit for bit"

@@ -108,6 +108,7 @@ class Training:
         with self.output.path.open("wb") as out:
             self.launcher = subprocess.Popen(
                 [*on, *launch(*options, *program)],
+                cwd=Path(__file__).parents[1],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

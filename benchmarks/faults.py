@@ -256,9 +256,9 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
     if seconds > fault.seconds:
         problems.append(f"{seconds:.1f} s, not {fault.seconds:g}")
     if left:
-        problems.append(f"left behind: {left}")
+        problems.append(f"processes left behind: {len(left)}")
     if fault.says and not re.fullmatch(fault.says, last):
-        problems.append(f"last words: {last}")
+        problems.append(f"last words: {last[:200]!r}")
     if fault.moment is in_a_save and not training.is_saving():
         problems.append("the save had ended")
     return Ended(fault, -1 if status is None else status, seconds, text, saved, problems)
@@ -275,10 +275,11 @@ def two_hosts() -> Iterator[None]:
         subprocess.run([TWO_HOSTS, "down"], check=True)
 
 
-def pids_of(host: str) -> list[str]:
+def pids_of(host: str) -> list[int]:
     """Ids of the processes in a namespace."""
     pids = ["ip", "netns", "pids", host]
-    return subprocess.run(pids, check=True, capture_output=True, text=True).stdout.split()
+    told = subprocess.run(pids, check=True, capture_output=True, text=True).stdout
+    return [int(pid) for pid in told.split()]
 
 
 def has_namespaces() -> bool:

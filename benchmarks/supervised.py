@@ -154,13 +154,13 @@ class Training:
         """Ids of the launcher and of all that it has started."""
         return [pid for pid in descendants() if pid != os.getpid()]
 
-    def left_behind(self) -> list[str]:
-        """Commands of the training's that are alive, whoever has adopted them."""
+    def left_behind(self) -> list[int]:
+        """Ids of the training's processes that are alive, whoever has adopted them."""
         found = []
-        for each in Path("/proc").glob("[0-9]*/cmdline"):
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if str(self.checkpoints) in (command := each.read_text()):
-                    found.append(command.replace("\0", " "))
+                if str(self.checkpoints) in command.read_text():
+                    found.append(int(command.parent.name))
         return found
 
     def whole_steps(self) -> list[int]:
@@ -176,8 +176,9 @@ class Training:
         return self.output.text().split("zerojax launch: attempt ")
 
     def last_words(self) -> str:
-        """What the launcher said last."""
-        return self.output.text().rpartition("zerojax launch: ")[2]
+        """What the launcher said last; "" for nothing."""
+        _, said, words = self.output.text().rpartition("zerojax launch: ")
+        return words if said else ""
 
 
 def checksum(text: str) -> str:
@@ -246,8 +247,9 @@ class Results(NamedTuple):
 
 
 def write_record(path: Path, title: str, machine: str, text: str) -> None:
-    """A record whose tables are its own figures."""
-    head = heading(title, machine).replace(" (figures as JSON beside this file)", "")
+    """A record whose tables are its own figures; ``machine``: more of it than cores and load."""
+    load = f", load average {os.getloadavg()[2]:.1f} in the last 15 minutes"
+    head = heading(title, load + machine).replace(" (figures as JSON beside this file)", "")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{head}\n\n{text}\n")
 

@@ -208,7 +208,7 @@ class Ended(NamedTuple):
 
     Attributes:
       fault: Which.
-      status: The launch's.
+      status: The launch's; None where it did not end.
       seconds: From the fault until no process was left.
       text: The output.
       saved: The last step that was saved when the fault came.
@@ -216,7 +216,7 @@ class Ended(NamedTuple):
     """
 
     fault: Fault
-    status: int
+    status: int | None
     seconds: float
     text: str
     saved: int
@@ -261,7 +261,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
         problems.append(f"last words: {last[:200]!r}")
     if fault.moment is in_a_save and not training.is_saving():
         problems.append("the save had ended")
-    return Ended(fault, -1 if status is None else status, seconds, text, saved, problems)
+    return Ended(fault, status, seconds, text, saved, problems)
 
 
 @contextlib.contextmanager

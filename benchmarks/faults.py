@@ -34,7 +34,6 @@ from benchmarks.supervised import (
     checksum,
     dated,
     losses,
-    seconds_until_gone,
     way_on,
     write_record,
 )
@@ -211,7 +210,7 @@ class Ended(NamedTuple):
       status: The launch's; None where it did not end.
       seconds: From the fault until no process was left.
       text: The output.
-      saved: The last step that was saved when the fault came.
+      saved: The last step that is whole on the disk.
       problems: What is not as expected.
     """
 
@@ -241,14 +240,13 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
         )
         stack.enter_context(training)
         processes = fault.moment(training)
-        saved, pids = training.whole_steps()[-1], training.everything()
         start = time.monotonic()
         fault.act(training, processes)
-        seconds_until_gone([*pids, *(each.pid for each in processes)], 2 * fault.seconds)
+        while (left := alive(training, fault)) and time.monotonic() - start < 2 * fault.seconds:
+            time.sleep(0.02)
         seconds = time.monotonic() - start
-        status, left = training.launcher.poll(), training.left_behind()
-        if fault.apart:
-            left += pids_of("zja") + pids_of("zjb")
+        status = None if left else training.launcher.wait()
+        saved = training.whole_steps()[-1]
         text, last = training.output.text(), training.last_words()
     problems = []
     if status != fault.status:
@@ -275,11 +273,14 @@ def two_hosts() -> Iterator[None]:
         subprocess.run([TWO_HOSTS, "down"], check=True)
 
 
-def pids_of(host: str) -> list[int]:
-    """Ids of the processes in a namespace."""
-    pids = ["ip", "netns", "pids", host]
-    told = subprocess.run(pids, check=True, capture_output=True, text=True).stdout
-    return [int(pid) for pid in told.split()]
+def alive(training: Training, fault: Fault) -> list[int]:
+    """Ids of all that the launch has started, mpirun's daemons too."""
+    found = training.alive()
+    for host in ("zja", "zjb") * fault.apart:
+        pids = ["ip", "netns", "pids", host]
+        told = subprocess.run(pids, check=True, capture_output=True, text=True).stdout
+        found += map(int, told.split())
+    return found
 
 
 def has_namespaces() -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from benchmarks.report import heading
-from zerojax.launch.descent import descendants
 
 
 def training(folder: Path, steps: int, pause: float, every: int = 20) -> list[str]:
@@ -137,28 +136,24 @@ class Training:
 
     def _processes(self, but: set[Path]) -> dict[int, Process]:
         found = {}
-        for pid in descendants():
+        for pid in self.alive():
             try:
-                command = Path(f"/proc/{pid}/cmdline").read_text()
                 environ = Path(f"/proc/{pid}/environ").read_text()
-            except OSError:  # ended meanwhile
+            except OSError:
                 continue
             told = dict(each.partition("=")[::2] for each in environ.split("\0"))
-            if str(self.checkpoints) in command and "ZEROJAX_PROCESS_ID" in told:
+            if "ZEROJAX_PROCESS_ID" in told:
                 process = Process(pid, Path(told["ZEROJAX_RUN_DIR"]))
                 if process.run_dir not in but:
                     found[int(told["ZEROJAX_PROCESS_ID"])] = process
         return found
 
-    def everything(self) -> list[int]:
-        """Ids of the launcher and of all that it has started."""
-        return [pid for pid in descendants() if pid != os.getpid()]
-
-    def left_behind(self) -> list[int]:
-        """Ids of the training's processes that are alive, whoever has adopted them."""
+    def alive(self) -> list[int]:
+        """Ids of the launcher and of all processes below it that have its words, whoever has
+        adopted them."""
         found = []
         for command in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # ended meanwhile
                 if str(self.checkpoints) in command.read_text():
                     found.append(int(command.parent.name))
         return found

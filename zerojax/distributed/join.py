@@ -18,6 +18,7 @@ from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
 from zerojax.distributed.launched import LaunchError, launched
+from zerojax.distributed.leaving import leave_together
 from zerojax.distributed.preflight import (
     cpu_warnings,
     describe,
@@ -48,7 +49,7 @@ def init_distributed(
 
     JAX's backends are started: options of JAX (``jax.config``) are set before. An exception that
     ends one of several processes ends that process at once, with status 1, and does not wait for
-    the others in JAX's shutdown.
+    the others; a process whose script has ended waits for the scripts of the others.
 
     Args:
       config: The config of :func:`zerojax.zero`, where the program knows it this early: all
@@ -104,6 +105,7 @@ def init_distributed(
     if me.index == 0:
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
+    leave_together()
     leave("joined", me.index)
     watchdog()
 

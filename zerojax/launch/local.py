@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,7 +95,7 @@ def processes(
             Process(
                 name=f"process {i}",
                 prefix=f"[{i}] ",
-                command=[sys.executable, *job.script],
+                command=job.command,
                 environ={**environ, **defaults(environ, bool(gpus)), **added},
                 cpus=place.binding.cpus,
                 stdin=i == 0,
@@ -117,7 +116,7 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
         on = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
         print(f"# process {place.process}: {on}; {place.binding.says}")
         told = [f"{name}={value}" for name, value in added.items()]
-        print(shlex.join(["env", *told, sys.executable, *job.script]))
+        print(shlex.join(["env", *told, *job.command]))
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:

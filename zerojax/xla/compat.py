@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -135,6 +136,14 @@ def frames() -> Iterator[FrameType]:
         while frame is not None:
             yield frame
             frame = frame.f_back
+
+
+def before_the_end(act: Callable[[], None]) -> None:
+    """Calls a function when the program has ended, and executors still take work.
+
+    They refuse it before the functions of ``atexit`` are called.
+    """
+    threading._register_atexit(act)  # type: ignore[attr-defined]
 
 
 _COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}

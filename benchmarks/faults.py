@@ -180,7 +180,7 @@ FAULTS = (
         to(signal.SIGUSR2, 1),
         3,
         15,
-        r"process 1 failed first: status 3\n",
+        r"process 1 failed first: status 3\n\[1\] Traceback(.*\n)*\[1\] SystemExit: 3\n",
     ),
     Fault(
         "a full disk at one process",

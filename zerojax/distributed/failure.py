@@ -19,9 +19,11 @@ def leave(name: str, index: int, text: str = "") -> None:
     """Writes a file into the folder of the launch, if a launcher made one."""
     folder = os.environ.get("ZEROJAX_RUN_DIR")
     if folder:
+        file = Path(folder) / f"{name}.{index}"
         try:
-            (Path(folder) / f"{name}.{index}").write_text(text)
+            file.write_text(text)
         except OSError as error:
+            file.unlink(missing_ok=True)  # the launcher has stderr; half a traceback helps nobody
             print(f"zerojax: cannot write {name}.{index}: {error}", file=sys.stderr)
 
 

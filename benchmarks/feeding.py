@@ -107,12 +107,12 @@ def measure(turns: int = TURNS) -> Feeding:
             start = time.perf_counter()
             jax.block_until_ready(way())
             its_times += [time.perf_counter() - start] * (turn >= WARM_UP)
-    agreed, fed_times, plain, local = times
+    _, ours, plain, local = times
     return Feeding(
         jax.process_count(),
         *map(statistics.median, times),
-        statistics.median(a / b for a, b in zip(fed_times, plain, strict=True)),
-        statistics.median(a - b for a, b in zip(fed_times, local, strict=True)),
+        statistics.median(a / b for a, b in zip(ours, plain, strict=True)),
+        statistics.median(a - b for a, b in zip(ours, local, strict=True)),
     )
 
 
@@ -147,7 +147,7 @@ def main() -> None:
         said = (
             f"Every process places {ROWS} rows of its own: tokens and labels int32 [{ROWS}, "
             f"{TOKENS}],\nweights float32 [{ROWS}], on {DEVICES} virtual CPU devices in all. "
-            f"Medians of {TURNS} turns of the first\nprocess; ratio and difference within each turn."
+            f"Medians of\n{TURNS} turns of the first process; ratio and difference in each turn."
         )
         parts = [heading("Feeding own rows"), said, markdown_table(rows)]
         stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")

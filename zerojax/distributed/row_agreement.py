@@ -99,8 +99,8 @@ class RowAgreement:
             for of in [[i for i, x in enumerate(told) if x == each]]
         )
         return ValueError(
-            f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}. "
-            "Every process passes equally many, so that all run the same program: let the loader "
+            f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}."
+            " Every process passes equally many, so that all run the same program: let the loader "
             "drop the last incomplete batch, or fill it up with rows of weight 0."
         )
 

@@ -97,6 +97,12 @@ def quick_compile(compiled: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the processes that a test starts."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+@pytest.fixture
 def full_compile(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
     """XLA's default optimizations, in a file of quick compiles too."""
     quick = "quick_compile" in request.fixturenames and not ON_GPU

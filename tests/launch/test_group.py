@@ -79,6 +79,24 @@ os.write(1, b"no end")
         assert b"\nno end" in log
 
 
+def test_gloo_s_lines_are_in_the_log_alone(tmp_path: Path) -> None:
+    script = """
+line = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+say(line)
+say("[Gloo] Rank [Gloo] Rank 10 is connected to  is connected to 1 peer ranks. " + line[44:])
+say(line, "and more")
+say("12")
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=1", "--log-dir=logs")
+    said = [x for x in told.out.splitlines() if "pid" not in x]
+    assert said == [
+        "[0] [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks "
+        "is : 1 and more",
+        "[0] 12",
+    ]
+    assert (tmp_path / "logs/attempt-1/0.log").read_text().count("[Gloo]") == 4
+
+
 def test_a_prompt_is_shown_and_a_progress_bar_is_kept(tmp_path: Path) -> None:
     script = "os.write(1, b'\\r10%\\r20%'); time.sleep(1.5); os.write(1, b'\\r30%\\n')"
     told = launched(tmp_path, script, "--nproc-per-node=1")

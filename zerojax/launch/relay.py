@@ -11,6 +11,11 @@ from typing import IO
 from zerojax.launch.failure import Failure, reported
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")  # a progress bar's lines end with "\r"
+# Gloo tells of each connection, and no switch stops that; its threads mix the words of their lines.
+_GLOO = re.compile(
+    rb"(?=.*(?:\[Gloo\]|peer ranks))(?:\[Gloo\] Rank | is connected to | peer ranks\. "
+    rb"|Expected number of connected peer ranks is : |\d+|\s)+"
+)
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may be held up within a line
 _TAIL = 1 << 14
@@ -91,6 +96,10 @@ class Relay(threading.Thread):
     def _write(self, source: Source, piece: bytes) -> None:
         if source.failures is not None and (failure := reported(piece)):
             source.failures.append(failure)
+            return
+        if self._at_start and _GLOO.fullmatch(piece):
+            if source.log is not None:
+                self._put(source.log.fileno(), piece)
             return
         if self._open is not source:
             self._end_line()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
@@ -119,7 +120,11 @@ class Placer:
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """An array in the place and with the sharding that the plan has for it."""
-        x = jax.device_put(pad(x, leaf.padded), sharding)
+        x = pad(x, leaf.padded)
+        if isinstance(x, jax.Array) and (not x.is_fully_addressable or jax.process_count() == 1):
+            x = jax.device_put(x, sharding)
+        else:  # in several processes device_put would compare, and find that NaN is not NaN
+            x = jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
         if leaf.place == DISK:
             on_disk = self.disk_leaf(leaf.path, leaf.padded, leaf.dtype, sharding)
             on_disk.fill(x)

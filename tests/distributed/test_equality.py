@@ -15,9 +15,14 @@ from zerojax.distributed.launched import LaunchError
 BATCH = {"x": np.ones((4, 8), np.float32)}
 
 
-def made(key: Any, rate: float = 1e-2) -> TrainState:
+class State(TrainState):
+    dropout: Any
+
+
+def made(key: Any, rate: float = 1e-2) -> State:
     params = {"w": jax.random.normal(key, (8, 4))}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(rate))
+    tx = optax.adam(rate)
+    return State.create(apply_fn=None, params=params, tx=tx, dropout=jax.random.key(1))
 
 
 def train_step(state: TrainState, batch: Any, scale: Any = 1.0, key: Any = None) -> Any:

@@ -16,6 +16,8 @@ from zerojax.launch.gpus import Binding, Gpu, binding
 from zerojax.launch.group import STALLED, Group, Outcome, Process
 from zerojax.launch.job import PART, Job, Node, free_port
 
+_CPU_PROCESSES = 32  # a CPU; more are a slip of the pen, which would take the machine down
+
 
 class Place(NamedTuple):
     """Where a process runs.
@@ -35,13 +37,18 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     """The places of a machine's processes, one GPU each; without GPUs they are CPU processes.
 
     Raises:
-      UsageError: There are more processes than GPUs.
+      UsageError: There are more processes than GPUs, or far more than CPUs.
     """
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
         raise UsageError(
             f"{count} processes, but this machine has {len(gpus)} GPUs for them: one process a "
             "GPU; JAX_PLATFORMS=cpu starts processes on CPUs"
+        )
+    if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
+        raise UsageError(
+            f"--nproc-per-node {count}: this machine has {os.cpu_count()} CPUs, for "
+            f"{_CPU_PROCESSES} processes each at most"
         )
     first = sum(node.counts[: node.rank])
     own = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]

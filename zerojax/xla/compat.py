@@ -129,10 +129,11 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def frames() -> Iterator[FrameType]:
-    """The frames of all threads; Python has no other name for them."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
+def frames(thread: int | None = None) -> Iterator[FrameType]:
+    """The frames of all threads, or of one, the innermost first; Python has no other name for
+    them."""
+    for number, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread in (None, number) else None
         while frame is not None:
             yield frame
             frame = frame.f_back

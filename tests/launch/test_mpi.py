@@ -34,7 +34,7 @@ def test_one_program_of_one_process_on_each_host(monkeypatch: pytest.MonkeyPatch
     here = str(Path.cwd())
     command = mpirun_command(hosts, [["x", "1"], ["x", "2"]])
     assert command[:4] == ["mpirun", "--bind-to", "none", "--oversubscribe"]
-    assert command[4:] == [
+    assert command[command.index("-np") :] == [
         *("-np", "1", "--host", "a", "--wdir", here, "x", "1", ":"),
         *("-np", "1", "--host", "b", "--wdir", here, "x", "2"),
     ]
@@ -132,12 +132,26 @@ def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> Non
 @needs_mpirun
 @needs_namespaces
 def test_a_host_that_is_cut_off_holds_up_nobody(tmp_path: Path, hostfile: Path) -> None:
-    """What is left there ends when JAX misses the coordinator; here that is left out."""
-    with launching(tmp_path, "time.sleep(60)", "--hostfile", hostfile, **ON_ZJA) as launch:
+    """What runs on zjb descends from an "sshd" there, and ends as well."""
+    line, ssh = tmp_path / "line", tmp_path / "ssh"
+    os.mkfifo(line)
+    ssh.write_text(
+        '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
+        f'echo "${{*:2}}" > {line}\nexec sleep 100\n'
+    )
+    ssh.chmod(0o755)
+    command = f'read -r line < {line}; exec {TWO_HOSTS} on zjb bash -c "$line"'
+    sshd = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL)
+    on_zja = ON_ZJA | {"OMPI_MCA_plm_rsh_agent": str(ssh)}
+    with launching(tmp_path, "time.sleep(120)", "--hostfile", hostfile, **on_zja) as launch:
         workers = launch.pids(4)
+        there = subprocess.check_output(["ip", "netns", "pids", "zjb"], text=True).split()
         subprocess.run(["ip", "-n", "zjb", "link", "set", "eth0", "down"], check=True)
         os.kill(workers[1], signal.SIGKILL)
         told = launch.told()
     assert told.status == 128 + signal.SIGKILL
     assert told.err.endswith("zerojax launch: process 1 failed first: ended by SIGKILL\n")
     assert not living(workers[:2])
+    assert len(there) >= 5  # the daemon, the launcher twice, two processes
+    assert not living([*map(int, there)], 60)
+    sshd.wait(10)

@@ -88,6 +88,9 @@ def test_one_whose_script_ends_early(tmp_path: Path) -> None:
     assert "the script of process 1 has ended, and process 0 has waited in a step" in told.err
 
 
+starts_threads = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="this Python starts no threads at its end"
+)
 UNFINISHED = """
 from zerojax.checkpoint import writer
 finish = writer.Writer._finish
@@ -96,9 +99,7 @@ Checkpointer("steps", zero).save(3, state)
 """
 
 
-@pytest.mark.skipif(
-    (3, 12) <= sys.version_info < (3, 12, 2), reason="a Python that starts no threads at its end"
-)
+@starts_threads
 def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
     script = TRAIN + UNFINISHED + "sys.exit(75)"
     for count in (1, 2):
@@ -109,6 +110,7 @@ def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
         (tmp_path / "steps/3").rename(tmp_path / f"{count}")
 
 
+@starts_threads
 def test_a_save_under_way_that_fails(tmp_path: Path) -> None:
     fails = "def fail(*_): raise OSError('no space')\nwriter.Writer._commit = fail\n"
     script = TRAIN + UNFINISHED + fails

@@ -16,6 +16,9 @@ from zerojax.launch.local import attempts
 # What mpirun needs after the supervisors' own grace has passed.
 _SLACK_SECONDS = 5.0
 
+# Seconds after which mpirun's daemons end that a network cut off; by default 480.
+_KEEPALIVE = {"time": "10", "intvl": "5", "probes": "4"}
+
 
 def installed() -> str | None:
     """Where mpirun is."""
@@ -30,6 +33,8 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
     command = ["mpirun", "--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
+    for name, seconds in _KEEPALIVE.items():
+        command += ["--mca", f"oob_tcp_keepalive_{name}", seconds]
     for host, each in zip(hosts, commands, strict=True):
         command += ["-np", "1", "--host", host.name, "--wdir", str(Path.cwd()), *each, ":"]
     return command[:-1]

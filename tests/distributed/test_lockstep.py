@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from launch.launched import launched
 
+from zerojax.distributed.lockstep import Lockstep
+
 SCRIPT = """
 import zerojax
 zerojax.init_distributed()
@@ -72,3 +74,19 @@ def test_one_process_alone(name: str, tmp_path: Path) -> None:
     assert "failed first: status 1" in shown
     assert re.search(said, shown), shown
     assert "Every process makes the same steps" in shown
+
+
+def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where process 0 alone fetches an array of all, which is no call of zerojax."""
+    first, other = Lockstep(), Lockstep(silent=0.0)
+    for calls in (first, other):
+        calls.note("train_step(...)")
+    other.compare(0, first.told())
+    other.note("train_step(...)")
+    told = first.told()
+    for _ in range(4):
+        other.compare(0, told)
+    said = capsys.readouterr().err
+    assert said.count("process 0 stands at ") == 1
+    assert "test_lockstep.py:" in said
+    assert "in or after call 1 of zerojax, and process 0 at" in said

@@ -6,7 +6,6 @@ import json
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from etils import epath
 
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, reason
 from zerojax.distributed.exchange import ProcessesMissing, exchange
+from zerojax.distributed.roll_call import by_value
 
 PATIENCE = 300.0
 """Seconds for which processes wait for one another in a call that all make."""
@@ -89,17 +89,8 @@ def _together(
     if mine and len(failed) == len(every) and len({*failed.values()}) == 1:
         raise mine
     kind = DamagedCheckpointError if any("damaged" in x for x in every) else CheckpointError
-    raise kind(_by_cause(failed)) from mine
-
-
-def _by_cause(failed: dict[int, str]) -> str:
-    """The errors of processes, each cause once."""
-    lines = []
-    for cause in Counter(failed.values()):
-        who = [str(i) for i, x in failed.items() if x == cause]
-        more = f" and {len(who) - 8} more" if who[8:] else ""
-        lines.append(f"process{'es' * (len(who) > 1)} {', '.join(who[:8])}{more}: {cause}")
-    return "\n".join(lines)
+    lines = [f"{who}: {cause}" for cause, who in by_value(failed).items()]
+    raise kind("\n".join(lines)) from mine
 
 
 def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: float = 30.0) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.launched import LaunchError
-from zerojax.distributed.roll_call import listed
+from zerojax.distributed.roll_call import by_value
 
 _PATIENCE = 600.0  # s
 _LONGEST = 200  # characters of a line
@@ -47,7 +47,7 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     line = lines[low].strip() if low < len(lines) else "the end"
     told = exchange(what, line[:_LONGEST], _PATIENCE)
     raise LaunchError(
-        f"{name} is another program in each process: line {low + 1} is\n{_by_value(told)}\nA "
+        f"{name} is another program in each process: line {low + 1} is\n{_lines(told)}\nA "
         "learning rate, a constant, random numbers of numpy or a branch of Python depend on the "
         "process: make them the same"
     )
@@ -68,7 +68,7 @@ def require_same_values(name: str, values: Mapping[str, Any]) -> None:
     keys = [key for key in dict.fromkeys(k for each in told for k in each)]
     unequal = [key for key in keys if len({each.get(key, "none") for each in told}) > 1]
     if unequal:
-        each = _by_value([each.get(unequal[0], "none") for each in told])
+        each = _lines([each.get(unequal[0], "none") for each in told])
         more = f"\nand so do {len(unequal) - 1} more" if unequal[1:] else ""
         raise LaunchError(
             f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\nWhat is not rows "
@@ -92,9 +92,7 @@ def _digest(x: Any) -> str:
     return f"{x.dtype}{[*x.shape]} of checksum {zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
 
 
-def _by_value(told: list[str]) -> str:
+def _lines(told: list[str]) -> str:
     """What the processes said, each value once."""
-    groups: dict[str, list[int]] = {}
-    for process, value in enumerate(told):
-        groups.setdefault(value, []).append(process)
-    return "\n".join(f"  {listed(who, 'process')}: {value}" for value, who in groups.items())
+    each = by_value(dict(enumerate(told)))
+    return "\n".join(f"  {who}: {value}" for value, who in each.items())

@@ -22,7 +22,6 @@ from zerojax.xla import compat
 _FIRST, _ENDED = "zerojax/calls/of/", "zerojax/calls/ended/"
 _TICK = 2.0  # s
 _PUBLISHED, _KEPT = 64, 4096  # calls
-_SILENT = 60.0  # s
 _END = "the end of the program"
 
 
@@ -32,16 +31,19 @@ class Lockstep(threading.Thread):
     A process that alone evaluates, saves, or makes a further step waits for the others for ever, or
     its collectives meet those of another call. Nothing waits here: process 0 publishes its last
     calls, the others look. Where calls differ, the process that sees so ends with an error.
+
+    Args:
+      silent: Seconds after which a process says where two stand that are not at the same call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, silent: float = 60.0) -> None:
         super().__init__(name="zerojax lockstep", daemon=True)
+        self._silent = silent
         self._me, self._lock, self._over = jax.process_index(), threading.Lock(), threading.Event()
         self._count, self._sum = 0, 0
         self._calls: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # checksum of all so far, name
         self._published = ""
         self._still: tuple[Any, float] = None, 0.0  # what stands still, and since when
-        atexit.register(self._end)
 
     def note(self, call: str) -> None:
         """Notes a call that all processes make, before it waits for any of them."""
@@ -63,17 +65,22 @@ class Lockstep(threading.Thread):
             for key, word in compat.coordination().key_value_dir_get(
                 _FIRST if self._me else _ENDED
             ):
-                self._compare(int(key.rpartition("/")[2]), json.loads(word))
+                self.compare(int(key.rpartition("/")[2]), word)
+
+    def told(self) -> str:
+        """The number of calls so far, the last of them, and where the main thread is: as JSON."""
+        with self._lock:
+            return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
 
     def _publish(self, folder: str) -> None:
-        with self._lock:
-            word = json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
+        word = self.told()
         if word != self._published:
             self._published = word
             compat.coordination().key_value_set(f"{folder}{self._me}", word, True)
 
-    def _compare(self, process: int, told: tuple[int, list[tuple[int, str]], str]) -> None:
-        count, theirs, place = told
+    def compare(self, process: int, told: str) -> None:
+        """Ends this process where another has made other calls."""
+        count, theirs, place = json.loads(told)
         with self._lock:
             mine, number = [*self._calls], self._count
         first = max(count - len(theirs), number - len(mine))
@@ -96,20 +103,22 @@ class Lockstep(threading.Thread):
 
     def _say_who_waits(self, process: int, count: int, place: str, number: int) -> None:
         """Says once where two processes stand, if not at the same call for long."""
-        now, here = time.monotonic(), (count, place, number)
-        if self._still[0] != here:
+        now, here = time.monotonic(), (process, count, place, number)
+        if self._still[0] is None or (self._still[0][0] == process and self._still[0] != here):
             self._still = here, now
-        elif count != number and 0 < now - self._still[1] > _SILENT:
+        elif self._still[0][0] != process or (number > count and self._me > 1):
+            return  # one of many that see the same
+        elif count != number and 0 < now - self._still[1] > self._silent:
             self._still = here, float("inf")
             print(
-                f"zerojax: for {_SILENT:g} s process {process} stands at {place}, in or after call "
-                f"{count} of zerojax, and process {self._me} at {_place()}, call {number}. Where "
-                "one computes or prints what the devices of all hold, all must do so",
+                f"zerojax: for {self._silent:g} s process {process} stands at {place}, in or after "
+                f"call {count} of zerojax, and process {self._me} at {_place()}, call {number}. "
+                "Where one computes or prints what the devices of all hold, all must do so",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The end of the program: whoever comes last compares."""
         self._over.set()
         self.join(_TICK)
@@ -132,6 +141,7 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
             return thread
     started = Lockstep()
     started.start()
+    atexit.register(started.end)
     return started
 
 

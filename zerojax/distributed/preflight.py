@@ -21,7 +21,7 @@ from zerojax.config import ZeroConfig
 from zerojax.distributed.addresses import is_loopback, proxied
 from zerojax.distributed.gpus import local_devices, on_cpu, visible_gpus
 from zerojax.distributed.launched import Launched
-from zerojax.distributed.roll_call import Record, by_host, listed
+from zerojax.distributed.roll_call import Record, by_host, by_value, listed
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 """What a program may set in process 0 alone."""
@@ -185,10 +185,8 @@ def unequal_devices(records: list[Record]) -> list[str]:
 
 def _unequal(what: str, values: Mapping[int, Any], remedy: str) -> list[str]:
     """An error where values differ, with the processes of each."""
-    groups: dict[Any, list[int]] = {}
-    for process, value in values.items():
-        groups.setdefault(value, []).append(process)
+    groups = by_value(values)
     if len(groups) < 2:
         return []
-    each = "; ".join(f"{value} in {listed(who, 'process')}" for value, who in groups.items())
+    each = "; ".join(f"{value} in {who}" for value, who in groups.items())
     return [f"{what} differs: {each}. Remedy: {remedy}"]

@@ -13,13 +13,14 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from zerojax.distributed.addresses import split
 from zerojax.distributed.launched import Launched, LaunchError
 
 Record = dict[str, Any]
+_Value = TypeVar("_Value")
 
 _GREETING = b"zerojax roll call 1\n"
 _LONGEST = 1 << 20
@@ -229,6 +230,19 @@ def listed(numbers: Iterable[int], noun: str = "") -> str:
     numbers = [*numbers]
     plural = noun and noun + ("es " if len(numbers) > 1 else " ")
     return plural + ", ".join(map(str, numbers[:8])) + ", ..." * bool(numbers[8:])
+
+
+def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
+    """The processes of each value, as ``listed`` names them.
+
+    Example:
+      >>> by_value({0: "a", 1: "b", 2: "a"})
+      {'a': 'processes 0, 2', 'b': 'process 1'}
+    """
+    groups: dict[_Value, list[int]] = {}
+    for process, value in values.items():
+        groups.setdefault(value, []).append(process)
+    return {value: listed(who, "process") for value, who in groups.items()}
 
 
 def _named(record: Record) -> str:

@@ -2,12 +2,14 @@
 
     python -m zerojax launch --nproc-per-node 2 -m benchmarks.launch_training FOLDER
 
-The checksum is the same however often the run was stopped.
+Losses and checksum are the same however often the run was stopped. A process that gets SIGUSR1
+raises after its step, one that gets SIGUSR2 calls ``sys.exit(3)``.
 """
 
 import argparse
 import hashlib
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -23,6 +25,7 @@ import zerojax
 from zerojax.checkpoint import PREEMPTED, Checkpointer, Preemption
 
 ROWS = 64
+HIDDEN = 16384  # above the threshold from which stage 3 shards a parameter
 
 
 def main() -> None:
@@ -30,13 +33,17 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between saves")
     args = parser.parse_args()
 
+    asked: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: asked.append(number))
     zerojax.init_distributed()
     zero = zerojax.zero(stage=3)
     me = jax.process_index()
     print(f"pid {os.getpid()} is process {me} of {jax.process_count()}", flush=True)
-    model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(8)])
+    model = nn.Sequential([nn.Dense(HIDDEN), nn.relu, nn.Dense(8)])
 
     def create_state(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, 16)))["params"]
@@ -60,14 +67,19 @@ def main() -> None:
             state = checkpointer.restore(zero.abstract_state(create_state, key))
         else:
             state = zero.init(create_state, key)
+        print(f"begins after step {done}", flush=True)
         for step in range(done + 1, args.steps + 1):
             x = np.random.default_rng(step).normal(size=(ROWS, 16)).astype(np.float32)
             own = x[zerojax.process_rows(ROWS)]
             state, metrics = train_step(state, {"x": own, "y": own[:, :8].argmax(axis=-1)})
-            if step == done + 1 or step % 10 == 0:
-                print(f"step {step} loss {float(metrics['loss']):.6f}", flush=True)
+            loss = float(metrics["loss"])
+            print(f"step {step} loss {loss:.9g}", flush=True)  # of float32: the very bits
+            if signal.SIGUSR1 in asked:
+                raise RuntimeError("asked to fail")
+            if signal.SIGUSR2 in asked:
+                sys.exit(3)
             stop = preemption.notice
-            if step % 20 == 0 or stop:
+            if step % args.every == 0 or stop:
                 checkpointer.save(step, state)
             if stop:
                 checkpointer.wait()

@@ -12,7 +12,6 @@ Without --record no run waits for a time limit.
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
 import os
 import re
@@ -25,7 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.report import console, console_table, heading, markdown_table
+from benchmarks.report import console, console_table, markdown_table
+from benchmarks.supervised import (
+    Output,
+    checksum,
+    dated,
+    launch,
+    seconds_until_gone,
+    training,
+    write_record,
+)
 
 STEPS = 60
 HEAD = ("run", "what was killed", "to the end of all processes", "what came out")
@@ -54,39 +62,9 @@ class Run(NamedTuple):
         return self.name, self.killed, seconds, f"{self.said}; {end}"
 
 
-class Output:
-    """What a run writes into a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def text(self) -> str:
-        return self.path.read_text(errors="replace") if self.path.exists() else ""
-
-    def wait(self, pattern: str, count: int = 1, seconds: float = 180.0) -> list[str]:
-        """The first group of each match, as soon as there are as many."""
-        until = time.monotonic() + seconds
-        while len(found := re.findall(pattern, self.text())) < count:
-            if time.monotonic() > until:
-                raise TimeoutError(f"no {pattern!r} in\n{self.text()}")
-            time.sleep(0.05)
-        return found
-
-    def checksum(self) -> str:
-        ends = set(re.findall(r"end: (\w+)", self.text()))
-        return ends.pop() if len(ends) == 1 else ""
-
-
-def training(folder: Path, pause: float = 0.2) -> list[str]:
-    program = ["-m", "benchmarks.launch_training", str(folder / "checkpoints")]
-    return [*program, "--steps", str(STEPS), "--pause", str(pause)]
-
-
-def seconds_until_gone(pids: list[str]) -> float:
-    start = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        time.sleep(0.05)
-    return time.monotonic() - start
+def pids_after_step_20(output: Output) -> list[int]:
+    output.wait(r"step (20) ", 2)
+    return [int(pid) for pid in output.wait(r"pid (\d+) is", 2)]
 
 
 class SlurmJob:
@@ -99,7 +77,7 @@ class SlurmJob:
         nodes = ("--num-nodes", "2", "--nproc-per-node", "1")
         words = ["--slurm", f"{sbatch} --output={self.output.path}", *nodes, *options]
         told = subprocess.run(
-            [sys.executable, "-m", "zerojax", "launch", *words, *training(folder, pause)],
+            launch(*words, *training(folder / "checkpoints", STEPS, pause)),
             check=True,
             capture_output=True,
             text=True,
@@ -113,10 +91,9 @@ class SlurmJob:
         found = re.search(r"JobState=(\w+)", self.control("scontrol", "show", "job", self.number))
         return found[1] if found else "gone"
 
-    def processes(self) -> list[str]:
+    def processes(self) -> list[int]:
         """The ids of the first attempt's, after step 20."""
-        self.output.wait(r"step (20) ", 2)
-        return self.output.wait(r"pid (\d+) is", 2)
+        return pids_after_step_20(self.output)
 
     def end(self, killed: str, seconds: float, said: str = "") -> Run:
         """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
@@ -128,12 +105,10 @@ class SlurmJob:
                 self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
             time.sleep(0.5)
         text = self.output.text()
-        steps = dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))
-        for step in steps:
-            said += f"all saved step {step}, status 75, queued again; "
-        if text.count("is queued again") != len(steps):
-            said += f"queued again {text.count('is queued again')} times; "
-        return Run(self.options, killed, seconds, f"{said}job {state}", self.output.checksum())
+        again = text.count("is queued again")
+        for i, step in enumerate(dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))):
+            said += f"all saved step {step}, status 75{', queued again' * (i < again)}; "
+        return Run(self.options, killed, seconds, f"{said}job {state}", checksum(text))
 
 
 def slurm_runs(folder: Path, timed: bool) -> list[Run]:
@@ -148,7 +123,7 @@ def slurm_runs(folder: Path, timed: bool) -> list[Run]:
 
     job = SlurmJob(folder / "kill", "--max-restarts", "1")
     pids = job.processes()
-    os.kill(int(pids[1]), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     seconds = seconds_until_gone(pids)
     said = f"{job.output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save; "
     runs.append(job.end("SIGKILL of one task after step 20", seconds, said))
@@ -162,7 +137,7 @@ def slurm_runs(folder: Path, timed: bool) -> list[Run]:
 
     if timed:
         job = SlurmJob(folder / "limit", sbatch="--time=2", pause=1.5)
-        pids = job.output.wait(r"pid (\d+) is", 2)
+        pids = [int(pid) for pid in job.output.wait(r"pid (\d+) is", 2)]
         job.output.wait("SIGTERM, (passed) to all")
         seconds = seconds_until_gone(pids)
         runs.append(job.end("nothing: the time limit came", seconds))
@@ -195,25 +170,24 @@ def ray_runs(folder: Path) -> list[Run]:
         (folder / name).mkdir()
         output = Output(folder / name / "out")
         options = ["--ray", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
-        words = [sys.executable, "-m", "zerojax", "launch", *options, *training(folder / name)]
+        words = launch(*options, *training(folder / name / "checkpoints", STEPS, 0.2))
         killed, seconds = "nothing", float("nan")
         with output.path.open("w") as out:
             start = time.monotonic()
-            launch = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+            launcher = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
             if name != "alone":
-                output.wait(r"step (20) ", 2)
-                pids = output.wait(r"pid (\d+) is", 2)
+                pids = pids_after_step_20(output)
             if name == "kill":
                 killed = "SIGKILL of one process after step 20"
-                os.kill(int(pids[1]), signal.SIGKILL)
+                os.kill(pids[1], signal.SIGKILL)
                 seconds = seconds_until_gone(pids)
             elif name == "launcher":
                 killed = "SIGTERM to the launcher after step 20"
-                launch.terminate()
+                launcher.terminate()
                 seconds = seconds_until_gone(pids)
-            status = launch.wait()
+            status = launcher.wait()
         said = f"status {status} {time.monotonic() - start:.0f} s after the command"
-        runs.append(Run(" ".join(options), killed, seconds, said, output.checksum()))
+        runs.append(Run(" ".join(options), killed, seconds, said, checksum(output.text())))
         if status and name != "launcher":
             print(output.text())
     return runs
@@ -240,11 +214,10 @@ def main() -> None:
     verdict = f"The runs that ended agree bit for bit: {len(ends) == 1}."
     print(verdict)
     if args.record:
-        path = args.record / f"{datetime.date.today()}-launchers-{args.cluster}.md"
-        title = heading(f"Real runs under {args.cluster.capitalize()}", f", {version}")
-        title = title.replace(" (figures as JSON beside this file)", "")
+        path = args.record / dated(f"launchers-{args.cluster}")
+        title = f"Real runs under {args.cluster.capitalize()}"
         note = f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20. {verdict}"
-        path.write_text(f"{title}\n\n{note}\n\n{markdown_table(rows, len(HEAD))}\n")
+        write_record(path, title, f", {version}", f"{note}\n\n{markdown_table(rows, len(HEAD))}")
     sys.exit(len(ends) != 1)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
 from zerojax.devices.mesh import mesh as all_devices
-from zerojax.distributed.join import require_joined, require_same
+from zerojax.distributed.join import require_joined
 from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.optim.named import named_optimizer
@@ -146,7 +146,6 @@ class Zero:
         Returns:
           The state, on the mesh as planned, with its optimizer wrapped as the config asks.
         """
-        require_same(self.config, self.mesh)
         return self.states.init(create_state, *args)
 
     def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:

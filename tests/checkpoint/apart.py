@@ -19,6 +19,7 @@ import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, writer
 from zerojax.checkpoint import restore as restoring
 from zerojax.checkpoint.processes import agreed, first, share_a_folder, told
+from zerojax.distributed.launched import LaunchError
 
 
 class Failure(NamedTuple):
@@ -110,6 +111,12 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
                 patch.setattr(restoring, "_read", damaged)
             found["restore"] = failure(lambda: checkpointer.restore(abstract))
         assert_shards(checkpointer.restore(abstract), states[1])
+    with (
+        Checkpointer(folder / "run", zerojax.zero(stage=2 + process)) as checkpointer,
+        pytest.raises(LaunchError) as refused,
+    ):
+        checkpointer.restore(abstract)
+    found["configs"] = str(refused.value)
 
     found["on disk"] = _on_disk(process, folder)
     if disk:

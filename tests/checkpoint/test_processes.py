@@ -58,6 +58,7 @@ def test_one_that_cannot_save(
         assert found["steps"] == [0, 1]
         assert found["restore"].kind == "DamagedCheckpointError"
         assert found["restore"].said.startswith("process 1: a byte is another one\nStep 0 looks")
+        assert "stage of the config differs: 2 in process 0; 3 in process 1" in found["configs"]
         assert found["on disk"].said.startswith("step 0 was not saved in")
         assert "process 1: " in found["on disk"].said
         if small_disk:

@@ -45,7 +45,7 @@ def launch(words: str, **environ: str) -> Result:
         ("--hostfile hosts --node-rank 2 train.py", "--node-rank 2: 2 machines are 0 to 1"),
         ("--hostfile hosts --node-rank 0 train.py", "--node-rank needs --coordinator"),
         ("--hostfile hosts --node-rank 0 --coordinator a:1 train.py", "worker-0 has slots up to 1"),
-        ("--num-nodes 2 train.py", "--num-nodes needs --hostfile, or --node-rank"),
+        ("--num-nodes 2 train.py", "several machines need --hostfile, or --node-rank"),
         ("--num-nodes 2 --node-rank 0 --coordinator a train.py", "expected HOST:PORT, got 'a'"),
         (
             "--num-nodes 2 --node-rank 0 --coordinator a:1 --max-restarts 1 train.py",
@@ -53,7 +53,13 @@ def launch(words: str, **environ: str) -> Result:
         ),
         ("--nproc-per-node 0 train.py", "--nproc-per-node: expected 8, or 8,4"),
         ("--nproc-per-node 2,2,2 --hostfile hosts train.py", "2 machines"),
-        ("--log-dir train.py train.py", "--log-dir: [Errno 17] File exists: 'train.py'"),
+        ("--log-dir train.py train.py", "--log-dir train.py cannot be made: File exists"),
+        ("--nproc-per-node 2,2 train.py", "several machines need --hostfile"),
+        ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: this machine has "),
+        ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),
+        ("--coordinator a:99999 train.py", "expected HOST:PORT, got 'a:99999'"),
+        ("--watchdog inf train.py", "--watchdog: expected seconds or off, got 'inf'"),
+        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed here"),
         ("--watchdog soon train.py", "--watchdog: expected seconds or off, got 'soon'"),
     ],
 )
@@ -99,6 +105,9 @@ def test_dry_run_of_one_machine() -> None:
     assert shown[2].startswith("# process 1: CPU")
     words = shlex.split(shown[3])
     assert words[-3:] == ["train.py", "--lr", "3"]
+    assert "stands behind" not in launch("--dry-run train.py --lr 3").stderr
+    told = launch("--dry-run train.py --max-restarts=3").stderr
+    assert "--max-restarts=3 stands behind the script: an argument of the script" in told
     assert {"ZEROJAX_PROCESS_ID=1", "ZEROJAX_WATCHDOG=off", "JAX_PLATFORMS=cpu"} < set(words)
 
 

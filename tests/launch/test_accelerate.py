@@ -80,6 +80,7 @@ def test_one_process(tmp_path: Path, text: str) -> None:
         ("distributed_type: MULTI_GPU\nnum_processes: two", "num_processes is 'two', not a number"),
         (SEVERAL.replace("16", "15"), "num_processes 15 on num_machines 2"),
         (SEVERAL.replace("main_process_ip: 10.0.0.1", ""), "unreadable"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: 3", "deepspeed_config is 3, and not keys"),
         ("- a", "expected keys and values"),
         ("a: [", "cannot be read"),
     ],
@@ -90,6 +91,7 @@ def test_files_that_fit_no_launch(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UsageError) as error:
         given(tmp_path, text)
     assert says in str(error.value)
+    assert "\n" not in str(error.value)
     assert "accelerate.yaml" in str(error.value)
 
 

@@ -21,7 +21,7 @@ needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
     reason="network namespaces need root and iproute2",
 )
-TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
+TWO_HOSTS = Path(__file__).parents[2] / "benchmarks/two_hosts.sh"
 ON_ZJA: dict[str, Any] = {
     "on": (TWO_HOSTS, "on", "zja"),
     "OMPI_MCA_plm_rsh_agent": str(TWO_HOSTS),

@@ -22,6 +22,8 @@ from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.checkpoint.writer import Lock, Writer
+from zerojax.distributed.join import require_same
+from zerojax.distributed.lockstep import lockstep
 from zerojax.distributed.watchdog import paused
 
 
@@ -98,6 +100,7 @@ class Checkpointer:
         self._lock: Lock | None = None
         self._name = "checkpoints, read"
         if not read_only:
+            self._note("a Checkpointer")
             try:
                 self._name = share_a_folder(self.directory, self._claim)
             except CheckpointError:
@@ -168,6 +171,7 @@ class Checkpointer:
             writer.make(pending)
             return pending
 
+        self._note(f"a save of step {step}")
         with self._alone, paused("a save"):
             pending = agreed(self._name, prepared)
             self._writing().begin(pending)
@@ -195,11 +199,14 @@ class Checkpointer:
           step: The step; the newest by default.
 
         Raises:
+          LaunchError: the processes' configs differ.
           CheckpointError: no such step exists (the message lists those that do), or it is of
             another model (the message lists the arrays that differ).
           DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
             the newest other step that looks whole.
         """
+        self._note("a restore")
+        require_same(self.zero.config, self.zero.mesh)
         return self._read(
             step,
             lambda folder: restore(folder, abstract_state, self.zero, self._name),
@@ -279,6 +286,7 @@ class Checkpointer:
             saved.at(self.directory, _whole(step))
             return writer
 
+        self._note(f"a removal of step {step}")
         with self._alone, paused("a removal"):
             writer = agreed(self._name, found)
             first(self._name, lambda: writer.delete(step))
@@ -295,6 +303,11 @@ class Checkpointer:
                     self._writer = None
                 if self._lock:
                     self._lock.release()
+
+    def _note(self, call: str) -> None:
+        """Notes a call that all processes make."""
+        if calls := lockstep(self.zero.mesh):
+            calls.note(call)
 
     def _writing(self) -> Writer:
         if self._read_only:

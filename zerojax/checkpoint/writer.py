@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -28,6 +30,7 @@ from zerojax.checkpoint.processes import LONGEST, first, told
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray
+from zerojax.xla import compat
 
 LOCK = ".writer"
 
@@ -65,6 +68,7 @@ class Writer:
                 (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
             ),
         )
+        compat.before_the_end(functools.partial(_settle_last, weakref.ref(self)))
         if jax.process_index() == 0:
             steps_folder.discard_unfinished(directory)
 
@@ -170,6 +174,15 @@ class Writer:
     def _sweep(self) -> None:
         if jax.process_index() == 0:
             steps_folder.sweep(self._directory)
+
+
+def _settle_last(kept: weakref.ref[Writer]) -> None:
+    """Waits for a save that the program has not waited for; says what went wrong."""
+    if writer := kept():
+        try:
+            writer.settle(swept=True)
+        except CheckpointError:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
 
 def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

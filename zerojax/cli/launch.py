@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from zerojax.cli.launch_cluster import Cluster, start
 from zerojax.launch import accelerate, local, mpi
 from zerojax.launch.descent import guarded
-from zerojax.launch.error import UsageError
+from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.gpus import Gpu, gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
@@ -76,7 +77,9 @@ def launch(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, to save in.")
     ] = 60.0,
-    dry_run: Annotated[bool, typer.Option(help="Print what would be started.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started.")
+    ] = False,
 ) -> None:
     """Runs SCRIPT in several processes, which join by zerojax.init_distributed().
 
@@ -88,6 +91,14 @@ def launch(
     environ: Mapping[str, str] = context.obj or os.environ
     try:
         words = ("-m", *script) if module else tuple(script)
+        known = {name for parameter in context.command.params for name in parameter.opts}
+        for word in script[1:]:
+            if word.partition("=")[0] in known - {"-m"}:
+                typer.echo(
+                    f"zerojax launch: {word} stands behind the script: an argument of the script, "
+                    "not of the launch",
+                    err=True,
+                )
         cluster = Cluster(slurm, kubernetes, kubernetes_kind, use_ray)
         words = words if kubernetes is not None else checked_script(words)
         job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
@@ -115,6 +126,8 @@ def launch(
         if hostfile is not None:
             hosts = select(read_hostfile(hostfile), include, exclude)
         elif include or exclude:
+            if not found():
+                raise UsageError("--include and --exclude choose GPUs, and this machine has none")
             hosts = select([Host("localhost", tuple(range(len(found()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, found)
         hosts = hosts and hosts[: len(counts)]
@@ -199,8 +212,8 @@ def _counts(
         if num_nodes is not None and num_nodes > len(hosts):
             raise UsageError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
         hosts = hosts[:num_nodes]
-    elif (num_nodes or 1) > 1 and node_rank is None:
-        raise UsageError("--num-nodes needs --hostfile, or --node-rank and --coordinator")
+    elif max(num_nodes or 1, len(each)) > 1 and node_rank is None:
+        raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
     machines = len(hosts) if hosts is not None else num_nodes or len(each) or 1
     if len(each) == 1:
         each *= machines
@@ -242,7 +255,8 @@ def _node(
 
 
 def _address(given: str) -> str:
-    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d+", given):
+    found = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})", given)
+    if not found or not 0 < int(found[1]) < 2**16:
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
 
@@ -252,14 +266,14 @@ def _make(folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--log-dir: {error}") from None
+        raise UsageError(f"--log-dir {folder} cannot be made: {in_a_line(error)}") from None
 
 
 def _watchdog(given: str | None) -> str | None:
     if given is None or given == "off":
         return given
     try:
-        if float(given) > 0:
+        if 0 < float(given) < threading.TIMEOUT_MAX:
             return given
     except ValueError:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 
 import jax
 
@@ -19,9 +20,19 @@ class ProcessesMissing(TimeoutError):
 
     def __init__(self, what: str, missing: list[int], seconds: float) -> None:
         self.missing = missing
-        which = "process " if len(missing) == 1 else "processes "
-        which += ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
-        super().__init__(f"{what}: {which} did not come within {seconds:g} s")
+        super().__init__(f"{what}: {named(missing)} did not come within {seconds:g} s")
+
+
+def named(processes: Iterable[int]) -> str:
+    """Processes, eight at most.
+
+    Example:
+      >>> named([3, 1])
+      'processes 1, 3'
+    """
+    numbers = sorted(processes)
+    which = "process " if len(numbers) == 1 else "processes "
+    return which + ", ".join(map(str, numbers[:8])) + (", ..." if numbers[8:] else "")
 
 
 def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import warnings
@@ -18,6 +19,7 @@ from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
 from zerojax.distributed.launched import LaunchError, launched
+from zerojax.distributed.leaving import leave_together
 from zerojax.distributed.preflight import (
     cpu_warnings,
     describe,
@@ -48,7 +50,7 @@ def init_distributed(
 
     JAX's backends are started: options of JAX (``jax.config``) are set before. An exception that
     ends one of several processes ends that process at once, with status 1, and does not wait for
-    the others in JAX's shutdown.
+    the others; a process whose script has ended waits for the scripts of the others.
 
     Args:
       config: The config of :func:`zerojax.zero`, where the program knows it this early: all
@@ -71,6 +73,7 @@ def init_distributed(
         leave("joined", 0)
         return
     end_at_once(me.index)
+    faulthandler.enable()  # JAX aborts processes that miss another one
     if compat.backends_are_initialized():
         raise LaunchError(
             f"this is process {me.index} of {me.count}, and JAX is in use already: call "
@@ -104,6 +107,7 @@ def init_distributed(
     if me.index == 0:
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
+    leave_together()
     leave("joined", me.index)
     watchdog()
 

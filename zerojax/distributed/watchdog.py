@@ -18,6 +18,8 @@ from typing import Any
 import jax
 
 from zerojax.distributed.broadcast import Broadcast
+from zerojax.distributed.exchange import named
+from zerojax.distributed.leaving import left
 from zerojax.distributed.signs import Signs, within
 from zerojax.xla import compat
 
@@ -29,8 +31,10 @@ _LEAST = 300.0  # s
 _STEPS = 30  # of median duration
 _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
+_ABANDONED = 20.0  # s at least in a step that a process whose script has ended will not join
 _GRACE = 3.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
+_CALLS = {str(Path(__file__).parents[1] / room) for room in ("step", "evaluation")}
 
 
 class Watchdog(threading.Thread):
@@ -110,6 +114,10 @@ class Watchdog(threading.Thread):
         self.take_results()
         silence, limit = time.monotonic() - self._last, self.limit()
         self._signs.give(self._busy(), limit / 8)
+        late = self._count > 1 and silence > min(limit, self._abandoned())
+        if late and self._in_step() and (gone := within(limit / 8, left)):
+            waited = f"process {self._me} has waited in a step for {silence:.3g} s."
+            self._end(f"the script of {named(gone)} has ended, and {waited}", [])
         if silence < limit / 2:
             self._signs.look_away()
             return
@@ -131,6 +139,10 @@ class Watchdog(threading.Thread):
             return _FIRST
         return max(_LEAST, _STEPS * statistics.median(self._paces))
 
+    def _abandoned(self) -> float:
+        """The same once the script of another process has ended, which may still run a step."""
+        return max(_ABANDONED, 3 * statistics.median(self._paces or [0.0]))
+
     def take_results(self) -> None:
         ended = 0
         while self._results and _has_ended(self._results[0]):
@@ -149,6 +161,11 @@ class Watchdog(threading.Thread):
         if self._pauses:
             return self._pauses[0]
         return "a compile" if any(map(compat.compiles, frames)) else ""
+
+    def _in_step(self) -> bool:
+        """Whether a call of a decorated function runs or its results are to come."""
+        calls = (os.path.dirname(x.f_code.co_filename) for x in compat.frames())
+        return bool(self._results) or not _CALLS.isdisjoint(calls)
 
     def _hear(self, word: str) -> None:
         missing, _, cause = word.partition(";")
@@ -217,7 +234,14 @@ def watchdog() -> Watchdog | None:
 
 @contextlib.contextmanager
 def paused(what: str) -> Iterator[None]:
-    """A block in which the watchdog expects no step, such as "an export"; for an hour at most."""
+    """A block in which the watchdog expects no step, such as "an export"; for an hour at most.
+
+    One process that pauses is enough; saves, restores and compiles are known without.
+
+    Example:
+      >>> with paused("an upload"):
+      ...     pass
+    """
     there = watchdog()
     with there.paused(what) if there else contextlib.nullcontext():
         yield
@@ -239,8 +263,7 @@ def _cause(me: int, silence: float, limit: float, missing: list[int], count: int
     if 0 in missing:
         who = " Process 0, the coordinator, does not answer."
     elif missing:
-        which = f"process{'es' * bool(missing[1:])} {', '.join(map(str, missing[:8]))}"
-        who = f" No sign of life from {which}{', ...' * bool(missing[8:])}."
+        who = f" No sign of life from {named(missing)}."
     return (
         f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as process "
         f"{me} sees.{who}"

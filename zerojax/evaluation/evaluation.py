@@ -40,7 +40,9 @@ class Evaluation(Decorated[P, R]):
             if explicit:
                 call = self._relabelled(call)
             program = self._program(subject, call.form, explicit)
-            out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
+            given = subject.opened, call.batch, call.args, call.kwargs
+            self._compare(program, call, lambda: program.lowered(*given))
+            out, changed = program(*given)
             if any(x is not None for x in changed):
                 subject.update(changed)
             program.function.bring_up_to_date(call)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zerojax.launch.error import UsageError
+from zerojax.launch.error import UsageError, in_a_line
 
 _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 
@@ -61,20 +61,25 @@ def read(path: Path) -> Given:
     try:
         file = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{where} cannot be read: {error}") from None
+        raise UsageError(f"{where} cannot be read: {in_a_line(error)}") from None
     if not isinstance(file, dict):
         raise UsageError(f"{where}: expected keys and values, as accelerate config writes them")
     unknown = sorted(map(str, set(file) - {*_TAKEN, *_TRAINING, *_UNUSED}))
     environment = file.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
-        raise UsageError(f"{where}: compute_environment {environment} is not supported")
+        raise UsageError(
+            f"{where}: compute_environment {environment} is not supported: LOCAL_MACHINE alone is"
+        )
     if unknown:
-        raise UsageError(f"{where}: unknown keys {', '.join(unknown)}")
+        raise UsageError(f"{where}: unknown keys {', '.join(unknown)}: take them out")
     kind = file.get("distributed_type")
     if kind is False:  # YAML's reading of NO
         kind = "NO"
     if kind not in _TYPES:
-        raise UsageError(f"{where}: distributed_type {kind} is none of {', '.join(_TYPES)}")
+        raise UsageError(
+            f"{where}: distributed_type {kind} is none of {', '.join(_TYPES)}: start without the "
+            "file, by --nproc-per-node N"
+        )
     return _machines(where, file, kind, _ignored(file))
 
 
@@ -92,7 +97,10 @@ def _machines(where: str, file: dict[str, Any], kind: str, ignored: list[str]) -
     if ids != "all":
         environ["CUDA_VISIBLE_DEVICES"] = ids
     each = None if count is None else str(count // nodes)
-    hostfile = (file.get("deepspeed_config") or {}).get("deepspeed_hostfile")
+    deepspeed = file.get("deepspeed_config") or {}
+    if not isinstance(deepspeed, dict):
+        raise UsageError(f"{where}: deepspeed_config is {deepspeed!r}, and not keys and values")
+    hostfile = deepspeed.get("deepspeed_hostfile")
     if nodes == 1 or hostfile:
         file_of_hosts = Path(hostfile) if nodes > 1 and hostfile else None
         return Given(each, None, None, None, file_of_hosts, environ, ignored)

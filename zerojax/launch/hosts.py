@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import UsageError
+from zerojax.launch.error import UsageError, in_a_line
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
@@ -38,7 +38,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
+        raise UsageError(f"--hostfile {path} cannot be read: {in_a_line(error)}") from None
     hosts: list[Host] = []
     first: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -47,11 +47,13 @@ def read_hostfile(path: Path) -> list[Host]:
         if not (found := _LINE.fullmatch(text)) or not int(found[2]):
             raise UsageError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
         if found[1] in first:
-            raise UsageError(f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too")
+            raise UsageError(
+                f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too: one line a host"
+            )
         first[found[1]] = number
         hosts.append(Host(found[1], tuple(range(int(found[2])))))
     if not hosts:
-        raise UsageError(f"{path}: no line names a host")
+        raise UsageError(f"{path}: no line names a host: write `HOST slots=N`")
     return hosts
 
 

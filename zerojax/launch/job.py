@@ -40,6 +40,11 @@ class Job(NamedTuple):
     watchdog: str | None = None
     log_dir: Path | None = None
 
+    @property
+    def command(self) -> list[str]:
+        """The command of a process."""
+        return [sys.executable, "-m", "zerojax.launch.script", *self.script]
+
 
 class Node(NamedTuple):
     """The part of a job that one machine runs.

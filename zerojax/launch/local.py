@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from zerojax.launch.failure import say
 from zerojax.launch.gpus import Binding, Gpu, binding
 from zerojax.launch.group import STALLED, Group, Outcome, Process
 from zerojax.launch.job import PART, Job, Node, free_port
+
+_CPU_PROCESSES = 32  # a CPU; more are a slip of the pen, which would take the machine down
 
 
 class Place(NamedTuple):
@@ -36,13 +37,18 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     """The places of a machine's processes, one GPU each; without GPUs they are CPU processes.
 
     Raises:
-      UsageError: There are more processes than GPUs.
+      UsageError: There are more processes than GPUs, or far more than CPUs.
     """
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
         raise UsageError(
             f"{count} processes, but this machine has {len(gpus)} GPUs for them: one process a "
             "GPU; JAX_PLATFORMS=cpu starts processes on CPUs"
+        )
+    if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
+        raise UsageError(
+            f"--nproc-per-node {count}: this machine has {os.cpu_count()} CPUs, for "
+            f"{_CPU_PROCESSES} processes each at most"
         )
     first = sum(node.counts[: node.rank])
     own = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
@@ -96,7 +102,7 @@ def processes(
             Process(
                 name=f"process {i}",
                 prefix=f"[{i}] ",
-                command=[sys.executable, *job.script],
+                command=job.command,
                 environ={**environ, **defaults(environ, bool(gpus)), **added},
                 cpus=place.binding.cpus,
                 stdin=i == 0,
@@ -117,7 +123,7 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
         on = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
         print(f"# process {place.process}: {on}; {place.binding.says}")
         told = [f"{name}={value}" for name, value in added.items()]
-        print(shlex.join(["env", *told, sys.executable, *job.script]))
+        print(shlex.join(["env", *told, *job.command]))
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:

@@ -66,7 +66,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
     trainer = JaxTrainer(
         _worker,
         train_loop_config={
-            "script": list(job.script),
+            "command": job.command,
             "environ": told,
             "folder": str(Path.cwd()),
             "logs": str(job.log_dir.absolute()) if job.log_dir else None,
@@ -108,7 +108,7 @@ def _worker(config: dict[str, Any]) -> None:
         environ["ZEROJAX_RUN_DIR"] = config["logs"]
         log = open(Path(config["logs"]) / f"{me}.log", "ab")  # noqa: SIM115
     script = subprocess.Popen(
-        [sys.executable, *config["script"]],
+        config["command"],
         env=environ,
         cwd=config["folder"],
         stdin=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 
 from zerojax.launch.error import UsageError
@@ -99,7 +98,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     parts.append(f'[ -z "${cpus}" ] || export SRUN_CPUS_PER_TASK=${cpus}')
     body = _BODY.format(
         output=output,
-        command=shlex.join([sys.executable, *job.script]),
+        command=shlex.join(job.command),
         logs=logs,
         restarts=job.max_restarts,
         attempts=job.max_restarts + 1,

@@ -92,6 +92,9 @@ class Step(Decorated[P, R]):
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
         layout.check_more(call.args, call.kwargs, call.batch)
+        self._compare(
+            program, call, lambda: program.lowered(parts, call.batch, call.args, call.kwargs)
+        )
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, parts, batch)
             program.fits = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -128,13 +129,22 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def frames() -> Iterator[FrameType]:
-    """The frames of all threads; Python has no other name for them."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
+def frames(thread: int | None = None) -> Iterator[FrameType]:
+    """The frames of all threads, or of one, the innermost first; Python has no other name for
+    them."""
+    for number, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread in (None, number) else None
         while frame is not None:
             yield frame
             frame = frame.f_back
+
+
+def before_the_end(act: Callable[[], None]) -> None:
+    """Calls a function when the program has ended, and executors still take work.
+
+    They refuse it before the functions of ``atexit`` are called.
+    """
+    threading._register_atexit(act)  # type: ignore[attr-defined]
 
 
 _COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}

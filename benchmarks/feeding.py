@@ -107,12 +107,16 @@ def measure(turns: int = TURNS) -> Feeding:
             start = time.perf_counter()
             jax.block_until_ready(way())
             its_times += [time.perf_counter() - start] * (turn >= WARM_UP)
-    _, ours, plain, local = times
+    agreed, ours, plain, local = map(statistics.median, times)
+    _, ours_each, plain_each, local_each = times
     return Feeding(
         jax.process_count(),
-        *map(statistics.median, times),
-        statistics.median(a / b for a, b in zip(ours, plain, strict=True)),
-        statistics.median(a - b for a, b in zip(ours, local, strict=True)),
+        agreed,
+        ours,
+        plain,
+        local,
+        statistics.median(a / b for a, b in zip(ours_each, plain_each, strict=True)),
+        statistics.median(a - b for a, b in zip(ours_each, local_each, strict=True)),
     )
 
 

@@ -106,7 +106,7 @@ def in_a_save(training: Training) -> list[Process]:
     """In the second save."""
     processes = before_a_save(training)
     until = time.monotonic() + 30
-    while not training.is_saving():
+    while training.half_written() is None:
         if time.monotonic() > until:
             raise TimeoutError("no save begins")
         time.sleep(0.001)
@@ -257,7 +257,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
         problems.append(f"processes left behind: {len(left)}")
     if fault.says and not re.fullmatch(fault.says, last):
         problems.append(f"last words: {last[:200]!r}")
-    if fault.moment is in_a_save and not training.is_saving():
+    if fault.moment is in_a_save and training.half_written() is None:
         problems.append("the save had ended")
     return Ended(fault, status, seconds, text, saved, problems)
 

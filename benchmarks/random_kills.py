@@ -51,10 +51,11 @@ def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
             victim, saved = random_of.randrange(4), training.whole_steps()[-1]
             os.kill(processes[victim].pid, signal.SIGKILL)
             seconds = seconds_until_gone([process.pid for process in processes])
-            if began_after(training.attempts()[number]) is None:
+            attempt = training.attempts()[number]
+            if began_after(attempt) is None:
                 hit = "init"
             else:
-                hit = "a save" if training.is_saving() else "steps"
+                hit = "a save" if training.half_written() in losses(attempt) else "steps"
             kills.append((hit, victim, seconds, saved))
             print(f"kill {number + 1} in {hit}: {seconds:.1f} s", flush=True)
         status = training.launcher.wait(300)
@@ -87,6 +88,8 @@ def wait_for(moment: str, training: Training, number: int, random_of: random.Ran
         while step not in losses(training.attempts()[number]) and time.monotonic() < until:
             time.sleep(0.01)
         return time.sleep(random_of.uniform(0, 0.05))
-    while not training.is_saving() and time.monotonic() < until:
+    while time.monotonic() < until:
+        if training.half_written() in losses(training.attempts()[number]):
+            break
         time.sleep(0.001)
     return time.sleep(random_of.uniform(0, 0.05))

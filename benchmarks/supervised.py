@@ -162,9 +162,10 @@ class Training:
         """The steps that are saved, 0 for none."""
         return [0, *sorted(int(each.name) for each in self.checkpoints.glob("[0-9]*[0-9]"))]
 
-    def is_saving(self) -> bool:
-        """Whether a step is half written."""
-        return any(self.checkpoints.glob("*.orbax-checkpoint-tmp"))
+    def half_written(self) -> int | None:
+        """The step that is half written; an attempt that was killed leaves one to the next save."""
+        found = [int(x.name.partition(".")[0]) for x in self.checkpoints.glob("*.orbax-*-tmp")]
+        return found[0] if found else None
 
     def attempts(self) -> list[str]:
         """The output of each attempt."""

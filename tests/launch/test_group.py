@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ signal.signal(signal.SIGTERM, save)
 say("ready", os.getpid())
 time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def heard() -> Iterator[None]:
+    """What runs in the background ignores signals, and so do the processes that it starts."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [
+        (number, signal.signal(number, signal.default_int_handler))
+        for number in numbers
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 def test_processes_have_numbers_arguments_and_an_address(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.distributed.launched import LaunchError
+from zerojax.distributed.leaving import leave_together
 from zerojax.xla import compat
 
 _FIRST, _ENDED = "zerojax/calls/of/", "zerojax/calls/ended/"
@@ -141,7 +142,8 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
             return thread
     started = Lockstep()
     started.start()
-    atexit.register(started.end)
+    leave_together()
+    atexit.register(started.end)  # runs before the wait for the others
     return started
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from zerojax.distributed.exchange import ProcessesMissing, exchange
+from zerojax.distributed.leaving import UntilAllHaveLeft
 from zerojax.xla import compat
 
 _GRACE = 5.0  # s in which the main thread may raise itself
@@ -35,7 +35,7 @@ class RowAgreement:
     def __init__(self, name: str, seconds: float = 600.0) -> None:
         self._name, self._seconds = name, seconds
         self._lock = threading.Lock()
-        self._raised, self._ended = threading.Event(), threading.Event()
+        self._raised = threading.Event()
         self._calls, self._rows, self._turns = 0, "", 0
         self._problem: ValueError | None = None
         self._place = ""
@@ -74,14 +74,7 @@ class RowAgreement:
         number = len(client.key_value_dir_get(f"zerojax/rows/of/{me}/"))
         client.key_value_set(f"zerojax/rows/of/{me}/{number}", self._name)
         self._place = f"zerojax/rows/{number}"
-        thread = threading.Thread(target=self._listen, name="zerojax rows", daemon=True)
-        thread.start()
-
-        def end() -> None:  # a thread that the interpreter ends within jaxlib aborts the process
-            self._ended.set()
-            thread.join(_GRACE)
-
-        atexit.register(end)
+        _Listener(self._listen).start()
 
     def _compare(self, call: int, rows: str, before: str) -> ValueError | None:
         """What is wrong, once all processes have told where their rows changed."""
@@ -104,11 +97,11 @@ class RowAgreement:
             "drop the last incomplete batch, or fill it up with rows of weight 0."
         )
 
-    def _listen(self) -> None:
+    def _listen(self, over: threading.Event) -> None:
         """Tells this process's rows where the others' have changed and they have not."""
         client = compat.coordination()
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
-            while not self._ended.wait(_LOOK):
+            while not over.wait(_LOOK):
                 questions = dict(client.key_value_dir_get(f"{self._place}/asked/"))
                 with self._lock:
                     call = questions.get(f"{self._place}/asked/{self._turns + 1}")
@@ -127,6 +120,18 @@ class RowAgreement:
             sys.excepthook(ValueError, problem, None)
             sys.stderr.flush()
             os._exit(1)  # the main thread waits for the others in a program that they do not run
+
+
+class _Listener(UntilAllHaveLeft):
+    """Answers also after the end of the script, which others may not have reached."""
+
+    def __init__(self, listen: Callable[[threading.Event], None]) -> None:
+        super().__init__("zerojax rows")
+        self._listen = listen
+
+    def run(self) -> None:
+        """The thread."""
+        self._listen(self.over)
 
 
 def _some(processes: Sequence[int]) -> str:

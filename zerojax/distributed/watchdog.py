@@ -19,7 +19,6 @@ import jax
 
 from zerojax.distributed.broadcast import Broadcast
 from zerojax.distributed.exchange import named
-from zerojax.distributed.leaving import left
 from zerojax.distributed.signs import Signs, within
 from zerojax.xla import compat
 
@@ -31,10 +30,8 @@ _LEAST = 300.0  # s
 _STEPS = 30  # of median duration
 _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
-_ABANDONED = 20.0  # s at least in a step that a process whose script has ended will not join
 _GRACE = 3.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
-_CALLS = {str(Path(__file__).parents[1] / room) for room in ("step", "evaluation")}
 
 
 class Watchdog(threading.Thread):
@@ -114,10 +111,6 @@ class Watchdog(threading.Thread):
         self.take_results()
         silence, limit = time.monotonic() - self._last, self.limit()
         self._signs.give(self._busy(), limit / 8)
-        late = self._count > 1 and silence > min(limit, self._abandoned())
-        if late and self._in_step() and (gone := within(limit / 8, left)):
-            waited = f"process {self._me} has waited in a step for {silence:.3g} s."
-            self._end(f"the script of {named(gone)} has ended, and {waited}", [])
         if silence < limit / 2:
             self._signs.look_away()
             return
@@ -139,10 +132,6 @@ class Watchdog(threading.Thread):
             return _FIRST
         return max(_LEAST, _STEPS * statistics.median(self._paces))
 
-    def _abandoned(self) -> float:
-        """The same once the script of another process has ended, which may still run a step."""
-        return max(_ABANDONED, 3 * statistics.median(self._paces or [0.0]))
-
     def take_results(self) -> None:
         ended = 0
         while self._results and _has_ended(self._results[0]):
@@ -161,11 +150,6 @@ class Watchdog(threading.Thread):
         if self._pauses:
             return self._pauses[0]
         return "a compile" if any(map(compat.compiles, frames)) else ""
-
-    def _in_step(self) -> bool:
-        """Whether a call of a decorated function runs or its results are to come."""
-        calls = (os.path.dirname(x.f_code.co_filename) for x in compat.frames())
-        return bool(self._results) or not _CALLS.isdisjoint(calls)
 
     def _hear(self, word: str) -> None:
         missing, _, cause = word.partition(";")

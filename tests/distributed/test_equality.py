@@ -58,7 +58,7 @@ def refusals(process: int) -> dict[str, str]:
     attempt("numpy in zero.init", lambda: zero.init(drawn_state))
     attempt("plain state", lambda: run(made(jax.random.key(process))))
     attempt("learning rate", lambda: run(zero.init(lambda: made(key, 1e-2 * (1 + process)))))
-    attempt("argument", lambda: run(None, 1.0 + process))
+    attempt("argument", lambda: run(None, np.array(1.0 + process)))
     attempt("key", lambda: run(None, 1.0, jax.random.key(process)))
     attempt("number of the batch", lambda: run(weight=1.0 + process))
     attempt("config of a plain state", lambda: other(train_step)(made(key), BATCH))

@@ -1,8 +1,6 @@
 """Processes that live and die together, by what a user sees of them."""
 
-import contextlib
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -364,20 +362,25 @@ say("typed", input() if me == 0 else "")
 time.sleep(60)
 """
     )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        command = [sys.executable, "-m", "zerojax", "launch", "--nproc-per-node=2", "script.py"]
-        os.execve(sys.executable, command, environment())
-    said = b""
-    os.write(terminal, b"hello\n")
-    while said.count(b"typed") < 2:
-        said += os.read(terminal, 1000)
-    os.write(terminal, b"\x03")
-    with contextlib.suppress(OSError):  # Linux says EIO at the end
-        while more := os.read(terminal, 1000):
+    in_a_terminal = "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)"
+    command = [sys.executable, "-m", "zerojax", "launch", "--nproc-per-node=2", "script.py"]
+    with subprocess.Popen(
+        [sys.executable, "-c", in_a_terminal, *command],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as terminal:
+        assert terminal.stdin
+        assert terminal.stdout
+        terminal.stdin.write(b"hello\n")
+        said = b""
+        while said.count(b"typed") < 2:
+            said += terminal.stdout.read(1000)
+        terminal.stdin.write(b"\x03")
+        while more := terminal.stdout.read(1000):
             said += more
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGINT
+        assert terminal.wait(60) == 128 + signal.SIGINT
     assert b"[0] typed hello" in said
     assert said.count(b"interrupted") == 2

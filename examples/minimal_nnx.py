@@ -16,8 +16,9 @@ from flax import nnx
 
 import zerojax
 
-# Eight virtual devices where the machine has no accelerator.
-jax.config.update("jax_num_cpu_devices", 8)
+zerojax.init_distributed()  # one of several processes, where it was launched as such
+if not jax.distributed.is_initialized():
+    jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
 
 zero = zerojax.zero(stage=3, bf16=True)  # or the path of a DeepSpeed JSON
 
@@ -51,10 +52,11 @@ def train_step(model: MLP, optimizer: nnx.Optimizer, batch: dict[str, Any]) -> j
 
 
 model, optimizer = zero.init(create_model)  # sharded from the start
-print(zero.plan(model, optimizer))  # what each device holds, and why
+say = print if jax.process_index() == 0 else lambda *_: None  # once for all processes
+say(zero.plan(model, optimizer))  # what each device holds, and why
 rng = np.random.default_rng(0)
 for step in range(1, 101):
-    x = rng.normal(size=(256, 32)).astype(np.float32)
+    x = rng.normal(size=(256, 32)).astype(np.float32)[zerojax.process_rows(256)]
     loss = train_step(model, optimizer, {"x": x, "y": x.argmax(axis=-1)})
     if step % 10 == 0:
-        print(f"step {step:3}  loss {loss:.2f}")
+        say(f"step {step:3}  loss {loss:.2f}")

@@ -22,8 +22,9 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax.checkpoint import Checkpointer
 
-# Eight virtual devices where the machine has no accelerator.
-jax.config.update("jax_num_cpu_devices", 8)
+zerojax.init_distributed()  # one of several processes, where it was launched as such
+if not jax.distributed.is_initialized():
+    jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
 
 zero = zerojax.zero(stage=3, bf16=True)  # or the path of a DeepSpeed JSON
 
@@ -55,23 +56,26 @@ def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, ja
 
 
 def batch_at(step: int) -> dict[str, np.ndarray]:
-    """256 rows, a function of the step alone: after a restart no batch comes twice or is missed."""
+    """The process's own of 256 rows, a function of the step alone: after a restart no batch comes
+    twice or is missed."""
     x = np.random.default_rng(step).normal(size=(256, 32)).astype(np.float32)
+    x = x[zerojax.process_rows(256)]
     return {"x": x, "y": x.argmax(axis=-1)}
 
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "runs/resume"
 key = jax.random.key(0)
+say = print if jax.process_index() == 0 else lambda *_: None  # once for all processes
 with Checkpointer(folder, zero, keep=2) as checkpointer:
     done = checkpointer.latest_step() or 0
     if done:
-        print(f"goes on after step {done}")
+        say(f"goes on after step {done}")
         state = checkpointer.restore(zero.abstract_state(create_state, key))
     else:
         state = zero.init(create_state, key)
     for step in range(done + 1, 101):
         state, loss = train_step(state, batch_at(step))
         if step % 10 == 0:
-            print(f"step {step:3}  loss {loss:.3f}", flush=True)
+            say(f"step {step:3}  loss {loss:.3f}")
         if step % 20 == 0:
             checkpointer.save(step, state)  # written while training goes on

@@ -1,5 +1,7 @@
 """Eight virtual CPU devices for every test, whatever hardware there is."""
 
+import contextlib
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -95,6 +97,12 @@ def quick_compile(compiled: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the processes that a test starts."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+@pytest.fixture
 def full_compile(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
     """XLA's default optimizations, in a file of quick compiles too."""
     quick = "quick_compile" in request.fixturenames and not ON_GPU
@@ -110,20 +118,29 @@ def in_float64() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a module's function in both, with the number of the process and what else it is given,
-    and returns what each returned."""
+def in_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a module's function in so many, with the number of the process and what else it is
+    given, and returns what each returned."""
     # What they free goes back to the system at once: their peak is of what they held.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "500000")
-    spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
-        yield lambda task, *arguments: [
-            each.result()
-            for each in [pool.submit(joined, task, i, port, *arguments) for i in (0, 1)]
-        ]
+    with contextlib.ExitStack() as pools:
+
+        def run(count: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            spawn = multiprocessing.get_context("spawn")
+            pool = pools.enter_context(ProcessPoolExecutor(count, mp_context=spawn))
+            begun = [pool.submit(joined, task, i, count, port, *arguments) for i in range(count)]
+            return [each.result() for each in begun]
+
+        yield run
+
+
+@pytest.fixture
+def in_two_processes(in_processes: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The same in two."""
+    return functools.partial(in_processes, 2)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 
-def joined(task: Callable[..., Any], process: int, port: int, *arguments: Any) -> Any:
-    """Runs ``task`` as one of two processes with four devices each."""
+def joined(task: Callable[..., Any], process: int, count: int, port: int, *arguments: Any) -> Any:
+    """Runs ``task`` as one of several processes, which share eight devices."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8 // count)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
+    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=60)
     try:
         return task(process, *arguments)
     finally:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -165,9 +166,11 @@ def test_every_command_that_a_page_names_has_its_options(page: Path) -> None:
             continue
         command = app_of(module)
         if module == "zerojax":
-            command = command.commands.get(words[0]) if words else None
+            command = command.get_command(None, words[0]) if words else None
             assert command is not None, f"python -m zerojax {words}"
         known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        if words[:1] == ["launch"]:  # what follows the script is the script's
+            words = [*itertools.takewhile(lambda word: not word.endswith(".py"), words)]
         given = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert given <= known | {"--help"}, f"{' '.join(words)}: {given - known}"
 

@@ -1,4 +1,4 @@
-"""``import zerojax`` loads no more than it needs, and shows the API and nothing else."""
+"""``import zerojax`` loads no more than what is used needs, and shows the API and nothing else."""
 
 import json
 import subprocess
@@ -16,13 +16,14 @@ import flax.linen, flax.nnx, jax, optax
 from flax.training import train_state
 before = set(sys.modules)
 import zerojax
+zerojax.zero
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
 @pytest.fixture(scope="module")
 def loaded() -> list[str]:
-    """The modules that ``import zerojax`` adds to those of jax, flax and optax."""
+    """The modules that ``zerojax.zero`` adds to those of jax, flax and optax."""
     command = [sys.executable, "-c", SCRIPT]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names: list[str] = json.loads(told)
@@ -52,6 +53,15 @@ def loaded() -> list[str]:
 def test_import_loads_no(heavy: str, loaded: list[str]) -> None:
     assert "zerojax.api" in loaded
     assert not [name for name in loaded if name == heavy or name.startswith(f"{heavy}.")]
+
+
+def test_import_alone_loads_no_jax() -> None:
+    """So that `zerojax launch` starts at once, and holds no device."""
+    script = "import sys, zerojax, zerojax.__main__; print('jax' in sys.modules, len(sys.modules))"
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert told[0] == "False"
+    assert int(told[1]) < 400
 
 
 def test_dir_is_the_api() -> None:

@@ -1,18 +1,60 @@
-"""A step of two processes computes what a step of one computes, on the same number of devices."""
+"""Steps of several processes, each with its own rows, compute what one process computes on all of
+them, on the same number of devices."""
 
-from collections.abc import Callable
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax.distributed.row_agreement import RowAgreement
+from zerojax.step.batch import BatchLayout
 
 ROWS, STEPS = 32, 3
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "quick_processes")
+
+
+@pytest.fixture
+def environment_of() -> Callable[[int], dict[str, str]]:
+    """Of one of two processes, as torchrun sets it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common |= {"LOCAL_WORLD_SIZE": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    common |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return lambda i: {**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}
+
+
+def rows_of(seed: int, count: int = ROWS) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    mask = rng.integers(2, size=count)
+    mask[0] = 1
+    return {"x": rng.normal(size=(count, 16)).astype(np.float32), "mask": mask}
+
+
+def cut(batch: Any, mesh: Any = None) -> Any:
+    """The process's own rows of a global batch."""
+    return jax.tree.map(lambda x: x[zerojax.process_rows(len(x), mesh)], batch)
+
+
+def masked(batch: Any, losses: jax.Array) -> jax.Array:
+    return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def create_state(key: jax.Array) -> TrainState:
@@ -20,50 +62,270 @@ def create_state(key: jax.Array) -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
 
 
-def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-    def loss_fn(params: Any) -> jax.Array:
-        return jax.numpy.square(batch @ params["w"]).mean()
+def train_step(state: TrainState, batch: Any, scale: Any = 1.0) -> tuple[TrainState, Any]:
+    def loss_fn(params: Any) -> tuple[jax.Array, jax.Array]:
+        losses = scale * jnp.square(batch["x"] @ params["w"]).mean(axis=-1)
+        return masked(batch, losses), losses
 
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    (loss, losses), grads = zerojax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    results = {"loss": loss, "rows": losses, "columns": batch["x"].T}
+    return state.apply_gradients(grads=grads), results
 
 
-def losses(process: int = 0, own_rows: bool = False, groups: bool = False) -> list[float]:
-    """Of three steps at stage 3, each in two micro-batches.
+def create_model() -> tuple[nnx.Module, nnx.Optimizer]:
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
-    Every process passes the whole batch as a numpy array, or, with ``own_rows``, a global array
-    made of the rows of each. With ``groups`` each process is a replica group.
-    """
-    mesh = zerojax.mesh(replicas=jax.process_count() if groups else None)
-    zero = zerojax.zero(
-        stage=3, gradient_accumulation_steps=2, stage3_param_persistence_threshold=0, mesh=mesh
-    )
-    step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
-    sharding = NamedSharding(zero.mesh, PartitionSpec(mesh.axis_names))
-    each = ROWS // jax.process_count()
+
+def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def loss_fn(model: Any) -> tuple[jax.Array, jax.Array]:
+        losses = jnp.square(model(batch["x"])).mean(axis=-1)
+        return masked(batch, losses), losses
+
+    (loss, losses), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return {"loss": loss, "rows": losses}
+
+
+def whole(x: Any, mesh: Any) -> Any:
+    """Results on the host, in every process."""
+    gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)).tolist(), gathered)
+
+
+def trained(zero: zerojax.Zero, kind: str, feed: Callable[..., Any] = cut) -> Any:
+    """Results of three steps, in two micro-batches each."""
+    if kind == "linen":
+        step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
+    else:
+        step, state = zero(nnx_step), zero.init(create_model)
     found = []
     for seed in range(STEPS):
-        batch: Any = np.random.default_rng(seed).normal(size=(ROWS, 16)).astype(np.float32)
-        if own_rows:
-            own = batch[process * each :][:each]
-            batch = jax.make_array_from_process_local_data(sharding, own)
-        state, loss = step(state, batch)
-        found.append(float(loss))
-    return found
+        batch = feed(rows_of(seed), zero.mesh)
+        if kind == "linen":
+            state, results = step(state, batch, np.float32(0.5))
+        else:
+            results = step(*state, batch)
+        found.append(results)
+    return whole(found, zero.mesh)
 
 
-def each_way(process: int) -> list[list[float]]:
-    return [
-        losses(process),
-        losses(process, own_rows=True),
-        losses(process, own_rows=True, groups=True),
-    ]
+def at_stage(stage: int, mesh: Any = None, **more: Any) -> zerojax.Zero:
+    options = {"gradient_accumulation_steps": 2, "stage3_param_persistence_threshold": 0} | more
+    return zerojax.zero(stage=stage, mesh=mesh, **options)
 
 
-def test_two_processes_compute_what_one_computes(
-    in_two_processes: Callable[..., list[Any]],
+def as_global(batch: Any, mesh: Any) -> Any:
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    make = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: make(sharding, x), cut(batch, mesh))
+
+
+def mixed(batch: Any, mesh: Any) -> Any:
+    """A global array beside own rows, some of them on the process's first device."""
+    return {"x": as_global(batch, mesh)["x"], "mask": jnp.asarray(cut(batch, mesh)["mask"])}
+
+
+def by_replicas() -> Any:
+    return zerojax.mesh(replicas=2)
+
+
+def by_model() -> Any:
+    """Two rows of devices; of four processes two share each."""
+    return zerojax.mesh(axes={"data": 2, "model": 4})
+
+
+def evaluated(counts: list[int]) -> Any:
+    """Results for numbers of rows that divide among devices and micro-batches, and that do not;
+    of a function that goes row by row, and of one that takes all rows together."""
+    zero = zerojax.zero(stage=3, train_micro_batch_size_per_gpu=2)
+    state = zero.init(create_state, jax.random.key(0))
+
+    @zero.evaluate
+    def each(state: TrainState, batch: Any) -> Any:
+        values = batch["x"] @ state.params["w"]
+        return {"rows": values, "mean": masked(batch, values.mean(axis=-1))}
+
+    @zero.evaluate
+    def together(state: TrainState, batch: Any) -> Any:
+        return jax.lax.cummax(batch["x"] @ state.params["w"], axis=0)
+
+    batches = [cut(rows_of(0, count)) for count in counts]
+    return whole([f(state, x) for f in (each, together) for x in batches], zero.mesh)
+
+
+def across() -> Any:
+    """Two processes cut the model between them, and have all rows both."""
+    return zerojax.mesh(axes={"model": 2, "data": 4})
+
+
+def everything(process: int, counts: Sequence[int]) -> Any:
+    """The results of every case; of evaluations for batches of these numbers of rows."""
+    results = {f"{kind} in micro-batches": trained(at_stage(3), kind) for kind in ("linen", "nnx")}
+    results["replica groups"] = trained(at_stage(3, by_replicas()), "linen")
+    results["a model axis"] = trained(at_stage(1, by_model()), "linen")
+    results["a model axis across processes"] = trained(at_stage(1, across()), "linen")
+    results["whole batch"] = trained(at_stage(2, gradient_accumulation_steps=1), "linen")
+    results["global arrays"] = trained(at_stage(2), "linen", as_global)
+    results["mixed"] = trained(at_stage(2), "linen", mixed)
+    results["evaluation"] = evaluated(counts)
+    return results
+
+
+def leaves(results: Any) -> Any:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(results)])
+
+
+COUNTS = [32, 12, 36]
+
+
+@pytest.mark.parametrize(
+    "count", [2, *(pytest.param(count, marks=pytest.mark.sweep) for count in (4, 8))]
+)
+def test_own_rows_give_the_results_of_one_process(
+    count: int, in_processes: Callable[..., list[Any]]
 ) -> None:
-    alone = losses()
-    for found in in_two_processes(each_way):
-        for way in found:
-            assert way == pytest.approx(alone, rel=1e-6)
+    counts = [32, 40] if count == 8 else COUNTS  # eight processes with a device each
+    alone = everything(0, counts)
+    for found in in_processes(count, everything, counts):
+        for case, results in found.items():
+            assert jax.tree.structure(results) == jax.tree.structure(alone[case])
+            np.testing.assert_allclose(
+                leaves(results), leaves(alone[case]), rtol=1e-6, atol=1e-6, err_msg=case
+            )
+
+
+def refused(process: int) -> dict[str, str]:
+    """What the errors of wrong batches say."""
+    state, said = None, {}
+
+    def attempt(name: str, batch: Any, *more: Any, **options: Any) -> None:
+        nonlocal state
+        zero = zerojax.zero(stage=1, **options)
+        state = zero.init(create_state, jax.random.key(0)) if state is None else state
+        try:
+            zero(train_step)(state, batch, *more)
+        except ValueError as error:
+            said[name] = str(error)
+
+    attempt("unequal", rows_of(0, 8 + 8 * process))
+    attempt("the global batch", rows_of(0), train_batch_size=ROWS)
+    attempt("other than the config", rows_of(0, 24), train_batch_size=ROWS)
+    attempt("not divisible", rows_of(0, 9))
+    attempt("uneven leaves", {**rows_of(0, 8), "weights": np.ones(3)})
+    attempt("an argument", rows_of(0, 8), np.ones(8), gradient_accumulation_steps=2)
+    alternating = jax.sharding.Mesh(np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]], "data")
+    for name, calls in (("later", 3 + 2 * process), ("in one alone", [3, 1000][process])):
+        agreement = RowAgreement(name)
+        try:
+            for _ in range(calls):
+                agreement.agree("8")
+                time.sleep(0.02)
+            agreement.agree("9")
+        except ValueError as error:
+            said[name] = str(error)
+    state = None
+    attempt("alternating devices", rows_of(0, 8), mesh=alternating)
+    try:
+        zerojax.process_rows(33)
+    except ValueError as error:
+        said["no slice"] = str(error)
+    return said
+
+
+def fed(process: int) -> float:
+    """CPU seconds in which a step compares 4096 own rows and gives them to the devices. They are
+    narrow, as copying costs the same without zerojax; benchmarks/feeding.py has wide ones."""
+    mesh = zerojax.mesh()
+    layout = BatchLayout(mesh, at_stage(0).config.batch(mesh.size))
+    agreement, batch = RowAgreement("fed"), {"tokens": np.ones((4096, 16), np.int32)}
+    times = []
+    for _ in range(100):
+        start = time.thread_time()
+        agreement.agree(layout.leaves.told(batch))
+        placed = layout.place(batch)
+        times.append(time.thread_time() - start)
+        jax.block_until_ready(placed)
+    return float(np.median(times))
+
+
+def refused_and_fed(process: int) -> tuple[dict[str, str], float]:
+    return refused(process), fed(process)
+
+
+def test_wrong_rows_are_refused_in_every_process_and_right_ones_fed_within_a_millisecond(
+    in_processes: Callable[..., list[Any]],
+) -> None:
+    (one, seconds), (other, _) = in_processes(2, refused_and_fed)
+    assert seconds < 1e-3
+    assert one == other
+    assert {name: part for name, part in SAID.items() if part not in one.get(name, "")} == {}
+
+
+SAID = {
+    "unequal": "train_step: the processes pass different numbers of rows at call 1: 8 in process "
+    "0, 16 in process 1.",
+    "later": "later: the processes pass different numbers of rows at call 4: 9 in process 0, 8 in "
+    "process 1.",
+    "in one alone": "at call 4: 9 in process 0, 8 in process 1.",
+    "the global batch": "every process passes 32 rows, which is train_batch_size already, and 2 "
+    "processes make 64 of it",
+    "other than the config": "the batch has 48 rows (24 in each of 2 processes), but "
+    "train_batch_size is 32",
+    "not divisible": "leading dimension 18 (9 in each of 2 processes) is not divisible by 8 (8 "
+    "devices): use 8 or 12 rows in each process",
+    "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
+    "\"['weights']\": (3,)",
+    "an argument": "has the shape (8,), with the 8 rows of the batch, which is cut into 2",
+    "alternating devices": "the processes have no blocks of neighbouring rows on this mesh",
+    "no slice": "33 rows do not divide among the 2 processes: use 32 or 34 rows",
+}
+
+
+CHANGES = """
+import sys, time
+import numpy as np
+import zerojax
+
+zerojax.init_distributed()
+sys.path.insert(0, sys.argv[1])
+from test_processes import create_state, rows_of, train_step
+import jax
+
+zero = zerojax.zero(stage=3)
+step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
+process, reads = jax.process_index(), sys.argv[2] == "reads"
+for at, rows in enumerate([8, 8, 16, 16, 8, 24 if process else 8, 8, 8]):
+    if rows == 24 and not reads:
+        time.sleep(3)  # the other's script has ended
+    state, results = step(state, rows_of(at, rows))
+    if reads:
+        float(results["loss"])
+    print("step", at + 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("reads", ["reads", "runs ahead"])
+def test_rows_that_change_in_one_process_end_all_with_the_reason(
+    reads: str, tmp_path: Path, environment_of: Callable[..., dict[str, str]]
+) -> None:
+    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent), reads]
+    runs = [
+        subprocess.Popen(
+            command,
+            env=environment_of(i),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for run in runs:
+        out, err = run.communicate(timeout=100)
+        assert run.returncode == 1, err
+        assert "step 5" in out
+        assert "numbers of rows at call 6: 8 in process 0, 24 in process 1" in err
+
+
+def test_process_rows_of_one_process() -> None:
+    assert zerojax.process_rows(33) == slice(0, 33)

@@ -3,76 +3,95 @@
 See :func:`zerojax.zero`.
 """
 
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from zerojax.api import Zero as Zero
-from zerojax.api import zero as zero
-from zerojax.config import ConfigError as ConfigError
-from zerojax.config import ZeroConfig as ZeroConfig
-from zerojax.devices.mesh import mesh as mesh
-from zerojax.devices.topology import topology as topology
-from zerojax.foresight.estimators import (
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
-)
-from zerojax.foresight.estimators import (
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,  # noqa: E501
-)
-from zerojax.foresight.estimators import (
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,  # noqa: E501
-)
-from zerojax.foresight.estimators import (
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
-)
-from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
-from zerojax.monitor.after_step import LossScaleError as LossScaleError
-from zerojax.offload.activations import remat_policy as remat_policy
-from zerojax.offload.disk.folder import DiskError as DiskError
-from zerojax.offload.fetch import on_device as on_device
-from zerojax.optim.loss_scale import LossScale as LossScale
-from zerojax.optim.schedules import schedule as schedule
-from zerojax.optim.telemetry import telemetry as telemetry
-from zerojax.optim.wrap import wrap as wrap
-from zerojax.plan.plan import Plan as Plan
-from zerojax.trace.gradients import grad as grad
-from zerojax.trace.gradients import value_and_grad as value_and_grad
-from zerojax.trace.gradients import weighted_mean as weighted_mean
-from zerojax.tuning.fit import Fitted as Fitted
-from zerojax.tuning.fit import fit as fit
-from zerojax.tuning.workload import Workload as Workload
+if _TYPE_CHECKING:
+    from zerojax.api import Zero as Zero
+    from zerojax.api import zero as zero
+    from zerojax.config import ConfigError as ConfigError
+    from zerojax.config import ZeroConfig as ZeroConfig
+    from zerojax.devices.mesh import mesh as mesh
+    from zerojax.devices.rows import process_rows as process_rows
+    from zerojax.devices.topology import topology as topology
+    from zerojax.distributed.join import init_distributed as init_distributed
+    from zerojax.foresight.estimators import (
+        estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,  # noqa: E501
+    )
+    from zerojax.foresight.estimators import (
+        estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,  # noqa: E501
+    )
+    from zerojax.foresight.estimators import (
+        estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,  # noqa: E501
+    )
+    from zerojax.foresight.estimators import (
+        estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
+    )
+    from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
+    from zerojax.monitor.after_step import LossScaleError as LossScaleError
+    from zerojax.offload.activations import remat_policy as remat_policy
+    from zerojax.offload.disk.folder import DiskError as DiskError
+    from zerojax.offload.fetch import on_device as on_device
+    from zerojax.optim.loss_scale import LossScale as LossScale
+    from zerojax.optim.schedules import schedule as schedule
+    from zerojax.optim.telemetry import telemetry as telemetry
+    from zerojax.optim.wrap import wrap as wrap
+    from zerojax.plan.plan import Plan as Plan
+    from zerojax.trace.gradients import grad as grad
+    from zerojax.trace.gradients import value_and_grad as value_and_grad
+    from zerojax.trace.gradients import weighted_mean as weighted_mean
+    from zerojax.tuning.fit import Fitted as Fitted
+    from zerojax.tuning.fit import fit as fit
+    from zerojax.tuning.workload import Workload as Workload
+
+# Loaded when first used: `zerojax launch` starts without JAX, and holds no device.
+_MODULES = {
+    "ConfigError": "config",
+    "DiskError": "offload.disk.folder",
+    "Fitted": "tuning.fit",
+    "LossScale": "optim.loss_scale",
+    "LossScaleError": "monitor.after_step",
+    "OutOfMemoryError": "foresight.guard",
+    "Plan": "plan.plan",
+    "Workload": "tuning.workload",
+    "Zero": "api",
+    "ZeroConfig": "config",
+    "estimate_zero2_model_states_mem_needs_all_cold": "foresight.estimators",
+    "estimate_zero2_model_states_mem_needs_all_live": "foresight.estimators",
+    "estimate_zero3_model_states_mem_needs_all_cold": "foresight.estimators",
+    "estimate_zero3_model_states_mem_needs_all_live": "foresight.estimators",
+    "fit": "tuning.fit",
+    "grad": "trace.gradients",
+    "init_distributed": "distributed.join",
+    "mesh": "devices.mesh",
+    "on_device": "offload.fetch",
+    "process_rows": "devices.rows",
+    "remat_policy": "offload.activations",
+    "schedule": "optim.schedules",
+    "telemetry": "optim.telemetry",
+    "topology": "devices.topology",
+    "value_and_grad": "trace.gradients",
+    "weighted_mean": "trace.gradients",
+    "wrap": "optim.wrap",
+    "zero": "api",
+}
 
 try:
     __version__ = _metadata.version("zerojax")
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "ConfigError",
-    "DiskError",
-    "Fitted",
-    "LossScale",
-    "LossScaleError",
-    "OutOfMemoryError",
-    "Plan",
-    "Workload",
-    "Zero",
-    "ZeroConfig",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "fit",
-    "grad",
-    "mesh",
-    "on_device",
-    "remat_policy",
-    "schedule",
-    "telemetry",
-    "topology",
-    "value_and_grad",
-    "weighted_mean",
-    "wrap",
-    "zero",
-]
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
+    value = getattr(_import_module(f"zerojax.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,25 +1,39 @@
 """The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
 
 import os
+import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from zerojax.cli.estimate import estimate
-from zerojax.cli.explain import explain
-from zerojax.cli.export import export
-from zerojax.cli.fit import fit
-from zerojax.cli.inspect import inspect
-from zerojax.cli.plan import plan
-from zerojax.cli.report import report
+from zerojax.distributed.failure import leave
+from zerojax.distributed.launched import launched
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-app.command()(estimate)
-app.command()(explain)
-app.command()(export)
-app.command()(fit)
-app.command()(inspect)
-app.command()(plan)
-app.command()(report)
+_IN_EACH_PROCESS = (["report"], ["launch"])
+"""The subcommands for which every process of a launch is needed; others run in the first alone."""
+
+COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report")
+
+
+class Commands(TyperGroup):
+    """The subcommands, each imported when it is called: ``launch`` starts without JAX."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"zerojax.cli.{cmd_name}")
+        command = typer.Typer(add_completion=False, rich_markup_mode=None)
+        settings = getattr(module, "SETTINGS", None)
+        command.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
+        return typer.main.get_command(command)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -31,6 +45,11 @@ def main() -> None:
     """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
     given = dict(os.environ)
     set_environment()
+    me = launched(given)
+    if me is not None and sys.argv[1:2] not in _IN_EACH_PROCESS:
+        leave("joined", me.index)  # the others are not needed
+        if me.index:
+            return
     app(obj=given)
 
 
@@ -38,7 +57,7 @@ def set_environment() -> None:
     """Set the variables that JAX and XLA read once, when they start.
 
     They have no other switch. This process is the user's command, so that nothing else of theirs
-    runs in it; the library sets no variable.
+    runs in it; the library sets no variable. What ``launch`` starts has the environment as given.
     """
     # `report` takes a few MB of a GPU, not three quarters of it: another program may be running.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

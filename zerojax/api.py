@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.distributed.join import require_joined
 from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.optim.named import named_optimizer
@@ -278,4 +279,6 @@ def zero(
         notes = tuple(note for note in resolved.notes if note.key != "check_finite")
         resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
     devices = in_groups(all_devices(), resolved.mics_shard_size) if mesh is None else mesh
+    if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
+        require_joined()
     return Zero(resolved, devices, specs, donate, check_memory)

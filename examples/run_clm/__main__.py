@@ -22,11 +22,13 @@ ends it at once.
 import pathlib
 from typing import Annotated
 
+import jax
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import zerojax
+from examples.run_clm.devices import join
 from examples.run_clm.job import DEFAULT_CONFIG, Fused, Job, size_of
 from examples.run_clm.train import train
 from zerojax.checkpoint import PREEMPTED, CheckpointError
@@ -79,7 +81,9 @@ def main(
         typer.Option(min=1, help="continue from this checkpoint, and discard those after it"),
     ] = None,
 ) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    join()
+    alone = not jax.distributed.is_initialized()
+    console = Console(highlight=False, soft_wrap=True, quiet=not alone and jax.process_index() > 0)
     every = eval_every or max(1, steps // 10)
     status = 0
     try:
@@ -106,6 +110,8 @@ def main(
     except (
         ValueError, PermissionError, CheckpointError, zerojax.DiskError, zerojax.OutOfMemoryError
     ) as error:  # fmt: skip
+        if not alone:
+            raise  # ends all processes, and is shown once by what launched them
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
         status = 2

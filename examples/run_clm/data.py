@@ -110,25 +110,29 @@ def split(documents: Sequence[bytes], block_size: int) -> Text:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Random windows of one stream; no state but the step."""
+    """Random windows of one stream; no state but the step.
+
+    A batch has `own` (None: all) of the `batch_size` rows of all processes.
+    """
 
     stream: Bytes
     batch_size: int
     block_size: int
     seed: int = 0
+    own: slice | None = None
 
     def batch_at(self, step: int) -> dict[str, npt.NDArray[np.int32]]:
-        """{"tokens": int32 [batch_size, block_size + 1]}, a function of (seed, step) alone."""
+        """{"tokens": int32 [own rows, block_size + 1]}, a function of (seed, step) alone."""
         rng = np.random.default_rng((self.seed, step))
         starts = rng.integers(0, len(self.stream) - self.block_size, size=self.batch_size)
-        return _windows(self.stream, starts, self.block_size)
+        return _windows(self.stream, starts[self.own or slice(None)], self.block_size)
 
     def spread(self, count: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
         """`count` batches of windows evenly spread over the stream: the same at every call."""
         last = len(self.stream) - self.block_size - 1
         starts = np.linspace(0, last, count * self.batch_size).astype(np.int64)
         for some in np.split(starts, count):
-            yield _windows(self.stream, some, self.block_size)
+            yield _windows(self.stream, some[self.own or slice(None)], self.block_size)
 
 
 def _windows(

@@ -19,17 +19,29 @@ import zerojax
 VIRTUAL_DEVICES = 8
 
 
+def join() -> None:
+    """Joins the processes that were launched together, where this is one of several."""
+    if (platforms := _platforms()).startswith("cpu"):
+        jax.config.update("jax_platforms", platforms)
+    zerojax.init_distributed()
+
+
 def data_mesh(count: int | None) -> Mesh:
     """`count` devices (None: all, or 8 virtual ones on a CPU) on one "data" axis.
 
-    Call it before anything else touches JAX's devices. `JAX_PLATFORMS`, where set, decides.
+    Several processes have the devices that each was launched with. In a single one, call it before
+    anything else touches JAX's devices. `JAX_PLATFORMS`, where set, decides.
     """
-    # A CUDA plugin may be installed for its compiler alone; it fails to start without a GPU.
-    platforms = os.environ.get("JAX_PLATFORMS") or ("" if accelerator_present() else "cpu")
-    if platforms.startswith("cpu"):
+    if (platforms := _platforms()).startswith("cpu") and not jax.distributed.is_initialized():
         jax.config.update("jax_platforms", platforms)
         jax.config.update("jax_num_cpu_devices", count or VIRTUAL_DEVICES)
     return zerojax.mesh(count)
+
+
+def _platforms() -> str:
+    """JAX's platforms; "" for its own choice."""
+    # A CUDA plugin may be installed for its compiler alone; it fails to start without a GPU.
+    return os.environ.get("JAX_PLATFORMS") or ("" if accelerator_present() else "cpu")
 
 
 def accelerator_present() -> bool:

@@ -13,6 +13,7 @@ import jax
 from flax.training.train_state import TrainState
 from rich.console import Console
 
+import zerojax
 from examples.run_clm import curve, data, report
 from examples.run_clm.auto import resolved
 from examples.run_clm.devices import data_mesh
@@ -48,8 +49,10 @@ def train(job: Job, console: Console) -> Outcome:
     work = workload(job, zero, rows)
     train_step = zero(work.train_step)
     eval_step = zero.evaluate(eval_step_of(job, zero))
-    batches = data.Batches(text.train, rows, job.block_size, job.seed)
-    unseen = list(data.Batches(text.held_out, rows, job.block_size).spread(EVAL_BATCHES))
+    own = zerojax.process_rows(rows, mesh)
+    batches = data.Batches(text.train, rows, job.block_size, job.seed, own)
+    held_out = data.Batches(text.held_out, rows, job.block_size, own=own)
+    unseen = list(held_out.spread(EVAL_BATCHES))
     init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
 
     def held_out_loss(state: TrainState) -> float:
@@ -95,7 +98,8 @@ def train(job: Job, console: Console) -> Outcome:
                     break
         folder.wait()
         outcome = Outcome(history, progress.tokens_per_second, preempted=done < job.steps)
-        curve.draw(folder.curve, history, report.title(job, zero))
+        if jax.process_index() == 0:
+            curve.draw(folder.curve, history, report.title(job, zero))
         if outcome.preempted:
             console.print(report.preempted(folder, job.steps))
         else:

@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 import json
 import shutil
@@ -141,8 +142,8 @@ def test_a_step_that_is_retired_while_it_is_read(
         for step in (1, 2, 3):
             writer.save(step, state)
 
-    def gone(saved: Any, *rest: Any) -> Any:
-        shutil.rmtree(saved.folder)
+    def gone(folder: Any, *rest: Any) -> Any:
+        shutil.rmtree(folder)
         raise DamagedCheckpointError("a file is missing")
 
     with Checkpointer(tmp_path, zero, read_only=True) as reader:
@@ -169,6 +170,18 @@ def test_extra_comes_back_with_its_keys(tmp_path: Path, zero: Any, state: Any) -
             checkpointer.save(2, state, extra={"a": [np.ones(3)]})
         with pytest.raises(CheckpointError, match=r"the key 3 is no string"):
             checkpointer.save(2, state, extra={3: 1})
+
+
+def test_a_notebook_saves(tmp_path: Path, zero: Any, state: Any) -> None:
+    """Which runs a loop of asyncio's."""
+
+    async def cell() -> list[int]:
+        with Checkpointer(tmp_path, zero) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+            return checkpointer.all_steps()
+
+    assert asyncio.run(cell()) == [1]
 
 
 def test_config_mesh_and_specs_are_recorded(tmp_path: Path, zero: Any, state: Any) -> None:

@@ -17,7 +17,7 @@ from etils import epath
 from zerojax.checkpoint import Checkpointer, CheckpointError, inspection, saved
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.inspection import InspectedStep, inspect
-from zerojax.checkpoint.writer import DELETED
+from zerojax.checkpoint.steps_folder import DELETED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint import killed
 
-from zerojax.checkpoint import saved
+from zerojax.checkpoint import steps_folder
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_restart_finds_a_whole_checkpoint(
             if digest and len(digest[0]) == 16:
                 assert digest[0] == digests[int(step)], line
     assert log.read_text().splitlines()[-1] == f"saved {killed.STEPS}"
-    assert [*saved.folders(folder)] == [killed.STEPS - 1, killed.STEPS]
+    assert [*steps_folder.folders(folder)] == [killed.STEPS - 1, killed.STEPS]
     assert not [*folder.glob("*tmp*"), *folder.glob(".deleted")]
     print(dict(found))
 
@@ -86,12 +86,12 @@ def wait_for_moment(
     """A moment on the way, in a save some steps on, or at the instant after a commit, when
     retention begins."""
     kind = rng.choice(["start", "save", "save", "save", "commit", "commit"])
-    events, steps = log.stat().st_size, [*saved.folders(folder)]
+    events, steps = log.stat().st_size, [*steps_folder.folders(folder)]
     line, lines = len("step 10 0123456789abcdef\n"), rng.randrange(1, 8)
 
     def came() -> bool:
         if kind == "commit":
-            now = [*saved.folders(folder)]
+            now = [*steps_folder.folders(folder)]
             return now[-1:] > steps[-1:] and len(now) > 1
         return log.stat().st_size >= events + lines * line
 

@@ -17,7 +17,8 @@ from orbax.checkpoint import v1
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved as saved_module
-from zerojax.checkpoint.saved import SavedStep, find, folders
+from zerojax.checkpoint.saved import SavedStep, find
+from zerojax.checkpoint.steps_folder import folders
 
 STATE = {
     "params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)},

@@ -161,7 +161,7 @@ def test_what_the_cpu_cannot() -> None:
     assert "H100" in kernels.says
     assert "simulator" in kernels.says
     assert not processes.works
-    assert "jax.distributed.initialize()" in processes.says
+    assert "zerojax.init_distributed()" in processes.says
 
 
 @pytest.mark.gpu_compile

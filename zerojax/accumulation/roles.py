@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.distributed import log
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -154,7 +154,6 @@ def per_micro_batch(
 
 def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     """Says what cannot be the same as on the whole batch."""
-    log = logging.getLogger("zerojax")
     if analysis.owners:
         log.warning(
             "%s: each of the %d micro-batches has statistics of its own rows (%s); those of the "

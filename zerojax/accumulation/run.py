@@ -81,6 +81,7 @@ class MicroBatches:
       batch: Arrays or their shapes, [k, rows, ...].
       roles: What the step's arguments and results are.
       k: Micro-batches in a step.
+      blocks: Blocks of rows, one a process, of each of which every micro-batch has its share.
       inserter: Makes parameters whole where they are used.
       sharded: Gradients are reduce-scattered as soon as they are made.
       dtype: In which gradients are summed; None for their own, float32 at least.
@@ -96,12 +97,14 @@ class MicroBatches:
         batch: Any,
         roles: Roles,
         k: int,
+        blocks: int,
         inserter: Inserter,
         *,
         sharded: bool,
         dtype: Any,
     ) -> None:
-        self._k, self._inserter, self._dtype, self._roles = k, inserter, dtype, roles
+        self._k, self._blocks, self._inserter = k, blocks, inserter
+        self._dtype, self._roles = dtype, roles
         try:
             flat = flatten(whole, roles.learned)
             small = flat_micro(trace, flat, batch, roles.learned)
@@ -114,6 +117,7 @@ class MicroBatches:
             ) from e
         carry = carried(flat, analysis, roles.rest)
         stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
+        self._kinds = {i: analysis.kind(flat.outvars[i]).added for i in stacked}
         axis = inserter.axis
         wants = wanted.trace_back(flat, [None] * len(flat.outvars), inserter.mesh)
         if not sharded:
@@ -174,6 +178,9 @@ class MicroBatches:
         done = run(split.once, [*placeholders, *first, *crossing, *last], replace)
         results = dict(zip(split.done, done, strict=True))
         results.update(zip(split.stacked, others[split.n_last :], strict=True))
+        for i, kind in self._kinds.items():
+            if kind.rows and kind.outer is not None:
+                results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
         for i in self._averaged:
             results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
@@ -194,3 +201,19 @@ class MicroBatches:
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)
+
+
+def _in_order(x: jax.Array, dim: int, outer: int, blocks: int) -> jax.Array:
+    """Rows of micro-batches that each have some of every block, in the order of the blocks.
+
+    Args:
+      x: [k, ...], the rows of a micro-batch in dimension ``dim`` behind the first, ``outer``
+        stretches of them one behind the other.
+    """
+    if blocks == 1:
+        return x
+    k, rows = x.shape[0], jnp.moveaxis(x, dim + 1, 1)
+    n, rest = rows.shape[1] // outer, rows.shape[2:]
+    rows = rows.reshape(k, outer, blocks, n // blocks, *rest)
+    rows = jnp.moveaxis(rows, 0, 2).reshape(outer, k, n, *rest)
+    return jnp.moveaxis(jnp.swapaxes(rows, 0, 1).reshape(k, outer * n, *rest), 1, dim + 1)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import operator
 import os
 import pathlib
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-import jax
 from etils import epath
 
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved, state_tree
+from zerojax.checkpoint import saved, state_tree, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
+from zerojax.checkpoint.processes import agreed, first, share_a_folder
 from zerojax.checkpoint.record import decoded, encoded
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.checkpoint.writer import Lock, Writer
+from zerojax.distributed.join import require_same
+from zerojax.distributed.lockstep import lockstep
+from zerojax.distributed.watchdog import paused
 
 
 class Checkpointer:
@@ -33,9 +35,12 @@ class Checkpointer:
     sizes and digests of the files, and the caller's additions. A step appears whole or not at all,
     and disappears likewise, whenever the process is killed.
 
+    In several processes all make it, on one folder, and all call :meth:`save`, :meth:`restore`,
+    :meth:`delete` and :meth:`close`. What fails in one of them is raised in all.
+
     Args:
-      directory: Of the steps, local or mounted; made where it does not exist. A bucket
-        (``gs://``) is an error.
+      directory: Of the steps; made where it does not exist. Local, mounted, or in a bucket of
+        Google Cloud (``gs://``, with ``gcsfs``), which has no lock.
       zero: Gives config and mesh, and shardings where an abstract state has none.
       keep: The number of newest steps to keep; None keeps all.
       keep_best: The number of best steps to keep besides.
@@ -44,7 +49,8 @@ class Checkpointer:
       read_only: Write nothing, not even a lock: for the folder of a running job.
 
     Raises:
-      CheckpointError: the folder cannot be written, or another run writes to it.
+      CheckpointError: the folder cannot be written, another run writes to it, or it is not one
+        for all processes (the message names those).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, tempfile, zerojax
@@ -85,19 +91,29 @@ class Checkpointer:
             raise CheckpointError(
                 f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
             )
-        self.directory = _local(directory)
+        self.directory = steps_folder.opened(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
         self._writer: Writer | None = None
         self._alone = threading.RLock()
-        self._lock = None if read_only else self._claim()
+        self._lock: Lock | None = None
+        self._name = "checkpoints, read"
+        if not read_only:
+            self._note("a Checkpointer")
+            try:
+                self._name = share_a_folder(self.directory, self._claim)
+            except CheckpointError:
+                if self._lock:
+                    self._lock.release()
+                raise
 
-    def _claim(self) -> Lock | None:
+    def _claim(self) -> None:
+        """Makes the folder and takes its lock, in process 0."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index():
-                return None
+            if steps_folder.in_bucket(self.directory):
+                return
             lock = Lock(pathlib.Path(self.directory))
             lock.take()
         except OSError as error:
@@ -105,7 +121,7 @@ class Checkpointer:
                 f"{self.directory} cannot be written: {error}. Choose another folder; to read "
                 "only, Checkpointer(..., read_only=True)"
             ) from None
-        return lock
+        self._lock = lock
 
     def __enter__(self) -> Self:
         return self
@@ -144,14 +160,21 @@ class Checkpointer:
             step or a later one exists; the state is no state, or was donated; extra or metrics
             cannot be written.
         """
-        with self._alone:
+
+        def prepared() -> PendingSave:
             writer = self._writing()
             writer.settle()
-            step = _whole(step)
-            self._check(step, state)
-            numbers = self._retention.checked(step, metrics)
-            pending = PendingSave(self.directory, step, state, self.zero, encoded(extra), numbers)
-            writer.begin(pending)
+            number = _whole(step)
+            self._check(number, state)
+            numbers = self._retention.checked(number, metrics)
+            pending = PendingSave(number, state, self.zero, encoded(extra), numbers)
+            writer.make(pending)
+            return pending
+
+        self._note(f"a save of step {step}")
+        with self._alone, paused("a save"):
+            pending = agreed(self._name, prepared)
+            self._writing().begin(pending)
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -159,7 +182,7 @@ class Checkpointer:
         Raises:
           CheckpointError: the save failed; earlier steps are as before.
         """
-        with self._alone:
+        with self._alone, paused("a save"):
             if self._writer:
                 self._writer.settle(swept=True)
 
@@ -176,27 +199,50 @@ class Checkpointer:
           step: The step; the newest by default.
 
         Raises:
+          LaunchError: the processes' configs differ.
           CheckpointError: no such step exists (the message lists those that do), or it is of
             another model (the message lists the arrays that differ).
           DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
             the newest other step that looks whole.
         """
-        return self._read(step, lambda there: restore(there, abstract_state, self.zero))
+        self._note("a restore")
+        require_same(self.zero.config, self.zero.mesh)
+        return self._read(
+            step,
+            lambda folder: restore(folder, abstract_state, self.zero, self._name),
+            lambda act: first(self._name, act),
+        )
 
     def extra(self, step: int | None = None) -> Any:
         """The ``extra`` of :meth:`save`; None for a step of plain orbax."""
-        return self._read(step, lambda there: decoded(there.record.extra if there.record else None))
 
-    def _read(self, step: int | None, act: Callable[[SavedStep], Any]) -> Any:
+        def read(folder: epath.Path) -> Any:
+            record = SavedStep(folder).record
+            return decoded(record.extra if record else None)
+
+        return self._read(step, read, lambda act: act())
+
+    def _read(
+        self,
+        step: int | None,
+        read: Callable[[epath.Path], Any],
+        ask: Callable[[Callable[[], str]], str],
+    ) -> Any:
+        """What ``read`` makes of a step's folder; ``ask`` has one process answer for all."""
         step = None if step is None else _whole(step)
-        with self._alone:
+
+        def chosen() -> str:
+            return os.path.relpath(saved.at(self.directory, step)[-1], self.directory)
+
+        with self._alone, paused("a restore"):
             self.wait()
             while True:
-                folder = saved.at(self.directory, step)[-1]
+                where, root = ask(chosen), self.directory
+                folder = {".": root, "..": root.parent}.get(where, root / where)
                 try:
-                    return act(SavedStep(folder))
+                    return read(folder)
                 except DamagedCheckpointError as error:
-                    if folder.exists():
+                    if ask(lambda: "exists" if folder.exists() else ""):  # noqa: B023
                         raise self._with_offer(error, folder) from error
                 # The run that writes to the folder has removed the step.
                 if step is not None:
@@ -207,7 +253,7 @@ class Checkpointer:
     def _with_offer(
         self, error: DamagedCheckpointError, damaged: epath.Path
     ) -> DamagedCheckpointError:
-        others = [(n, f) for n, f in saved.folders(self.directory).items() if f != damaged]
+        others = [(n, f) for n, f in steps_folder.folders(self.directory).items() if f != damaged]
         whole = next((n for n, folder in reversed(others) if _looks_whole(folder)), None)
         offer = (
             "No other step is whole."
@@ -219,7 +265,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, oldest first; without one that is still being saved."""
-        return [*saved.folders(self.directory)]
+        return [*steps_folder.folders(self.directory)]
 
     def latest_step(self) -> int | None:
         """The newest complete step; None where none exists."""
@@ -227,21 +273,27 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best ``metric``; None where no step has one."""
-        recorded = {n: records.read(f) for n, f in saved.folders(self.directory).items()}
+        recorded = {n: records.read(f) for n, f in steps_folder.folders(self.directory).items()}
         scores = {n: self._retention.score(r.metrics or {}) for n, r in recorded.items() if r}
         return self._retention.best(scores)
 
     def delete(self, step: int) -> None:
         """Removes a step, as after going back to an earlier one."""
-        with self._alone:
+
+        def found() -> Writer:
             writer = self._writing()
-            self.wait()
+            writer.settle(swept=True)
             saved.at(self.directory, _whole(step))
-            writer.delete(step)
+            return writer
+
+        self._note(f"a removal of step {step}")
+        with self._alone, paused("a removal"):
+            writer = agreed(self._name, found)
+            first(self._name, lambda: writer.delete(step))
 
     def close(self) -> None:
         """Waits for the last save, and releases the folder."""
-        with self._alone:
+        with self._alone, paused("a save"):
             try:
                 self.wait()
             finally:
@@ -252,6 +304,11 @@ class Checkpointer:
                 if self._lock:
                     self._lock.release()
 
+    def _note(self, call: str) -> None:
+        """Notes a call that all processes make."""
+        if calls := lockstep(self.zero.mesh):
+            calls.note(call)
+
     def _writing(self) -> Writer:
         if self._read_only:
             raise CheckpointError(f"{self.directory} was opened with read_only=True")
@@ -261,7 +318,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"another Checkpointer of this process writes to {self.directory}: close it first"
             )
-        self._writer = self._writer or Writer(self.directory, self._retention)
+        self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
@@ -277,32 +334,6 @@ class Checkpointer:
                 "restore the newest step to go on from it, delete(step) those that shall go, or "
                 "choose another folder"
             )
-
-
-def _local(directory: str | os.PathLike[str]) -> epath.Path:
-    """An absolute path; :class:`CheckpointError` for none, and for the URL of a bucket."""
-    path = os.fspath(directory)
-    if not path:
-        raise CheckpointError("directory: the empty path names no folder")
-    # pathlib makes "gs:/" of "gs://".
-    if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", path):
-        scheme = url[1].lower()
-        instead = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
-        if scheme == "file":
-            instead = f"the path alone: {path.partition(':')[2].replace('//', '', 1)}"
-        raise CheckpointError(
-            f"directory: {path} is a URL ({scheme}://), and checkpoints are written to local "
-            f"folders only. Give a local folder, or {instead}. (A folder of that name is "
-            f"./{path}.)"
-        )
-    return epath.Path(path).expanduser().absolute()
-
-
-_MOUNTS = {
-    "gs": "gcsfuse mounts a bucket of Google Cloud",
-    "s3": "mount-s3 mounts a bucket of S3",
-    "az": "blobfuse2 mounts a container of Azure",
-}
 
 
 def _whole(step: Any) -> int:

@@ -19,14 +19,12 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.checkpoint.saved import SavedArray, SavedArrays, unlike
 from zerojax.checkpoint.state_tree import OPTIMIZER, PARAMS, Form
-from zerojax.checkpoint.writer import DELETED
+from zerojax.checkpoint.steps_folder import DELETED, UNDER_WAY
 
 Status = Literal["whole", "files whole", "not verifiable", "damaged"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of arrays read so far, and the bytes of all arrays."""
-
-_TMP = ".orbax-checkpoint-tmp"
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _unfinished(root: epath.Path) -> list[str]:
-    return [name for name in _names(root) if _TMP in name]
+    return [name for name in _names(root) if UNDER_WAY in name]
 
 
 class StepInspector:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pydantic_core
 from etils import epath
 from jax.sharding import NamedSharding
 
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import state_tree
+from zerojax.checkpoint import saved, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
@@ -30,10 +33,9 @@ _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
 
 class PendingSave:
-    """A state to be written; its checksums are begun here, and fetched by :meth:`finish`.
+    """A state to be written.
 
     Args:
-      directory: Of the steps.
       step: Updates done.
       state: A ``TrainState``, or a tuple of NNX.
       zero: Its config and mesh are recorded.
@@ -49,21 +51,19 @@ class PendingSave:
 
     def __init__(
         self,
-        directory: epath.Path,
         step: int,
         state: Any,
         zero: Zero,
         extra: Any,
         metrics: dict[str, float] | None,
     ) -> None:
-        self.step, self.metrics, self._directory = step, metrics, directory
+        self.step = step
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
         self.tree = jax.tree.map(_array, tree)
         leaves = state_tree.named(self.tree)
-        self._sums = begin_checksums(
-            {name: x for name, x in leaves.items() if not isinstance(stored(x), DiskArray)}
-        )
+        self._sums: dict[str, jax.Array] = {}
+        self._began = time.time_ns()
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
@@ -88,10 +88,18 @@ class PendingSave:
             extra=extra,
         )
 
-    def finish(self, on_disk: Mapping[str, int]) -> None:
-        """Writes the record into the step's folder, before orbax gives the folder its name.
+    def begin_checksums(self) -> None:
+        """Starts the checksums of arrays in memory on the devices, in all processes together."""
+        leaves = state_tree.named(self.tree)
+        self._sums = begin_checksums(
+            {name: x for name, x in leaves.items() if not isinstance(stored(x), DiskArray)}
+        )
+
+    def finish(self, folder: epath.Path, on_disk: Mapping[str, int]) -> None:
+        """Writes the record and orbax's metadata into the folder of the step, before that is named.
 
         Args:
+          folder: With all arrays.
           on_disk: The checksums of the arrays that lie on a disk, by name.
         """
         checksums = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
@@ -99,10 +107,23 @@ class PendingSave:
             name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()
         }
-        under_way = [*self._directory.glob(f"{self.step}.orbax-checkpoint-tmp*")]
-        folder = under_way[0] if under_way else self._directory / str(self.step)
+        items = {saved.STATE: _class_name(ocp.PyTreeCheckpointHandler)}
+        if (metrics := self._record.metrics) is not None:
+            items["metrics"] = _class_name(ocp.JsonCheckpointHandler)
+            (folder / "metrics").mkdir()
+            (folder / "metrics" / "metrics").write_text(json.dumps(metrics))
         update = {"leaves": leaves, "files": records.files(folder)}
         records.write(folder, self._record.model_copy(update=update))
+        about = {
+            "item_handlers": items,
+            "init_timestamp_nsecs": self._began,
+            "commit_timestamp_nsecs": time.time_ns(),
+        }
+        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+
+
+def _class_name(handler: type) -> str:
+    return f"{handler.__module__}.{handler.__qualname__}"
 
 
 def _check_arrays(tree: Any) -> None:

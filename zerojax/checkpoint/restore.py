@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
@@ -18,6 +20,7 @@ from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.matching import match
+from zerojax.checkpoint.processes import LONGEST, agreed, told
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
@@ -48,17 +51,59 @@ class _Wanted(NamedTuple):
     on_disk: Mapping[Path, Leaf]
 
 
-def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
-    """The saved state, or parameters, in the form and with the shardings of ``abstract_state``.
+def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> Any:
+    """The state or parameters of a step, in the form and with the shardings of ``abstract_state``.
 
     Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
     and then cast where another float dtype is wanted. An array that belongs on a disk goes there
     piece by piece.
 
+    Args:
+      folder: Of the step.
+      abstract_state: See :meth:`Checkpointer.restore`.
+      zero: The shardings.
+      name: Of what the processes say to each other, see :func:`agreed`.
+
     Raises:
       CheckpointError: the saved arrays are not those of ``abstract_state``.
       DamagedCheckpointError: arrays cannot be read, or are not as they were saved.
     """
+    here = agreed(name, lambda: _begin(folder, abstract_state, zero), LONGEST)
+    saved, wanted, in_memory = here.saved, here.wanted, here.in_memory
+    _verify(saved, {leaf: here.arrays[leaf.path] for leaf in in_memory.values()}, here.sound)
+    restored: dict[Path, Any] = {
+        path: _fit(path, here.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
+    }
+    restored |= _to_disk(saved, here.chosen, wanted, zero, name)
+    if len(restored) < len(wanted.leaves):
+        assert here.form is not None
+        restored |= _fresh(wanted, restored, here.form, zero)
+    return wanted.close([restored[path] for path in wanted.leaves])
+
+
+class _Begun(NamedTuple):
+    """What this process has read by itself.
+
+    Attributes:
+      saved: The step.
+      form: Of the state; None for parameters alone.
+      wanted: The arrays to restore.
+      chosen, in_memory: The saved arrays by path, all and those that do not belong on a disk.
+      arrays: The latter's values, by path in the checkpoint.
+      sound: The checksums of 64-bit arrays that JAX makes narrower.
+    """
+
+    saved: SavedStep
+    form: state_tree.Form | None
+    wanted: _Wanted
+    chosen: dict[Path, SavedArray]
+    in_memory: dict[Path, SavedArray]
+    arrays: dict[Path, jax.Array | StoredArray]
+    sound: dict[str, int]
+
+
+def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
+    saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
     if form is None:
@@ -73,15 +118,9 @@ def restore(saved: SavedStep, abstract_state: Any, zero: Zero) -> Any:
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
     arrays = _read(saved, structs)
-    _verify(saved, {leaf: arrays[leaf.path] for leaf in in_memory.values()})
-    restored: dict[Path, Any] = {
-        path: _fit(path, arrays[leaf.path], wanted) for path, leaf in in_memory.items()
-    }
-    restored |= _to_disk(saved, chosen, wanted, zero)
-    if len(restored) < len(wanted.leaves):
-        assert form is not None
-        restored |= _fresh(wanted, restored, form, zero)
-    return wanted.close([restored[path] for path in wanted.leaves])
+    narrowed = [x for x in in_memory.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
+    sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
+    return _Begun(saved, form, wanted, chosen, in_memory, arrays, sound)
 
 
 def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
@@ -223,19 +262,20 @@ def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=wanted.sharding, global_shape=padded, strict=False)
 
 
-def _verify(saved: SavedStep, arrays: dict[SavedArray, jax.Array | StoredArray]) -> None:
-    """Checks the checksums of arrays; on the host for 64-bit dtypes that JAX makes narrower.
+def _verify(
+    saved: SavedStep,
+    arrays: dict[SavedArray, jax.Array | StoredArray],
+    sound: Mapping[str, int],
+) -> None:
+    """Checks the checksums of arrays; ``sound`` are those that the host has made.
 
     Raises:
-      CheckpointError: numbers do not fit the narrower dtype.
       DamagedCheckpointError: an array is not as it was saved.
     """
-    narrowed = [x for x in arrays if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
-    sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
     if saved.record is None:
         return
-    begun = begin_checksums({leaf.name: x for leaf, x in arrays.items() if leaf not in narrowed})
-    _compare(saved, sound | {name: finish_checksum(x) for name, x in begun.items()})
+    begun = begin_checksums({leaf.name: x for leaf, x in arrays.items() if leaf.name not in sound})
+    _compare(saved, {**sound, **{name: finish_checksum(x) for name, x in begun.items()}})
 
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
@@ -287,7 +327,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _to_disk(
-    saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero
+    saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero, name: str
 ) -> dict[Path, DiskArray | StoredArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
     disk_leaf = zero.states.placer.disk_leaf
@@ -299,15 +339,19 @@ def _to_disk(
     }
     if not targets:
         return {}
-    shares = {
-        leaves[path].name: piecewise.fill(
-            target,
-            leaves[path].shape,
-            functools.partial(_read_box, saved, leaves[path], target.dtype),
-        )
-        for path, target in targets.items()
-    }
-    _compare(saved, piecewise.over_processes(shares))
+
+    def filled() -> str:
+        shares = {
+            leaves[path].name: piecewise.fill(
+                target,
+                leaves[path].shape,
+                functools.partial(_read_box, saved, leaves[path], target.dtype),
+            )
+            for path, target in targets.items()
+        }
+        return json.dumps(shares)
+
+    _compare(saved, piecewise.summed(told(name, filled, LONGEST)))
     return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 

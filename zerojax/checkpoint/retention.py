@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orbax.checkpoint as ocp
+from etils import epath
 
+from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError
 
 _WORST = {"min": math.inf, "max": -math.inf}
@@ -79,17 +80,24 @@ class Retention:
         choose = min if self.mode == "min" else max
         return choose(known, key=known.__getitem__, default=None)
 
-    def options(self) -> dict[str, Any]:
-        """The same as options of orbax's ``CheckpointManagerOptions``."""
-        managers = ocp.checkpoint_managers
-        latest = managers.LatestN(self.keep)
-        if self.metric is None:
-            return {"preservation_policy": latest}
-        best = managers.BestN(
-            get_metric_fn=self.score, reverse=self.mode == "min", n=self.keep_best
-        )
-        return {
-            "preservation_policy": managers.AnyPreservationPolicy([latest, best]),
-            "best_fn": self.score,
-            "best_mode": self.mode,
-        }
+    def expired(self, folders: Mapping[int, epath.Path]) -> list[int]:
+        """The steps to remove, of those in ``folders``; steps without any metric stay."""
+        steps = sorted(folders)
+        if self.keep is None:
+            return []
+        kept = set(steps[-self.keep :])
+        if self.metric is not None:
+            metrics = {step: _metrics(folders[step]) for step in steps}
+            scores = {step: self.score(x) for step, x in metrics.items() if x is not None}
+            best = sorted(scores, key=scores.__getitem__, reverse=self.mode == "min")
+            kept |= {*best[-self.keep_best :], *(metrics.keys() - scores.keys())}
+        return [step for step in steps if step not in kept]
+
+
+def _metrics(folder: epath.Path) -> Mapping[str, float] | None:
+    """A step's metrics; None where they cannot be read."""
+    try:
+        record = records.read(folder)
+    except CheckpointError:
+        return None
+    return record.metrics if record else None

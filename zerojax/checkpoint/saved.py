@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import tensorstore
 from etils import epath
 
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import steps_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, reason
 from zerojax.checkpoint.record import Record
 from zerojax.offload.disk.pieces import grid
@@ -23,7 +23,6 @@ ITEMS = (STATE, "default", "pytree", "")
 """Where orbax keeps a tree: zerojax and v1, the manager, an older v1, the step's folder itself."""
 
 _METADATA = "_METADATA"
-_STEP = re.compile(r"\d+")
 _BLOCK_BYTES = 4 * 2**20
 _INDEX = "cache_pool#index"
 """The cache of ocdbt's index, which would be read anew for every array."""
@@ -135,9 +134,7 @@ class SavedArrays:
         return self._result(name, self._begin(name))
 
     def _begin(self, name: str) -> Any:
-        # Of an uncompressed chunk that is mapped into memory, only the part that is needed is read.
-        mapped = {"mode": "memmap"}
-        kvstore: Any = {"driver": "file", "path": f"{self.item}/", "file_io_mode": mapped}
+        kvstore: Any = steps_folder.kvstore(self.item)
         if self._ocdbt:
             kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/", "cache_pool": _INDEX}
         else:
@@ -189,14 +186,6 @@ def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
     return [f"{arrays.item}: {problem}" for problem in lost + new]
 
 
-def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The folders of complete steps below ``directory``, by step, in order."""
-    root = epath.Path(directory)
-    entries = root.iterdir() if root.is_dir() else ()
-    numbered = {int(entry.name): entry for entry in entries if _STEP.fullmatch(entry.name)}
-    return dict(sorted(numbered.items()))
-
-
 def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     """The folders of the steps at a path, in order: the path itself, or its steps.
 
@@ -214,7 +203,7 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
         root = root.parent
     if step is None and root.is_dir() and (item_of(root) or (root / records.FILE).exists()):
         return [root]
-    by_step = folders(root)
+    by_step = steps_folder.folders(root)
     if not by_step:
         raise CheckpointError(
             f"{root} holds no checkpoint: {contents(root)}; expected folders named by step, as 100/"

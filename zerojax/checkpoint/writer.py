@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import functools
+import json
 import os
 import pathlib
-import shutil
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved
+from zerojax.checkpoint import saved, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
-from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler
+from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, summed
+from zerojax.checkpoint.processes import LONGEST, first, told
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray
+from zerojax.xla import compat
 
-DELETED = ".deleted"
 LOCK = ".writer"
+
+_T = TypeVar("_T")
 
 
 class Writer:
     """Writes steps to ``directory``, and removes those that ``retention`` does not keep.
 
-    A step is first moved to ``.deleted``: a removal that is interrupted must not look like a step.
+    All processes write their arrays into one folder, ``STEP.orbax-checkpoint-tmp``. Once all have,
+    process 0 adds what is written once and gives the folder its name.
+
+    Orbax's handler writes the arrays. Orbax's managers stay out of the way: in their barriers a
+    process that cannot write keeps the others for minutes.
+
+    Args:
+      directory: Of the steps.
+      retention: The steps to keep.
+      name: Of what the processes say to each other, see :func:`agreed`.
     """
 
-    def __init__(self, directory: epath.Path, retention: Retention) -> None:
-        self._directory, self._retention = directory, retention
+    def __init__(self, directory: epath.Path, retention: Retention, name: str) -> None:
+        self._directory, self._retention, self._name = directory, retention, name
         self._pending: PendingSave | None = None
+        self._saving: Future[None] | None = None
+        self._background = ThreadPoolExecutor(1, "zerojax-save")
         self._sweeper: threading.Thread | None = None
         self._piecewise = PiecewiseHandler()
-        self._manager = self._fresh_manager()
-        self._sweep()
-
-    def _fresh_manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            **self._retention.options(),
-            todelete_subdir=DELETED,
-            cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
-        )
         # Trained floats hardly compress, and compression would take most of the time.
-        handler = ocp.PyTreeCheckpointHandler(
+        self._handler = ocp.PyTreeCheckpointHandler(
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
                 (DiskArray, self._piecewise),
@@ -59,17 +68,23 @@ class Writer:
                 (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
             ),
         )
-        return ocp.CheckpointManager(
-            self._directory, options=options, item_handlers={saved.STATE: handler}
-        )
+        compat.before_the_end(functools.partial(_settle_last, weakref.ref(self)))
+        if jax.process_index() == 0:
+            steps_folder.discard_unfinished(directory)
+
+    def make(self, pending: PendingSave) -> None:
+        """Makes the folder of a step to come, in process 0, once the one before is settled."""
+        if jax.process_index() == 0:
+            folder = steps_folder.under_way(self._directory, pending.step)
+            (folder / saved.STATE).mkdir(parents=True)
 
     def begin(self, pending: PendingSave) -> None:
-        """Begins to write a step, once the one before is settled.
+        """Begins to write a step into the folder that process 0 has made.
 
         Returns when the arrays in memory are copied, and the arrays on a disk written.
 
         Raises:
-          CheckpointError: the write failed; nothing is left of the step.
+          CheckpointError: see :meth:`settle`.
         """
         # A removal is slow: it runs beside the write.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
@@ -77,70 +92,125 @@ class Writer:
         self._pending = pending
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=chunks, custom_metadata=records.MARK)
-        with self._telling():
-            self._manager.save(
-                pending.step,
-                args=ocp.args.Composite(**{saved.STATE: args}),
-                metrics=pending.metrics,
-                force=True,
-            )
+        writing: list[Any] = []
+        try:
+            pending.begin_checksums()
+            folder = steps_folder.under_way(self._directory, pending.step) / saved.STATE
+            writing += _completed(lambda: self._handler.async_save(folder, args=args)) or []
             self._piecewise.wait()
+            said = ""
+        except Exception as error:
+            writing.append(_failed(error))
+            said = "failed"
+        self._saving = self._background.submit(self._finish, pending, writing)
+        if any(told(self._name, lambda: said)):
+            self.settle()
 
-    def _finish(self) -> None:
-        """Adds the record when all arrays are written, before orbax commits the step."""
-        if jax.process_index() == 0 and self._pending is not None:
-            self._pending.finish(self._piecewise.sums)
+    def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
+        """Waits for the arrays of all processes, and gives the step its name."""
+        name = f"{self._name}: the end of a save"
+
+        def written() -> str:
+            wait_for(writing)
+            return json.dumps(self._piecewise.shares)
+
+        try:
+            sums = summed(told(name, written, LONGEST))
+            first(name, lambda: self._commit(pending, sums), LONGEST)
+        except Exception:
+            with contextlib.suppress(CheckpointError):  # a process is gone
+                first(name, lambda: self._discard(pending), 30.0)
+            raise
+
+    def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:
+        folder = steps_folder.under_way(self._directory, pending.step)
+        self._handler.finalize(folder / saved.STATE)
+        pending.finish(folder, on_disk)
+        steps_folder.complete(folder, pending.step)
+        with contextlib.suppress(OSError):  # the next save tries again
+            for step in self._retention.expired(steps_folder.folders(self._directory)):
+                steps_folder.remove(self._directory, step)
+
+    def _discard(self, pending: PendingSave) -> None:
+        if pending.step not in steps_folder.folders(self._directory):
+            steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
 
     def settle(self, *, swept: bool = False) -> None:
-        """Returns when the step that was begun is complete.
+        """Returns when the step that was begun is complete, in all processes.
 
         Args:
           swept: Whether to wait for removals too.
 
         Raises:
-          CheckpointError: the write failed; nothing is left of the step, and the next can begin.
+          CheckpointError: the write failed in a process; nothing is left of the step, and the next
+            can begin.
         """
-        with self._telling():
-            self._manager.wait_until_finished()
-        self._pending = None
+        saving, pending = self._saving, self._pending
+        self._saving = self._pending = None
+        try:
+            if saving:
+                saving.result()
+        except Exception as error:
+            assert pending is not None
+            there = steps_folder.folders(self._directory)
+            kept = f"step {max(there)} is the last good one" if there else "there is none yet"
+            raise CheckpointError(
+                f"step {pending.step} was not saved in {self._directory} ({kept}): {reason(error)}"
+            ) from error
         if swept and self._sweeper:
             self._sweeper.join()
             self._sweep()
 
     def delete(self, step: int) -> None:
-        """Removes a step."""
-        # The first process deletes, after the others have seen the step.
-        ocp.multihost.sync_global_processes("zerojax:delete")
-        self._manager.delete(step)
+        """Removes a step; for process 0."""
+        steps_folder.remove(self._directory, step)
         self._sweep()
 
     def close(self) -> None:
-        """Closes orbax's manager."""
-        with contextlib.suppress(Exception):  # settle has raised it
-            self._manager.close()
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Raises any error as a CheckpointError, after removing the step."""
-        try:
-            yield
-        except Exception as error:
-            step = self._pending.step if self._pending else None
-            self._pending = None
-            self.close()
-            if jax.process_index() == 0:
-                for left in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(left, ignore_errors=True)
-            self._manager = self._fresh_manager()
-            there = saved.folders(self._directory)
-            kept = f"step {max(there)} is the last good one" if there else "there is none yet"
-            raise CheckpointError(
-                f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
-            ) from error
+        """Ends the threads."""
+        self._background.shutdown()
+        self._handler.close()
 
     def _sweep(self) -> None:
         if jax.process_index() == 0:
-            shutil.rmtree(self._directory / DELETED, ignore_errors=True)
+            steps_folder.sweep(self._directory)
+
+
+def _settle_last(kept: weakref.ref[Writer]) -> None:
+    """Waits for a save that the program has not waited for; says what went wrong."""
+    if writer := kept():
+        try:
+            writer.settle(swept=True)
+        except CheckpointError:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+
+
+def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """The result of a coroutine, also where a loop of asyncio's runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(begin())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(begin())).result()
+
+
+def _failed(error: Exception) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    return failed
+
+
+def wait_for(writing: Iterable[Any]) -> None:
+    """Waits for all writes; then raises the first error."""
+    errors = []
+    for each in writing:
+        try:
+            each.result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Lock:

@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
+import jax
 import typer
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli import terminal
+from zerojax.distributed.join import init_distributed
 from zerojax.plan.table import size
 
 if TYPE_CHECKING:
@@ -28,11 +30,16 @@ def report(
     Tried are a step of a tiny model at each stage and with each offload, and a compile for absent
     devices. This takes seconds, and leaves a GPU's memory to other programs.
 
+    As one of several processes this one joins the others, and the first of them prints.
+
     Exits with 0 unless JAX finds no devices, then with 1.
     """
     from zerojax.doctor.report import report as reported  # imports the kernels
 
+    init_distributed()
     found = reported(context.obj)  # the environment before `main` set its own variables
+    if jax.distributed.is_initialized() and jax.process_index():
+        return
     if as_json:
         print(json.dumps(to_json(found), indent=2))
     else:

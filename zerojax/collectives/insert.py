@@ -13,7 +13,6 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_shar
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.devices.mesh import batch_devices
+from zerojax.distributed import log
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
@@ -86,7 +86,7 @@ class Inserter(Gatherer):
         outs = [plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
             self._unused = False
-            logging.getLogger("zerojax").warning(residuals.NO_EFFECT)
+            log.warning(residuals.NO_EFFECT)
         return outs
 
     def _run(

@@ -18,6 +18,8 @@ from flax.training.train_state import TrainState
 
 from pallas_kernels import dispatch
 from zerojax.api import zero
+from zerojax.devices.rows import process_rows
+from zerojax.distributed.exchange import exchange
 from zerojax.offload.disk.array import DiskArray
 
 
@@ -76,6 +78,8 @@ def to_host() -> str:
 def to_disk() -> str:
     """One step with everything in files."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        folder = exchange("the folder of the report", folder)[0]  # one config in all processes
+        os.makedirs(folder, exist_ok=True)
         files = {"device": "nvme", "nvme_path": folder}
         state = _step(stage=3, offload_optimizer=files, offload_param=files)
         store = next(x.leaf.store for x in jax.tree.leaves(state) if isinstance(x, DiskArray))
@@ -111,7 +115,7 @@ def processes() -> str:
     """Whether this process is one of several."""
     if jax.process_count() == 1:
         raise RuntimeError(
-            "this is the only process. Where there are more, call jax.distributed.initialize() "
+            "this is the only process. Where there are more, call zerojax.init_distributed() "
             "in each before JAX is first used"
         )
     return f"{jax.process_count()} of them, this is number {jax.process_index()}"
@@ -173,7 +177,7 @@ def _step(**config: Any) -> TrainState:
         params = {"w": jnp.ones((n, 2))}
         return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
 
-    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))))
+    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))[process_rows(n)]))
     return state
 
 

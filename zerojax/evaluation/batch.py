@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
-from zerojax.step.batch import put
+from zerojax.devices.rows import BatchRows
 
 Entry = tuple[str, ...] | None
 """The axes that cut one dimension."""
@@ -25,25 +25,27 @@ class Division(NamedTuple):
       times: Number of micro-batches.
       each: Rows of one device in a micro-batch.
       devices: Number of devices that share the rows.
+      blocks: Blocks of rows, each of which has copies of its own last row; one a process.
     """
 
     rows: int
     times: int
     each: int
     devices: int
+    blocks: int = 1
 
     @classmethod
-    def of(cls, rows: int, micro: int | None, devices: int) -> Division | None:
+    def of(cls, rows: int, micro: int | None, devices: int, blocks: int = 1) -> Division | None:
         """The fewest micro-batches of at most ``micro`` rows a device; None where the batch is one,
         and its rows divide among the devices.
 
         Example:
           >>> Division.of(20, 1, 8)
-          Division(rows=20, times=3, each=1, devices=8)
+          Division(rows=20, times=3, each=1, devices=8, blocks=1)
         """
         times = 1 if micro is None else -(-rows // (micro * devices))
         each = -(-rows // (times * devices))
-        division = cls(rows, times, each, devices)
+        division = cls(rows, times, each, devices, blocks)
         return None if times == 1 and division.padded == rows else division
 
     @property
@@ -55,6 +57,28 @@ class Division(NamedTuple):
     def padded(self) -> int:
         """Rows of all micro-batches."""
         return self.times * self.part
+
+    def places(self, blocks: int) -> np.ndarray:
+        """int [padded], the row in each place, of so many of the batch's blocks."""
+        rows, padded = self.rows // self.blocks, self.padded // self.blocks
+        one = np.minimum(np.arange(padded), rows - 1)
+        return np.add.outer(rows * np.arange(blocks), one).reshape(-1)
+
+    def counts(self) -> np.ndarray:
+        """bool [padded], whether a place has a row of its own, and no copy."""
+        padded = self.padded // self.blocks
+        return np.arange(self.padded) % padded < self.rows // self.blocks
+
+    def filled(self, x: Any, blocks: int | None = None) -> Any:
+        """``[rows, ...]`` with copies, of all blocks or of so many."""
+        return x if self.padded == self.rows else x[self.places(blocks or self.blocks)]
+
+    def without_copies(self, x: jax.Array) -> jax.Array:
+        """The way back, ``[padded, ...]`` as ``[rows, ...]``."""
+        if self.padded == self.rows:
+            return x
+        x = x.reshape(self.blocks, -1, *x.shape[1:])[:, : self.rows // self.blocks]
+        return x.reshape(self.rows, *x.shape[2:])
 
 
 def rows_of(batch: Any) -> int | None:
@@ -81,6 +105,7 @@ class BatchPlacer:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._axes, self.devices = mesh, batch_axes(mesh), batch_devices(mesh)
+        self._leaves = BatchRows(mesh)
         self._by_row, self._replicated = self._of(self._axes), self._of()
 
     def _of(self, *entries: Entry) -> NamedSharding:
@@ -90,19 +115,33 @@ class BatchPlacer:
         even = bool(shape) and shape[0] % self.devices == 0
         return self._by_row if even else self._replicated
 
+    def blocks(self, batch: Any) -> int:
+        """Blocks of rows, where the batch has a process's own rows; else 1.
+
+        Raises:
+          ValueError: Leaves with own rows have several numbers of them.
+        """
+        return 1 if self._leaves.own_rows(batch) is None else self._leaves.blocks
+
+    def shapes(self, batch: Any) -> Any:
+        """Shapes and dtypes of a batch with the rows of all processes."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(self._leaves.shape(x), jnp.result_type(x)), batch
+        )
+
     def place(self, batch: Any, division: Division | None) -> Any:
-        """Puts a batch on the devices: a divided one filled up with copies of its last row, of
-        another one the arrays whose rows do not divide on every device."""
+        """Puts a batch on the devices: one with a division filled up with copies of its last row,
+        of another one the arrays whose rows do not divide on every device."""
 
         def filled(x: Any) -> jax.Array:
-            if division is not None and np.ndim(x) and division.padded != division.rows:
-                x = x[np.minimum(np.arange(division.padded), division.rows - 1)]
-            return put(x, self._sharding(np.shape(x)))
+            if division is not None and np.ndim(x):
+                x = division.filled(x, 1 if self._leaves.own(x) else None)
+            return self._leaves.put(x, self._sharding(self._leaves.shape(x)))
 
         return jax.tree.map(filled, batch)
 
     def abstract(self, batch: Any, division: Division | None) -> Any:
-        """Shapes, dtypes and shardings of a batch on the devices."""
+        """Shapes, dtypes and shardings on the devices, of what :meth:`shapes` gives."""
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
             shape = tuple(np.shape(x))
@@ -126,4 +165,4 @@ class BatchPlacer:
         x = x.reshape(division.times, division.devices, division.each, *x.shape[2:])
         x = jnp.swapaxes(self._constrained(x, None, self._axes), 0, 1)
         x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axes)
-        return x if division.padded == division.rows else x[: division.rows]
+        return division.without_copies(x)

@@ -30,20 +30,25 @@ class Evaluation(Decorated[P, R]):
     """
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        mesh = self._states.mesh
+        mesh, watchdog = self._states.mesh, self._watchdog
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
             subject, call = self._opened(args, kwargs)
             self._check(subject, call)
+            self._agree(call)
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
             program = self._program(subject, call.form, explicit)
-            out, changed = program(subject.opened, call.batch, call.args, call.kwargs)
+            given = subject.opened, call.batch, call.args, call.kwargs
+            self._compare(program, call, lambda: program.lowered(*given))
+            out, changed = program(*given)
             if any(x is not None for x in changed):
                 subject.update(changed)
             program.function.bring_up_to_date(call)
             out = returned(out, call.objects)
+        if watchdog:
+            watchdog.ran(out)
         if names:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]

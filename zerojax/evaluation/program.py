@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives import Inserter
 from zerojax.collectives.host import Fetchable
+from zerojax.distributed import log
 from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.row_rules import Sizes, Undivided
@@ -38,10 +38,13 @@ class Execution(NamedTuple):
     Attributes:
       used: For each array of the state, whether the function reads it.
       division: How the batch is divided; None where it runs as it is.
+      filled: How the batch is filled up: as it is divided, or so that each process's own rows
+        divide among its devices; None where neither is needed.
     """
 
     used: tuple[bool, ...]
     division: Division | None
+    filled: Division | None
 
 
 class _TracedFunction(NamedTuple):
@@ -112,11 +115,12 @@ class EvaluationProgram:
           DiskStateError: A parameter on the disk is not what was written.
         """
         arrays, static = divide(args, kwargs)
-        execution = self._execution(batch, arrays, static)
+        shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
+        execution = self._execution(shapes, blocks, arrays, static)
         values = self._state_reader(opened.parts, execution.used)
         self._reader.use(values)
         given = beside_disk(values, self._leaves)
-        placed = self._placer.place(batch, execution.division)
+        placed = self._placer.place(batch, execution.filled)
         made = self._jitted(given, placed, arrays, static, execution)
         self._reader.check(made)
         return made
@@ -126,7 +130,8 @@ class EvaluationProgram:
     ) -> Iterator[LoweredProgram]:
         """The one program."""
         arrays, static = divide(args, kwargs)
-        execution = self._execution(batch, arrays, static)
+        shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
+        execution = self._execution(shapes, blocks, arrays, static)
         copied = self._state_reader.copies is not None
         taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
@@ -136,28 +141,38 @@ class EvaluationProgram:
             for leaf, x, used in zip(self._leaves, taken, execution.used, strict=True)
         ]
         values = beside_disk(values, self._leaves)
-        shapes = self._placer.abstract(batch, execution.division)
+        shapes = self._placer.abstract(shapes, execution.filled)
         traced = self._jitted.trace(values, shapes, arrays, static, execution)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
             EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
-    def _execution(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
+    def _execution(
+        self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
+    ) -> Execution:
+        """How the function runs on a batch of these shapes."""
         leaves, tree = jax.tree.flatten((batch, arrays))
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        key = shapes, tree, static
+        key = shapes, tree, static, blocks
         if key not in self._known:
-            self._known[key] = self._work_out(batch, arrays, static)
+            self._known[key] = self._work_out(batch, blocks, arrays, static)
         return self._known[key]
 
-    def _work_out(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
+    def _work_out(
+        self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
+    ) -> Execution:
         rows = rows_of(batch)
-        traced = self._traced(_like(batch), arrays, static)
+        traced = self._traced(batch, arrays, static)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
-        wanted = None if rows is None else Division.of(rows, self._micro, self._placer.devices)
+        filled: Division | None = None
+        if rows is not None and blocks > 1:
+            filled = Division.of(rows, None, self._placer.devices, blocks)
+        wanted = None
+        if rows is not None:
+            wanted = Division.of(rows, self._micro, self._placer.devices, blocks)
         if wanted is not None:
             try:
                 self._by_rows(batch, arrays, static, wanted)
@@ -166,12 +181,12 @@ class EvaluationProgram:
                 if wanted.times == 1:
                     instead = f"on every device, as they do not divide among {wanted.devices}"
                 if wanted.rows > 1:
-                    logging.getLogger("zerojax").warning(
+                    log.warning(
                         "evaluate: %s runs on all %d rows at once, %s: %s.",
                         self.function.__name__, wanted.rows, instead, reason,
                     )  # fmt: skip
                 wanted = None
-        return Execution(used, wanted)
+        return Execution(used, wanted, wanted or filled)
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
@@ -232,6 +247,8 @@ class EvaluationProgram:
         ]
         state = enter(self._inserter, self._plan, self._leaves, given, self._reader)
         if execution.division is None:
+            if (filled := execution.filled) is not None:
+                batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)
             traced = self._traced(batch, arrays, static)
             outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
             structure = traced.out
@@ -250,9 +267,7 @@ class EvaluationProgram:
         rows = [self._placer.micro_batches(x, division) for x in leaves if x.ndim]
         counts = None
         if division.padded != division.rows:
-            counts = self._placer.micro_batches(
-                jnp.arange(division.padded) < division.rows, division
-            )
+            counts = self._placer.micro_batches(jnp.asarray(division.counts()), division)
 
         def part(totals: list[Any], at: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             mine = iter(at[0])

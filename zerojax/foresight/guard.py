@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import Rates, rates_of
+from zerojax.distributed import log
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.costs import forecast, measure_memory
 from zerojax.foresight.devices import free_bytes
@@ -121,4 +122,5 @@ class Guard:
 
 
 def _tell(text: str) -> None:
-    print(f"zerojax: the step does not fit; compiling {text}", file=sys.stderr)
+    if log.is_first():
+        print(f"zerojax: the step does not fit; compiling {text}", file=sys.stderr)

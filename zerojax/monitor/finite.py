@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.distributed import log
 from zerojax.monitor.tags import scalars
 
 _LONGEST = 256  # steps that wait for a check
@@ -93,15 +93,14 @@ class FiniteWatch:
 
     def _warn(self, step: int, names: list[str]) -> None:
         self._warned = True
-        if jax.process_index() == 0:
-            logging.getLogger("zerojax").warning(
-                "step %d: %s no longer finite (NaN or inf), and the update was made with it. Look "
-                "at the batch of that step, or lower the learning rate; "
-                "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
-                "This is said once.",
-                step,
-                f"{', '.join(names)} {'are' if names[1:] else 'is'}",
-            )
+        log.warning(
+            "step %d: %s no longer finite (NaN or inf), and the update was made with it. Look at "
+            "the batch of that step, or lower the learning rate; "
+            "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
+            "This is said once.",
+            step,
+            f"{', '.join(names)} {'are' if names[1:] else 'is'}",
+        )
 
 
 def _is_floating(x: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import optax
 
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
+from zerojax.distributed import log
 from zerojax.optim.decay import Mask, no_bias_and_norm
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
 from zerojax.optim.one_pass import adam_in_one_pass
@@ -133,7 +134,7 @@ def _betas(
     momentum = momentum_schedule(scheduler) if isinstance(scheduler, SchedulerConfig) else None
     if momentum is not None and config.type in _WITH_BETAS:
         return momentum, SECOND_BETA
-    if momentum is not None:
+    if momentum is not None and log.is_first():
         warnings.warn(
             f"scheduler.params.cycle_momentum has no effect: {config.type} has no betas to cycle; "
             "set it to false",
@@ -146,7 +147,7 @@ def _decay(params: Mapping[str, Any], mask: Mask | None) -> Parts:
     rate = params["weight_decay"]
     if rate:
         return [optax.add_decayed_weights(rate, _mask(params, mask))]
-    if mask is not None or params["weight_decay_mask"] != "all":
+    if (mask is not None or params["weight_decay_mask"] != "all") and log.is_first():
         warnings.warn("weight_decay_mask has no effect: weight_decay is 0", stacklevel=3)
     return []
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import ConfigError, SchedulerConfig
+from zerojax.distributed import log
 
 Params: TypeAlias = Mapping[str, Any]
 OfStep: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -116,14 +117,14 @@ def _check(params: Params) -> None:
     if problems:
         raise ConfigError(problems)
     total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
-    if total is not None and total < warmup:
+    if total is not None and total < warmup and log.is_first():
         warnings.warn(
             f"scheduler.params.total_num_steps {total} is less than warmup_num_steps {warmup}: "
             "the run ends inside its warm-up",
             stacklevel=3,
         )
     stairs = [n for n in params if n.endswith("stair_count") and params[n]]
-    if stairs:
+    if stairs and log.is_first():
         warnings.warn(
             f"scheduler.params: {' and '.join(stairs)} without effect, as in DeepSpeed: "
             "OneCycle moves in straight lines",

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
@@ -119,7 +120,14 @@ class Placer:
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """An array in the place and with the sharding that the plan has for it."""
-        x = jax.device_put(pad(x, leaf.padded), sharding)
+        x = pad(x, leaf.padded)
+        if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
+            # device_put would compare the processes' arrays, and find that NaN is not NaN.
+            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+            values = x if is_key else np.asarray(x)
+            x = jax.make_array_from_callback(x.shape, sharding, values.__getitem__)
+        else:
+            x = jax.device_put(x, sharding)
         if leaf.place == DISK:
             on_disk = self.disk_leaf(leaf.path, leaf.padded, leaf.dtype, sharding)
             on_disk.fill(x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
+from zerojax.distributed import log
+from zerojax.distributed.equality import require_same_program, require_same_values
+from zerojax.distributed.join import require_same
+from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.wrap import (
     ZeroOptState,
@@ -79,7 +82,7 @@ class States:
                 if optimizer is None
                 else "zero.optimizer()"
             )
-            logging.getLogger("zerojax").warning(
+            log.warning(
                 "the config's %s has no effect: the state brings its own optimizer. Build the "
                 "state with %s to use the config's.",
                 unused,
@@ -157,7 +160,7 @@ class States:
         held = sum(leaf.bytes_per_device for leaf in leaves)
         if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:
             self._warned = True
-            logging.getLogger("zerojax").warning("%s.", plan.lost)
+            log.warning("%s.", plan.lost)
         return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
@@ -191,6 +194,7 @@ class States:
         with automatic_context(self.mesh) as explicit:
             args = relabelled(args, self.mesh)
             make, opened = self._maker(create, explicit)
+            self._require_alike(make, args)
             shapes = jax.eval_shape(make, *args)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
             if offloads(self.config):
@@ -202,6 +206,14 @@ class States:
                 )
                 parts = plan.shown(born(*args))
             return opened[-1].close(parts, opened[-1].tx)
+
+    def _require_alike(self, make: Callable[..., Parts], args: Any) -> None:
+        """Refuses a state that is not the same in all processes."""
+        if calls := lockstep(self.mesh):
+            calls.note("zero.init")
+            require_same(self.config, self.mesh)
+            require_same_values("zero.init", _by_path(args, "argument "))
+            require_same_program("zero.init", [jax.jit(make).lower(*args)])
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
@@ -245,6 +257,8 @@ class States:
         if all(lies) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self.check_mesh(parts)
+        if lockstep(self.mesh):
+            require_same_values("the state", _by_path(parts))
         kept = {id(x) for x in leaves} if all(lies) else set()
         made = [self._owned(kept, *each) for each in where]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
@@ -311,6 +325,11 @@ def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
         )
         for x, leaf in zip(leaves, plan.all_leaves(), strict=True)
     ])  # fmt: skip
+
+
+def _by_path(tree: Any, of: str = "") -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{of}{jax.tree_util.keystr(path)}": x for path, x in leaves}
 
 
 def _array(x: Any) -> Any:

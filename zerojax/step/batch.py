@@ -10,30 +10,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.rows import BatchRows
 from zerojax.step.call import is_array
 
 
 class BatchLayout:
     """Where a batch goes.
 
-    The leading dimension of every leaf is the global batch. With accumulation that dimension is
-    divided into micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of
-    those is sharded over the data-parallel devices. Without accumulation leaves may have leading
-    dimensions of their own (nodes and edges of graphs): those that divide among the devices are
-    sharded, the others lie whole on each device.
+    The leading dimension of every leaf is the global batch, of which a process may pass its own
+    rows, see :class:`BatchRows`. With accumulation that dimension is divided into micro-batches of
+    consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is sharded over the
+    data-parallel devices; in several processes a micro-batch has consecutive rows of each process.
+    Without accumulation leaves may have leading dimensions of their own (nodes and edges of
+    graphs): those that divide among the devices are sharded, the others lie whole on each device.
 
     Attributes:
       sizes: Batch sizes of the config.
       accumulation: Micro-batches in a step.
       world: Devices that share the rows.
+      leaves: The rows that a process has.
     """
 
     def __init__(self, mesh: Mesh, sizes: BatchSizes) -> None:
         self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, batch_devices(mesh)
+        self.leaves = BatchRows(mesh)
         axes = batch_axes(mesh)
         rows = (None, axes) if sizes.accumulation > 1 else (axes,)
         self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
         self.replicated = NamedSharding(mesh, PartitionSpec())
+        self._deal = jax.jit(self._dealt, out_shardings=self.sharded)
 
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
@@ -45,34 +50,43 @@ class BatchLayout:
         self.check(batch)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                self._divided(x.shape), x.dtype, sharding=self._sharding(x)
+                self._divided(self.leaves.shape(x)), x.dtype, sharding=self._sharding(x)
             ),
             batch,
         )
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
-        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-        k = self.accumulation
+        own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
+        rows = {self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if not rows or (len(rows) > 1 and k > 1):
             self._explain(batch)
         if 0 in rows and len(rows) == 1:
             raise ValueError("the batch is empty: its leading dimension is 0.")
-        if self.sizes.train is not None and self.sizes.train not in rows and len(rows) == 1:
+        n, each, train = max(rows), k * self.world, self.sizes.train
+        of = "" if own is None else f" ({own} in each of {blocks} processes)"
+        if train is not None and train not in rows and len(rows) == 1:
+            if own == train:
+                raise ValueError(
+                    f"every process passes {own} rows, which is train_batch_size already, and "
+                    f"{blocks} processes make {n} of it: numpy leaves are the process's own rows. "
+                    "Let the loader read those alone, or cut them out of the global batch: "
+                    f"batch[zerojax.process_rows({train})]."
+                )
             raise ValueError(
-                f"the batch has {max(rows)} rows, but train_batch_size is {self.sizes.train}: pass "
+                f"the batch has {n} rows{of}, but train_batch_size is {train}: pass "
                 "the global batch, or change train_batch_size or elasticity (or leave both out)."
             )
-        n, each = max(rows), k * self.world
         if n % each and len(rows) == 1:
             by = f"{self.world} devices" + (f" x {k} micro-batches" if k > 1 else "")
-            fits = " or ".join(str(m) for m in (n - n % each, n - n % each + each) if m)
+            m = n - n % each
+            fits = " or ".join(str(x // (blocks if of else 1)) for x in (m, m + each) if x)
             raise ValueError(
-                f"the batch's leading dimension {n} is not divisible by {each} ({by}): "
-                f"use {fits} rows, or fewer devices."
+                f"the batch's leading dimension {n}{of} is not divisible by {each} ({by}): "
+                f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
             )
 
-    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
         """Checks a step's further arguments, which every micro-batch gets whole.
 
         Raises:
@@ -80,11 +94,12 @@ class BatchLayout:
         """
         if self.accumulation == 1:
             return
+        rows = {self.rows(batch), self.leaves.own_rows(batch)}
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if is_array(x) and np.ndim(x) and np.shape(x)[0] == rows:
+            if is_array(x) and np.ndim(x) and (n := np.shape(x)[0]) in rows:
                 raise ValueError(
                     f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
-                    f"{np.shape(x)}, with the {rows} rows of the batch, which is cut into "
+                    f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
                     f"{self.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
                     "needs all of it, pass it with a first dimension of 1 (x[None])."
@@ -92,7 +107,7 @@ class BatchLayout:
 
     def rows(self, batch: Any) -> int:
         """The leading dimension of a checked batch; the first leaf's where there are several."""
-        return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+        return next(self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
         shapes = {
@@ -114,7 +129,7 @@ class BatchLayout:
         )
 
     def _sharding(self, x: Any) -> NamedSharding:
-        shape = np.shape(x)
+        shape = self.leaves.shape(x)
         divides = shape and shape[0] and shape[0] % self.world == 0
         return self.sharded if divides else self.replicated
 
@@ -122,15 +137,16 @@ class BatchLayout:
         k = self.accumulation
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
+    def _dealt(self, x: Any) -> Any:
+        """Rows [B, ...] as [k, B / k, ...], consecutive rows of each process in a micro-batch."""
+        k, blocks, n = self.accumulation, self.leaves.blocks, x.shape[0]
+        x = x.reshape(blocks, k, n // (blocks * k), *x.shape[1:])
+        return x.swapaxes(0, 1).reshape(k, n // k, *x.shape[3:])
+
     def _place(self, x: Any) -> jax.Array:
         sharding = self._sharding(x)
-        if self.accumulation > 1 and np.ndim(x):
-            x = x.reshape(self._divided(x.shape))
-        return put(x, sharding)
-
-
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array where ``sharding`` has it; the array itself if it lies there already."""
-    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-        return x
-    return jax.device_put(x, sharding)
+        if self.accumulation == 1 or not np.ndim(x):
+            return self.leaves.put(x, sharding)
+        if self.leaves.blocks > 1 and not self.leaves.own(x):
+            return self._deal(x)
+        return self.leaves.put(x.reshape(self._divided(x.shape)), sharding, axis=1)

@@ -11,10 +11,16 @@ import jax
 import numpy as np
 
 from zerojax.devices.mesh import relabelled
+from zerojax.devices.rows import BatchRows
+from zerojax.distributed.equality import require_same_program, require_same_values
+from zerojax.distributed.join import require_same
+from zerojax.distributed.lockstep import Lockstep, lockstep
+from zerojax.distributed.row_agreement import RowAgreement
+from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments, is_train_state
-from zerojax.step.call import Call, Form, Rearranged
+from zerojax.step.call import Call, Constant, Form, Rearranged
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -36,6 +42,8 @@ class Decorated(abc.ABC, Generic[P, R]):
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
         self._programs: dict[Any, Any] = {}
+        self._compared: set[Any] = set()
+        self._leaves, self._rows = BatchRows(states.mesh), RowAgreement(arguments.name)
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,6 +63,36 @@ class Decorated(abc.ABC, Generic[P, R]):
         Works for a mesh of devices that are not there (:func:`zerojax.topology`).
         """
         return next(self.programs(*args, **kwargs)).lowered
+
+    @functools.cached_property
+    def _watchdog(self) -> Watchdog | None:
+        """The process's watchdog, which expects steps from the first call on."""
+        there = watchdog()
+        if there:
+            there.begin()
+        return there
+
+    @functools.cached_property
+    def _lockstep(self) -> Lockstep | None:
+        return lockstep(self._states.mesh)
+
+    def _agree(self, call: Call) -> None:
+        """Refuses another call, or a batch of other rows, than those of the other processes."""
+        if self._lockstep:
+            numbers = [repr(x) for x in _beside_rows(call).values() if isinstance(x, _NUMBERS)]
+            self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
+        if jax.process_count() > 1:
+            self._rows.agree(self._leaves.told(call.batch))
+
+    def _compare(
+        self, program: Any, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
+    ) -> None:
+        """Refuses a program that is not the same in all processes, before its first run."""
+        if self._lockstep and program not in self._compared:
+            self._compared.add(program)
+            require_same(self._states.config, self._states.mesh)
+            require_same_values(self._arguments.name, _beside_rows(call))
+            require_same_program(self._arguments.name, (each.lowered for each in lowered()))
 
     def _relabelled(self, call: Call) -> Call:
         """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""
@@ -96,3 +134,16 @@ class Decorated(abc.ABC, Generic[P, R]):
         if not isinstance(kept, type(self)):
             kept = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
         return kept
+
+
+_NUMBERS = (bool, int, float, complex, str, np.generic)
+
+
+def _beside_rows(call: Call) -> dict[str, Any]:
+    """What is to be the same in every process: numbers of the batch, and further arguments."""
+    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    numbers = {f"batch{keystr(path)}": x for path, x in leaves(call.batch) if not np.ndim(x)}
+    return numbers | {
+        f"argument {keystr(path[1:])} behind the batch": x.value if isinstance(x, Constant) else x
+        for path, x in leaves((call.args, call.kwargs))
+    }

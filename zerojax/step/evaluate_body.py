@@ -81,6 +81,7 @@ def evaluate_body(
             batch,
             roles_of(body.name, start, batch, shapes),
             k,
+            setting.layout.leaves.blocks,
             setting.inserter,
             sharded=config.stage >= 2,
             dtype=DTYPES[config.grad_accum_dtype],

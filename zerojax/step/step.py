@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
@@ -58,8 +57,9 @@ class Step(Decorated[P, R]):
         self._last: LastStep | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = self._arguments.sort(args, kwargs)
+        call, watchdog = self._arguments.sort(args, kwargs), self._watchdog
         _check_concrete(self._arguments.name, call.batch)
+        self._agree(call)
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
@@ -67,6 +67,8 @@ class Step(Decorated[P, R]):
             if explicit:
                 call = self._relabelled(call)
             state, out = self._run(call, explicit)
+        if watchdog:
+            watchdog.ran(out)
         if explicit:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         result: Any = (state, out)
@@ -89,7 +91,10 @@ class Step(Decorated[P, R]):
             )
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
-        layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
+        layout.check_more(call.args, call.kwargs, call.batch)
+        self._compare(
+            program, call, lambda: program.lowered(parts, call.batch, call.args, call.kwargs)
+        )
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, parts, batch)
             program.fits = True
@@ -154,9 +159,8 @@ class Step(Decorated[P, R]):
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
-        like = jax.tree.map(
-            lambda x, y: jax.ShapeDtypeStruct(np.shape(x), y.dtype), call.batch, batch
-        )
+        shape = program.setting.layout.leaves.shape
+        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # what made them has let go of its memory
         guard.check(
@@ -191,7 +195,7 @@ class Step(Decorated[P, R]):
             program = self._program(opened, call.form, explicit)
             layout = program.setting.layout
             layout.check(call.batch)
-            layout.check_more(call.args, call.kwargs, layout.rows(call.batch))
+            layout.check_more(call.args, call.kwargs, call.batch)
             yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
 
 

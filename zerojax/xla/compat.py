@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import core, dtypes
-from jax._src.interpreters import pxla
+from jax._src import compiler, core, distributed, dtypes, xla_bridge
+from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
@@ -102,3 +105,59 @@ def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
         return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
 
     pxla.shard_arg_handlers[kind] = sharded
+
+
+def coordination() -> Any:
+    """The client of the service through which ``jax.distributed`` coordinates the processes.
+
+    JAX offers its keys and values to multi-host utilities of its own alone.
+
+    Raises:
+      RuntimeError: ``jax.distributed`` is not initialized.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialized: call zerojax.init_distributed()")
+    return client
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has looked for devices, after which processes cannot be joined any more.
+
+    Every public question for devices looks for them.
+    """
+    return xla_bridge.backends_are_initialized()
+
+
+def frames(thread: int | None = None) -> Iterator[FrameType]:
+    """The frames of all threads, or of one, the innermost first; Python has no other name for
+    them."""
+    for number, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread in (None, number) else None
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def before_the_end(act: Callable[[], None]) -> None:
+    """Calls a function when the program has ended, and executors still take work.
+
+    They refuse it before the functions of ``atexit`` are called.
+    """
+    threading._register_atexit(act)  # type: ignore[attr-defined]
+
+
+_COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}
+
+
+def compiles(frame: FrameType) -> bool:
+    """Whether a frame is one of tracing, lowering or compiling, which jax announces to nobody."""
+    return frame.f_code.co_filename in _COMPILES
+
+
+def process_number() -> int:
+    """The number of this process; 0 unless ``jax.distributed`` is initialized.
+
+    ``jax.process_index()`` says the same, but starts the backends.
+    """
+    return int(distributed.global_state.process_id)

@@ -1,0 +1,225 @@
+"""Real runs under Slurm and Ray: what is killed, how long the end takes, and what comes out.
+
+    apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
+    python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
+    pip install 'zerojax[ray]'                                          # Python 3.12; 81 s
+    python -m benchmarks.launchers ray --record benchmarks/records      # 4 minutes
+
+Two processes on the CPU train for 60 steps (benchmarks/launch_training.py). Slurm's daemons are
+stood up here, for two nodes that are this machine; n1 and n2 are added to /etc/hosts for that time.
+Without --record no run waits for a time limit.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.report import console, console_table, markdown_table
+from benchmarks.supervised import (
+    Output,
+    checksum,
+    dated,
+    launch,
+    seconds_until_gone,
+    training,
+    write_record,
+)
+
+STEPS = 60
+HEAD = ("run", "what was killed", "to the end of all processes", "what came out")
+
+
+class Run(NamedTuple):
+    """One run.
+
+    Attributes:
+      name: The options of the launch.
+      killed: What happened to the run.
+      seconds: From there until no process of the first attempt was left; nan where nothing did.
+      said: What came out.
+      checksum: Of the parameters at the end; "" where the run did not reach the end.
+    """
+
+    name: str
+    killed: str
+    seconds: float
+    said: str
+    checksum: str
+
+    def row(self) -> tuple[str, ...]:
+        seconds = "" if self.seconds != self.seconds else f"{self.seconds:.1f} s"
+        end = f"parameters {self.checksum}" if self.checksum else "no end"
+        return self.name, self.killed, seconds, f"{self.said}; {end}"
+
+
+def pids_after_step_20(output: Output) -> list[int]:
+    output.wait(r"step (20) ", 2)
+    return [int(pid) for pid in output.wait(r"pid (\d+) is", 2)]
+
+
+class SlurmJob:
+    """A run of two nodes that Slurm has."""
+
+    def __init__(self, folder: Path, *options: str, sbatch: str = "--time=30", pause: float = 0.2):
+        folder.mkdir()
+        self.options = " ".join([f'--slurm "{sbatch}"', *options])
+        self.output = Output(folder / "out")
+        nodes = ("--num-nodes", "2", "--nproc-per-node", "1")
+        words = ["--slurm", f"{sbatch} --output={self.output.path}", *nodes, *options]
+        told = subprocess.run(
+            launch(*words, *training(folder / "checkpoints", STEPS, pause)),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        self.number = told.stdout.split()[-1]
+
+    def control(self, *words: str) -> str:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+    def state(self) -> str:
+        found = re.search(r"JobState=(\w+)", self.control("scontrol", "show", "job", self.number))
+        return found[1] if found else "gone"
+
+    def processes(self) -> list[int]:
+        """The ids of the first attempt's, after step 20."""
+        return pids_after_step_20(self.output)
+
+    def end(self, killed: str, seconds: float, said: str = "") -> Run:
+        """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
+        until = time.monotonic() + 300
+        while (state := self.state()) in ("PENDING", "RUNNING", "COMPLETING"):
+            if time.monotonic() > until:
+                raise TimeoutError(self.output.text())
+            if state == "PENDING":
+                self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+            time.sleep(0.5)
+        text = self.output.text()
+        again = text.count("is queued again")
+        for i, step in enumerate(dict.fromkeys(re.findall(r"saved step (\d+), preempted", text))):
+            said += f"all saved step {step}, status 75{', queued again' * (i < again)}; "
+        return Run(self.options, killed, seconds, f"{said}job {state}", checksum(text))
+
+
+def slurm_runs(folder: Path, timed: bool) -> list[Run]:
+    """Undisturbed, a notice, a killed task, a user's scancel; ``timed``: a time limit too."""
+    runs = [SlurmJob(folder / "alone").end("nothing", float("nan"))]
+
+    job = SlurmJob(folder / "term")
+    pids = job.processes()
+    job.control("scancel", "--batch", "--signal=TERM", job.number)
+    seconds = seconds_until_gone(pids)
+    runs.append(job.end("SIGTERM to the batch shell after step 20", seconds))
+
+    job = SlurmJob(folder / "kill", "--max-restarts", "1")
+    pids = job.processes()
+    os.kill(pids[1], signal.SIGKILL)
+    seconds = seconds_until_gone(pids)
+    said = f"{job.output.wait('(attempt 2 of 2.*)')[0]}, went on after the last save; "
+    runs.append(job.end("SIGKILL of one task after step 20", seconds, said))
+
+    job = SlurmJob(folder / "cancel")
+    pids = job.processes()
+    job.control("scancel", job.number)
+    seconds = seconds_until_gone(pids)
+    time.sleep(3)
+    runs.append(job.end("scancel by the user", seconds))
+
+    if timed:
+        job = SlurmJob(folder / "limit", sbatch="--time=2", pause=1.5)
+        pids = [int(pid) for pid in job.output.wait(r"pid (\d+) is", 2)]
+        job.output.wait("SIGTERM, (passed) to all")
+        seconds = seconds_until_gone(pids)
+        runs.append(job.end("nothing: the time limit came", seconds))
+    return runs
+
+
+@contextlib.contextmanager
+def slurm(folder: Path) -> Iterator[None]:
+    """Slurm's daemons, and the names of its nodes."""
+    address = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True)
+    hosts = Path("/etc/hosts")
+    before = hosts.read_text()
+    hosts.write_text(f"{before.rstrip()}\n{address.stdout.split()[0]} n1 n2\n")
+    up = Path(__file__).with_name("slurm_up.sh")
+    try:
+        subprocess.run(["bash", str(up), str(folder)], check=True)
+        os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+        yield
+    finally:
+        hosts.write_text(before)
+        for pid in folder.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(pid.read_text()), signal.SIGTERM)
+
+
+def ray_runs(folder: Path) -> list[Run]:
+    """Undisturbed, a killed process, and a launcher that is ended."""
+    runs = []
+    for name, restarts in (("alone", 0), ("kill", 1), ("launcher", 0)):
+        (folder / name).mkdir()
+        output = Output(folder / name / "out")
+        options = ["--ray", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+        words = launch(*options, *training(folder / name / "checkpoints", STEPS, 0.2))
+        killed, seconds = "nothing", float("nan")
+        with output.path.open("w") as out:
+            start = time.monotonic()
+            launcher = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+            if name != "alone":
+                pids = pids_after_step_20(output)
+            if name == "kill":
+                killed = "SIGKILL of one process after step 20"
+                os.kill(pids[1], signal.SIGKILL)
+                seconds = seconds_until_gone(pids)
+            elif name == "launcher":
+                killed = "SIGTERM to the launcher after step 20"
+                launcher.terminate()
+                seconds = seconds_until_gone(pids)
+            status = launcher.wait()
+        said = f"status {status} {time.monotonic() - start:.0f} s after the command"
+        runs.append(Run(" ".join(options), killed, seconds, said, checksum(output.text())))
+        if status and name != "launcher":
+            print(output.text())
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cluster", choices=("slurm", "ray"))
+    parser.add_argument("--record", type=Path, help="folder for DATE-launchers-CLUSTER.md")
+    args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    folder = Path(tempfile.mkdtemp(prefix="zerojax-launchers-"))
+    if args.cluster == "slurm":
+        with slurm(folder / "slurm"):
+            runs = slurm_runs(folder, args.record is not None)
+        told = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
+        version = told.stdout.strip()
+    else:
+        runs = ray_runs(folder)
+        version = f"ray {importlib.metadata.version('ray')}"
+    rows = [HEAD, *(run.row() for run in runs)]
+    console().print(console_table(rows))
+    ends = {run.checksum for run in runs} - {""}
+    verdict = f"The runs that ended agree bit for bit: {len(ends) == 1}."
+    print(verdict)
+    if args.record:
+        path = args.record / dated(f"launchers-{args.cluster}")
+        title = f"Real runs under {args.cluster.capitalize()}"
+        note = f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20. {verdict}"
+        write_record(path, title, f", {version}", f"{note}\n\n{markdown_table(rows, len(HEAD))}")
+    sys.exit(len(ends) != 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Faults of launched training: all end soon, nothing saved is lost, and the rest is bit for bit."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import FAULTS, has_namespaces, made, matrix, undisturbed, with_fewer
+from benchmarks.random_kills import random_kills, steps_for
+from benchmarks.supervised import Training, began_after, checksum, losses
+
+# The tests of launch, distributed and checkpoint have the others.
+CHOSEN = ("in init", "in a save", "coordinator", "of the launcher", "to the launcher", "network")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processes compile, they compile soon."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--max-restarts", "1")
+    with Training(tmp_path, "run", *options, count=2, steps=9, pause=0.1) as training:
+        training.output.wait("step 7 (loss)", 2)
+        os.kill(training.processes()[1].pid, signal.SIGKILL)
+        assert training.launcher.wait(60) == 0, training.output.text()
+        killed, following = training.attempts()
+    assert began_after(following) == 5
+    assert checksum(following)
+    again = losses(following)
+    assert [*again] == [6, 7, 8, 9]
+    assert {6, 7} <= losses(killed).keys()
+    assert all(again[step] == loss for step, loss in losses(killed).items() if step > 5)
+
+
+@pytest.mark.sweep
+def test_faults(tmp_path: Path) -> None:
+    faults = [x for x in FAULTS if any(words in x.name for words in CHOSEN)]
+    assert len(faults) == len(CHOSEN)
+    assert not matrix([x for x in faults if has_namespaces() or not x.apart], tmp_path).problems
+
+
+@pytest.mark.sweep
+def test_random_kills_and_fewer_processes(tmp_path: Path) -> None:
+    count = 4
+    alone = undisturbed(made(tmp_path / "alone"), 4, steps_for(count))
+    assert not with_fewer(made(tmp_path / "fewer"), alone).problems
+    assert not random_kills(made(tmp_path / "kills"), count, 1, alone).problems

@@ -1,0 +1,103 @@
+"""Two processes of which one cannot: both are told so, soon, and can go on."""
+
+import multiprocessing
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from checkpoint import apart
+from checkpoint.states import assert_same
+from checkpoint.test_disk_full import create
+from etils import epath
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import record as records
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+def test_words_errors_and_folders(tmp_path: Path, in_two_processes: Run) -> None:
+    for process, found in enumerate(in_two_processes(apart.agree, tmp_path)):
+        assert found["own"] == process
+        assert found["told"] == ["n0", "n1"]
+        assert found["first"] == "n0"
+        assert found["one fails"][:2] == ("CheckpointError", "process 1: no")
+        assert found["both fail"][:2] == ("CheckpointError", "no")
+        assert found["damaged"][:2] == ("DamagedCheckpointError", "process 0: no")
+        assert found["not shared"].said.startswith("process 1: what process 0 wrote to ")
+        assert "give all processes one folder" in found["not shared"].said
+        assert 1 < found["not shared"].seconds < 10
+        assert found["taken"].said == ("process 0: taken")
+        assert found["left"] == []
+
+
+def test_one_that_cannot_save(
+    small_disk: Path | None,
+    tmp_path_factory: pytest.TempPathFactory,
+    in_two_processes: Run,
+) -> None:
+    folder = tmp_path_factory.mktemp("shared")
+    with Checkpointer(folder / "held", zerojax.zero(stage=0)):
+        every = in_two_processes(apart.save_and_fail, folder, small_disk)
+    for found in every:
+        assert "another run writes to" in found["held"].said
+        for rank in (0, 1):
+            told = found[f"disk of {rank}"]
+            assert told.said.startswith(f"step 1 was not saved in {folder}/run (step 0 is the last")
+            assert f"process {rank}: " in told.said
+            assert f"process {1 - rank}" not in told.said
+            assert "File too large" in told.said
+            assert found[f"after {rank}"] == ([0], [])
+        assert found["folder of 0"].said.startswith("process 0: ")
+        assert "process 0: save takes a TrainState" in found["no state"].said
+        assert found["steps"] == [0, 1]
+        assert found["restore"].kind == "DamagedCheckpointError"
+        assert found["restore"].said.startswith("process 1: a byte is another one\nStep 0 looks")
+        assert "stage of the config differs: 2 in process 0; 3 in process 1" in found["configs"]
+        assert found["on disk"].said.startswith("step 0 was not saved in")
+        assert "process 1: " in found["on disk"].said
+        if small_disk:
+            assert "No space left" in found["full"].said
+            assert found["left"] == ([0], [])
+            assert found["saved"] == [0, 1]
+        assert all(x.seconds < 10 for x in found.values() if isinstance(x, apart.Failure))
+    sums = [
+        {name: leaf.checksum for name, leaf in record.leaves.items()}
+        for step in (1, 2)
+        if (record := records.read(epath.Path(folder / "disk" / str(step))))
+    ]
+    assert sums[0] == sums[1]
+    zero = zerojax.zero(stage=2)
+    with Checkpointer(folder / "disk", zero, read_only=True) as checkpointer:
+        assert_same(
+            checkpointer.restore(zero.abstract_state(create, jax.random.key(0))),
+            zero.init(create, jax.random.key(0)),
+        )
+
+
+@pytest.mark.sweep
+def test_one_that_dies_in_a_save(tmp_path: Path) -> None:
+    """JAX ends the other; the last step stays, and one process goes on from there."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    both = [spawn.Process(target=apart.die_in_a_save, args=(i, port, tmp_path)) for i in (0, 1)]
+    for process in both:
+        process.start()
+    both[1].join(60)
+    assert both[1].exitcode == -signal.SIGKILL
+    both[0].join(30)
+    assert both[0].exitcode not in (0, None)
+    zero = zerojax.zero(stage=1)
+    assert [x.name for x in tmp_path.glob("1*")] == ["1.orbax-checkpoint-tmp"]
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        assert checkpointer.all_steps() == [0]
+        state = checkpointer.restore(zero.abstract_state(create, jax.random.key(0)))
+        checkpointer.save(1, state)
+    assert [x.name for x in tmp_path.glob("1*")] == ["1"]

@@ -1,0 +1,97 @@
+"""Folders of steps, and a bucket, where what holds on a disk holds too."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint import apart, bucket
+from checkpoint.states import KEY, assert_same, create_linen, filled, zero_of
+from etils import epath
+
+import zerojax
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, steps_folder
+from zerojax.checkpoint.inspection import inspect
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with bucket.served(monkeypatch) as url:
+        yield url
+
+
+@bucket.require
+def test_a_bucket(url: str) -> None:
+    zero = zero_of(3)
+    state = filled(zero.init(create_linen, KEY))
+    other = zero_of(1, 4)
+    abstract = other.abstract_state(create_linen, KEY)
+    run = epath.Path(url) / "run"
+    with Checkpointer(f"{url}/run", zero, keep=2) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state, extra={"step": step})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [2, 3]
+        assert sorted(x.name for x in run.iterdir()) == ["2", "3"]
+        assert checkpointer.extra() == {"step": 3}
+        checkpointer.delete(3)
+        checkpointer.save(4, state)
+    with Checkpointer(f"{url}/run", other, read_only=True) as checkpointer:
+        assert_same(checkpointer.restore(abstract), state)
+        file = next(iter((run / "4" / "state" / "d").iterdir()))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(bytes(data))
+        with pytest.raises(DamagedCheckpointError, match="Step 2 looks whole") as told:
+            checkpointer.restore(abstract)
+        assert file.name in str(told.value)
+        assert_same(checkpointer.restore(abstract, 2), state)
+    assert [(x.step, x.status) for x in inspect(run).steps] == [(2, "whole"), (4, "damaged")]
+
+
+@bucket.require
+def test_what_a_killed_run_left_in_a_bucket_is_no_step(url: str) -> None:
+    zero = zero_of(0)
+    state = zero.init(create_linen, KEY)
+    with Checkpointer(url, zero) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        left = epath.Path(url) / "2"
+        for file in ("zerojax.json", "state/_METADATA"):
+            (left / file).write_text((epath.Path(url) / "1" / file).read_text())
+        assert checkpointer.all_steps() == [1]
+    with Checkpointer(url, zero) as checkpointer:
+        assert checkpointer.latest_step() == 1
+        checkpointer.save(3, state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 3]
+        assert not left.exists()
+
+
+@bucket.require
+def test_two_processes_share_a_bucket(url: str, in_two_processes: Callable[..., Any]) -> None:
+    assert in_two_processes(apart.save_in_bucket, url) == [[2], [2]]
+
+
+def test_a_bucket_without_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run is a bucket, .*zerojax\[bucket\]"):
+        Checkpointer("gs://bucket/run", zerojax.zero(stage=0))
+
+
+def test_a_step_on_a_disk_appears_with_its_name(tmp_path: Path) -> None:
+    root = epath.Path(tmp_path)
+    folder = steps_folder.under_way(root, 7)
+    folder.mkdir()
+    (root / "notes").mkdir()
+    assert steps_folder.folders(root) == {}
+    steps_folder.complete(folder, 7)
+    assert steps_folder.folders(root) == {7: root / "7"}
+    steps_folder.remove(root, 7)
+    assert steps_folder.folders(root) == {}
+    assert (root / ".deleted" / "7").is_dir()
+    steps_folder.sweep(root)
+    assert [x.name for x in root.iterdir()] == ["notes"]

@@ -1,0 +1,156 @@
+"""`zerojax launch`: what is refused before any work, what would be started, and how soon."""
+
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch.launched import environment
+from typer.testing import CliRunner, Result
+
+from zerojax.__main__ import app
+
+HOSTS = "worker-0 slots=2\nworker-1 slots=4\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script and a hostfile, on a machine without GPUs and without mpirun."""
+    (tmp_path / "train.py").write_text("raise SystemExit(9)")
+    (tmp_path / "hosts").write_text(HOSTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    return tmp_path
+
+
+def launch(words: str, **environ: str) -> Result:
+    given = environment(JAX_PLATFORMS="", PYTHONPATH="/ours", WANDB_API_KEY="secret")
+    return CliRunner().invoke(app, ["launch", *shlex.split(words)], obj={**given, **environ})
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("none.py", "no script none.py in /"),
+        ("-m nonesuch.train", "no module named 'nonesuch'"),
+        ("--hostfile none train.py", "--hostfile none cannot be read"),
+        ("--hostfile hosts --include worker-7 train.py", "'worker-7' is none of the hosts"),
+        ("--hostfile hosts --mpi train.py", "mpirun is not installed"),
+        ("--mpi train.py", "--mpi needs --hostfile"),
+        ("--hostfile hosts --num-nodes 3 train.py", "--num-nodes 3: 2 hosts are left"),
+        ("--hostfile hosts --nproc-per-node 3 train.py", "worker-0 has 2 slots"),
+        ("--hostfile hosts --node-rank 2 train.py", "--node-rank 2: 2 machines are 0 to 1"),
+        ("--hostfile hosts --node-rank 0 train.py", "--node-rank needs --coordinator"),
+        ("--hostfile hosts --node-rank 0 --coordinator a:1 train.py", "worker-0 has slots up to 1"),
+        ("--num-nodes 2 train.py", "several machines need --hostfile, or --node-rank"),
+        ("--num-nodes 2 --node-rank 0 --coordinator a train.py", "expected HOST:PORT, got 'a'"),
+        (
+            "--num-nodes 2 --node-rank 0 --coordinator a:1 --max-restarts 1 train.py",
+            "the machines must restart together",
+        ),
+        ("--nproc-per-node 0 train.py", "--nproc-per-node: expected 8, or 8,4"),
+        ("--nproc-per-node 2,2,2 --hostfile hosts train.py", "2 machines"),
+        ("--log-dir train.py train.py", "--log-dir train.py cannot be made: File exists"),
+        ("--nproc-per-node 2,2 train.py", "several machines need --hostfile"),
+        ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: this machine has "),
+        ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),
+        ("--coordinator a:99999 train.py", "expected HOST:PORT, got 'a:99999'"),
+        ("--watchdog inf train.py", "--watchdog: expected seconds or off, got 'inf'"),
+        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed here"),
+        ("--watchdog soon train.py", "--watchdog: expected seconds or off, got 'soon'"),
+    ],
+)
+def test_errors_before_any_work(words: str, says: str) -> None:
+    result = launch(words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.startswith("zerojax launch: ")
+    assert not result.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_no_script() -> None:
+    result = launch("--nproc-per-node 2")
+    assert result.exit_code == 2
+    assert "SCRIPT" in result.stderr
+
+
+def test_more_processes_than_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-a, 00000000:1B:00.0\n1, GPU-b, 00000000:1C:00.0'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    result = launch("--nproc-per-node 4 train.py")
+    assert result.exit_code == 2
+    assert "4 processes, but this machine has 2 GPUs" in result.stderr
+    shown = launch("--dry-run train.py").stdout
+    heads = [line.partition(";")[0] for line in shown.splitlines()[::2]]
+    assert heads == ["# process 0: GPU 0", "# process 1: GPU 1"]
+    assert " CUDA_VISIBLE_DEVICES=1 " in shown.splitlines()[3]
+    assert "JAX_PLATFORMS" not in shown
+    assert "all GPUs" in launch("--dry-run --nproc-per-node 1 train.py").stdout
+    chosen = launch("--dry-run --include localhost:1 train.py").stdout
+    assert "CUDA_VISIBLE_DEVICES=1 " in chosen
+    assert chosen.count("\n") == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_dry_run_of_one_machine() -> None:
+    shown = launch(
+        "--nproc-per-node 2 --dry-run --watchdog off train.py --lr 3"
+    ).stdout.splitlines()
+    assert shown[2].startswith("# process 1: CPU")
+    words = shlex.split(shown[3])
+    assert words[-3:] == ["train.py", "--lr", "3"]
+    assert "stands behind" not in launch("--dry-run train.py --lr 3").stderr
+    told = launch("--dry-run train.py --max-restarts=3").stderr
+    assert "--max-restarts=3 stands behind the script: an argument of the script" in told
+    assert {"ZEROJAX_PROCESS_ID=1", "ZEROJAX_WATCHDOG=off", "JAX_PLATFORMS=cpu"} < set(words)
+
+
+@pytest.mark.parametrize("words", ["--dry-run", ""])
+def test_without_mpirun_the_commands_are_printed(folder: Path, words: str) -> None:
+    result = launch(f"--hostfile hosts --exclude worker-1:0,2 --log-dir logs {words} train.py -x")
+    assert result.exit_code == (0 if words else 2)
+    assert "mpirun is not installed; start each host's part there" in result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[::2] == ["# worker-0:", "# worker-1:"]
+    for rank, line in enumerate(lines[1::2]):
+        assert line.startswith(f"cd {folder} && env ")
+        given = shlex.split(line)
+        assert f"CUDA_VISIBLE_DEVICES={('0,1', '1,3')[rank]}" in given
+        assert "PYTHONPATH=/ours" in given
+        assert "secret" not in line
+        options = given[given.index("launch") + 1 :]
+        assert options[:6] == f"--num-nodes 2 --node-rank {rank} --nproc-per-node 2,2".split()
+        assert options[6] == "--coordinator"
+        assert options[7].startswith("worker-0:")
+        assert options[-4:] == ["--log-dir", str(folder / "logs"), "train.py", "-x"]
+
+
+def test_one_machine_s_part(folder: Path) -> None:
+    words = "--hostfile hosts --node-rank 1 --coordinator worker-0:1234 --dry-run train.py"
+    shown = launch(words, JAX_PLATFORMS="cpu").stdout.splitlines()
+    assert [line.split(":")[0] for line in shown[::2]] == [f"# process {i}" for i in range(2, 6)]
+    assert "ZEROJAX_COORDINATOR=worker-0:1234 ZEROJAX_NUM_PROCESSES=6" in shown[1]
+    assert "ZEROJAX_LOCAL_PROCESSES=4 ZEROJAX_LOCAL_PROCESS_ID=0" in shown[1]
+
+
+def test_it_starts_at_once_and_without_jax(tmp_path: Path) -> None:
+    """Half a second of CPU time until the script starts, that of the script's Python included."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    code = (
+        "import sys; from zerojax.__main__ import app; import zerojax.cli.launch; "
+        "sys.exit(bool({'jax', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    environ = environment()
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "zerojax", "launch", str(script)]
+    subprocess.run(command, check=True, env=environ)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

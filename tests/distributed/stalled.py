@@ -1,0 +1,82 @@
+"""Programs that come to stand still: ``stalled.py PROCESS COUNT PORT FOLDER [loader]``."""
+
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from groups import join
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from zerojax.distributed.watchdog import paused, watchdog
+
+LIMIT, LIMIT_ALONE = 4.0, 1.5  # s of the watchdog
+LONG, LONG_ALONE = 1.6 * LIMIT, 1.6 * LIMIT_ALONE
+
+
+def create() -> TrainState:
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(1e-3))
+
+
+def loader_without_data() -> None:
+    time.sleep(600)
+
+
+def train(process: int, count: int, folder: Path, loader: bool) -> None:
+    """Steps without end. Process 1 takes long to compile, and with ``loader`` it then has no data
+    for a step."""
+    zero = zerojax.zero(stage=3)
+
+    @zero
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        if process == 1:
+            time.sleep(LONG)
+        loss, grads = zerojax.value_and_grad(lambda p: (batch @ p["w"]).mean())(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    rows = NamedSharding(zero.mesh, PartitionSpec("data"))
+    batch = jax.make_array_from_process_local_data(rows, np.ones((1, 8), np.float32))
+    state = zero.init(create)
+    for number in range(1_000_000):
+        state, _ = step(state, batch)
+        if number == 3:
+            (folder / f"up.{process}").touch()
+            if process == 1 and loader:
+                loader_without_data()
+
+
+def alone(folder: Path) -> None:
+    """All that takes long without being a stall, and a stall."""
+    there = watchdog()
+    assert there is not None
+    assert watchdog() is there
+    there.begin()
+    there.ran(jnp.ones(()))
+    sys.settrace(lambda *_: lambda *_: None)  # as a debugger does
+    stopped_at_a_breakpoint()
+    sys.settrace(None)
+    (folder / "debugged").touch()
+    with paused("an export"):
+        time.sleep(LONG_ALONE)
+    (folder / "paused").touch()
+    jax.jit(lambda x: time.sleep(LONG_ALONE) or x)(1)
+    (folder / "compiled").touch()
+    there.ran({"loss": jnp.ones(()), "logits": jnp.ones(5)})
+    loader_without_data()
+
+
+def stopped_at_a_breakpoint() -> None:
+    time.sleep(LONG_ALONE)
+
+
+if __name__ == "__main__":
+    process, count, port = map(int, sys.argv[1:4])
+    if count == 1:
+        alone(Path(sys.argv[4]))
+    join(process, count, port)
+    train(process, count, Path(sys.argv[4]), "loader" in sys.argv)

@@ -1,0 +1,78 @@
+"""Where process 0 listens, and what keeps others from it."""
+
+import socket
+
+import pytest
+
+from zerojax.distributed.addresses import proxied, split, unreachable, where_to_listen
+from zerojax.distributed.launched import Launched
+
+HERE = socket.gethostname()
+NAME = "127.1"
+"""Resolves to a loopback address as a host's name may, and is no address in its proper form."""
+
+
+def test_host_and_port() -> None:
+    assert split("n1:4000") == ("n1", 4000)
+    assert split("[fe80::1]:4000") == ("fe80::1", 4000)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "local", "place"),
+    [
+        ("localhost:4000", None, "127.0.0.1:4000"),
+        (f"{NAME}:4000", 2, "127.0.0.1:4000"),
+        ("[::1]:4000", 2, "[::1]:4000"),
+        (f"{NAME}:4000", 1, "[::]:4000"),  # as Debian names a host to itself
+        ("192.0.2.1:4000", 2, "[::]:4000"),
+    ],
+)
+def test_only_this_machine_is_let_in_where_that_is_enough(
+    coordinator: str, local: int | None, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = Launched(coordinator, 2, 0, local, 0, "torchrun")
+    assert where_to_listen(me) == place
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:5")
+    assert where_to_listen(me) == "10.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "index", "local", "refused"),
+    [
+        ("localhost:1", 0, 1, True),
+        ("127.0.1.1:1", 1, 1, True),
+        (f"{NAME}:1", 1, 1, True),
+        (f"{NAME}:1", 0, 1, False),
+        ("localhost:1", 1, 2, False),  # one host
+        ("192.0.2.1:1", 1, 1, False),
+        ("no-such-name.invalid:1", 1, 1, False),
+    ],
+)
+def test_coordinator_at_a_loopback(coordinator: str, index: int, local: int, refused: bool) -> None:
+    said = unreachable(Launched(coordinator, 2, index, local, 0, "torchrun"), seconds=0.3)
+    assert bool(said) == refused
+    if refused:
+        assert f"the coordinator {coordinator} (torchrun) is the loopback of {HERE}" in said
+        assert "name the host of process 0 by an address that the others reach" in said
+
+
+def test_two_nodes_on_one_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"{NAME}:{server.getsockname()[1]}"
+        assert not unreachable(Launched(coordinator, 2, 1, 1, 0, "srun"), seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "proxy"),
+    [
+        ({}, ""),
+        ({"http_proxy": "p:1"}, "http_proxy"),
+        ({"http_proxy": "p:1", "https_proxy": "p:1"}, "https_proxy"),
+        ({"HTTP_PROXY": "p:1"}, ""),  # gRPC does not look at it
+        ({"http_proxy": "p:1", "no_proxy": "localhost, .cluster"}, ""),
+        ({"http_proxy": "p:1", "no_proxy": "other"}, "http_proxy"),
+    ],
+)
+def test_proxies_that_grpc_takes(environ: dict[str, str], proxy: str) -> None:
+    me = Launched("n1.cluster:4000", 2, 1, None, None, "torchrun")
+    assert proxied(me, environ) == proxy

@@ -1,0 +1,92 @@
+"""Processes that do not make the same calls."""
+
+import re
+from pathlib import Path
+
+import pytest
+from launch.launched import launched
+
+from zerojax.distributed.lockstep import Lockstep
+
+SCRIPT = """
+import zerojax
+zerojax.init_distributed()
+import jax, numpy as np, optax
+from flax.training.train_state import TrainState
+from zerojax.checkpoint import Checkpointer
+
+def create_state():
+    params = {"w": jax.numpy.ones((8, 4))}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+def loss(params, batch):
+    return ((batch @ params["w"]) ** 2).mean()
+
+zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+
+@zero
+def train_step(state, batch, rate=1.0):
+    return state.apply_gradients(grads=jax.grad(loss)(state.params, rate * batch))
+
+@zero.evaluate
+def evaluate(state, batch):
+    return loss(state.params, batch)
+
+state, batch = zero.init(create_state), np.ones((4, 8), np.float32)
+state = train_step(state, batch)
+"""
+
+CASES = {
+    "saves": (
+        """
+checkpointer = Checkpointer("steps", zero)
+if me == 0:
+    checkpointer.save(1, state)
+state = train_step(state, batch)
+print(float(evaluate(state, batch)))
+""",
+        r"call 4 of zerojax is (a save of step 1|train_step\(...\)) in process [01], which is at ",
+    ),
+    "ends": (
+        "\nfor _ in range(2 - me):\n    state = train_step(state, batch)\n",
+        r"(train_step\(...\)|the end of the program) in process [01], which is at ",
+    ),
+    "evaluates": (
+        "\nif me == 0:\n    float(evaluate(state, batch))\nstate = train_step(state, batch)\n",
+        r"call 3 of zerojax is (evaluate|train_step)\(...\) in process [01], which is at ",
+    ),
+    "other numbers": (
+        "\nfor n in range(2):\n    state = train_step(state, batch, 1.0 + n * me)\n",
+        r"call 4 of zerojax is train_step\(..., [12].0\) in process [01], which is at ",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["saves", "ends", *(pytest.param(x, marks=pytest.mark.sweep) for x in [*CASES][2:])]
+)
+def test_one_process_alone(name: str, tmp_path: Path) -> None:
+    """It is an error soon, where all would wait for ever."""
+    script, said = CASES[name]
+    told = launched(tmp_path, SCRIPT + script, "--nproc-per-node=2")
+    assert told.status == 1, told.err
+    shown = told.err.partition("zerojax launch: process ")[2]
+    assert "failed first: status 1" in shown
+    assert re.search(said, shown), shown
+    assert "Every process makes the same steps" in shown
+
+
+def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where process 0 alone fetches an array of all, which is no call of zerojax."""
+    first, other = Lockstep(), Lockstep(silent=0.0)
+    for calls in (first, other):
+        calls.note("train_step(...)")
+    other.compare(0, first.told())
+    other.note("train_step(...)")
+    told = first.told()
+    for _ in range(4):
+        other.compare(0, told)
+    said = capsys.readouterr().err
+    assert said.count("process 0 stands at ") == 1
+    assert "test_lockstep.py:" in said
+    assert "in or after call 1 of zerojax, and process 0 at" in said

@@ -1,0 +1,130 @@
+"""Checks of records that processes make of themselves."""
+
+import os
+import socket
+from typing import Any
+
+import jax
+
+from zerojax import ZeroConfig
+from zerojax.config import OffloadOptimizer
+from zerojax.distributed.launched import Launched
+from zerojax.distributed.preflight import (
+    cpu_warnings,
+    describe,
+    devices_here,
+    differences,
+    settings,
+    unequal_devices,
+    unequal_settings,
+)
+
+
+def process(index: int, host: str = "n1", **differs: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "host": host,
+        "versions": {"jax": "0.10.2", "zerojax": "1.0"},
+        "settings": {},
+        "gpus": None,
+        "cpus": 8,
+        "all_cpus": 8,
+        "quota": None,
+        "proxy": "",
+        "gloo_on_loopback": False,
+        **differs,
+    }
+
+
+def problems(*records: dict[str, Any]) -> str:
+    return "\n".join(differences([*records], "n1:4000"))
+
+
+def test_processes_that_fit() -> None:
+    assert not differences(
+        [process(n, f"n{n // 2}", settings={"stage": "1"}) for n in range(4)], "n0:1"
+    )
+
+
+def test_versions() -> None:
+    old = {"jax": "0.9.0", "zerojax": "1.0"}
+    assert problems(process(0), process(1), {"index": 2, "versions": old}) == (
+        "the version of jax differs: 0.10.2 in processes 0, 1; 0.9.0 in process 2. "
+        "Remedy: install the same jax for all processes"
+    )
+
+
+def test_configs() -> None:
+    each = [
+        settings(ZeroConfig(stage=stage, offload_optimizer=offload, steps_per_print=lines))
+        for stage, offload, lines in (
+            (1, OffloadOptimizer(device="nvme", nvme_path="/a"), 10),
+            (1, OffloadOptimizer(device="nvme", nvme_path="/b"), None),  # its own disk, no lines
+            (2, OffloadOptimizer(device="cpu"), None),
+        )
+    ]
+    assert not unequal_settings(each[:2])
+    stages, places = problems(*(process(n, settings=each[n]) for n in range(3)), process(3)).split(
+        "\n"
+    )
+    assert stages == (
+        "stage of the config differs: 1 in processes 0, 1; 2 in process 2. "
+        "Remedy: give all processes the same config"
+    )
+    assert places.startswith("offload_optimizer of the config differs: {'device': 'nvme', ")
+
+
+def test_proxies() -> None:
+    said = problems(process(0), process(1, proxy="http_proxy"), process(2, proxy="http_proxy"))
+    assert "http_proxy would send what processes 1, 2 and process 0 tell each other" in said
+    assert "add the host of n1:4000 to no_proxy" in said
+
+
+def test_names_that_gloo_cannot_use() -> None:
+    """As Debian's 127.0.1.1 in /etc/hosts; of no consequence on one host."""
+    there = process(1, "n2", gloo_on_loopback=True)
+    assert "/etc/hosts of n2 maps its own name to a loopback address" in problems(process(0), there)
+    assert not problems(process(0, "n2"), there)
+
+
+def test_gpus() -> None:
+    said = problems(process(0, gpus=["a"]), process(1, gpus=["a"]))
+    assert said.startswith("processes 0, 1 on n1: 2 processes see the same 1 GPU: start at most")
+
+
+def test_this_process() -> None:
+    me = Launched("n1:4000", 2, 1, None, None, "torchrun")
+    record = describe(me, ZeroConfig(stage=2), {"http_proxy": "p:1"})
+    assert process(0).keys() <= {"index", *record}
+    assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+    assert (record["proxy"], record["settings"]["stage"]) == ("http_proxy", "2")
+    assert record["versions"]["jax"] == jax.__version__
+
+
+def test_few_cpus() -> None:
+    assert not cpu_warnings([process(n) for n in range(8)])
+    (said,) = cpu_warnings([process(n, cpus=1) for n in range(2)])
+    assert "processes 0, 1 on n1 may use one CPU of 8" in said
+    assert "mpirun --bind-to none" in said
+    (said,) = cpu_warnings([process(n, all_cpus=2, cpus=2) for n in range(4)])
+    assert "4 processes on n1 share 2 CPUs" in said
+    (said,) = cpu_warnings([process(n, quota=1.5) for n in range(2)])
+    assert "share 1.5 CPUs" in said
+
+
+def test_devices_that_differ() -> None:
+    one = {"count": 1, "kind": "gpu NVIDIA H100", "memory": 60_000_000_000}
+    assert not unequal_devices([one, one | {"memory": 59_000_000_000}])
+    said = unequal_devices([one, one, one | {"count": 2, "kind": "cpu cpu", "memory": None}])
+    assert said == [
+        "the kind of device differs: gpu NVIDIA H100 in processes 0, 1; cpu cpu in process 2. "
+        "Remedy: use machines of one kind, or name the backend with JAX_PLATFORMS in all processes",
+        "the number of devices differs: 1 in processes 0, 1; 2 in process 2. Remedy: give all "
+        "processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
+    ]
+    (memory,) = unequal_devices([one, one | {"memory": 30_000_000_000}])
+    assert "JAX may use differs: 60.0 GB in process 0; 30.0 GB in process 1" in memory
+
+
+def test_devices_at_hand() -> None:
+    assert devices_here(jax.devices()) == {"count": 8, "kind": "cpu cpu", "memory": None}

@@ -1,0 +1,132 @@
+"""The roll call, between threads that stand for processes."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from zerojax.distributed import roll_call
+from zerojax.distributed.launched import Launched, LaunchError
+from zerojax.distributed.roll_call import call_roll
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        number: int = free.getsockname()[1]
+    return number
+
+
+def one(index: int, count: int, port: int, seconds: float = 10.0) -> Any:
+    """What process ``index`` hears: the records, or the error."""
+    me = Launched(f"localhost:{port}", count, index, None, None, "torchrun")
+    mine = {"host": f"n{1 + index // 2}", "pid": 100 + index}
+    try:
+        return call_roll(me, mine, f"127.0.0.1:{port}", seconds)
+    except LaunchError as error:
+        return str(error)
+
+
+def all_of(*processes: tuple[Any, ...]) -> list[Any]:
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return [*pool.map(lambda each: one(*each), processes)]
+
+
+def test_everyone_gets_the_records_of_all(port: int) -> None:
+    for records in all_of(*((index, 5, port) for index in (3, 4, 1, 2, 0))):
+        assert [(r["index"], r["host"], r["pid"]) for r in records] == [
+            (0, "n1", 100), (1, "n1", 101), (2, "n2", 102), (3, "n2", 103), (4, "n3", 104)
+        ]  # fmt: skip
+
+
+def test_the_port_is_free_at_once(port: int) -> None:
+    for _ in range(3):
+        all_of((0, 2, port), (1, 2, port))
+
+
+def test_who_is_missing(port: int) -> None:
+    for said in all_of((0, 5, port, 1.5), (3, 5, port, 1.5)):
+        assert f"waits at localhost:{port} for processes 1, 2, 4 of 5" in said
+        assert "did not come within 1.5 s. Present: 0 on n1; 3 on n2" in said
+
+
+def test_process_0_is_missing(port: int) -> None:
+    said = one(1, 2, port, 0.5)
+    assert f"on n1 did not reach process 0 at localhost:{port} within 0.5 s: Connection" in said
+
+
+def test_two_of_the_same_number(port: int) -> None:
+    for said in all_of((0, 3, port), (1, 3, port), (1, 3, port)):
+        assert "process 1 (pid 101 on n1) and process 1 (pid 101 on n1) say that they" in said
+
+
+def test_two_counts(port: int) -> None:
+    for said in all_of((0, 2, port), (1, 3, port)):
+        assert "process 1 (pid 101 on n1) is one of 3 processes, and process 0" in said
+
+
+def test_a_process_that_dies_while_others_are_awaited(port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(one, 0, 3, port)
+        guest = connected(port)
+        assert guest.recv(100) == b"zerojax roll call 1\n"
+        guest.sendall(b'{"index": 2, "count": 3, "host": "n2", "pid": 7}\n')
+        time.sleep(0.2)
+        guest.close()
+        assert "process 2 (pid 7 on n2) left before all processes had come" in said.result(5)
+
+
+def test_a_scanner_of_ports_is_no_process(port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one, 0, 2, port)
+        with connected(port) as scanner, connected(port) as silent:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert len(one(1, 2, port)) == len(first.result()) == 2
+            assert silent.recv(100) == b"zerojax roll call 1\n"
+            assert silent.recv(100) == b""
+
+
+def test_a_port_that_is_taken(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        said = one(0, 2, port)
+    assert f"cannot listen at port {port} of" in said
+    assert "Address already in use. Another program, or an earlier run" in said
+
+
+def test_another_program_at_the_port(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        said = one(1, 2, port, 0.5)
+    assert "what listens there is no process 0 of zerojax that waits" in said
+
+
+def test_process_0_dies(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_RETURN", 0.3)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", port)) as server:
+        said = pool.submit(one, 1, 3, port, 60.0)
+        guest, _ = server.accept()
+        guest.sendall(b"zerojax roll call 1\n")
+        assert b'"index": 1' in guest.recv(1000)
+        guest.close()
+        server.close()
+        assert f"process 0 at localhost:{port} ended before all 3 processes" in said.result(5)
+
+
+def answer(server: socket.socket) -> None:
+    while True:
+        guest, _ = server.accept()
+        guest.sendall(b"220 mail\r\n")
+        guest.close()
+
+
+def connected(port: int) -> socket.socket:
+    for _ in range(100):
+        try:
+            return socket.create_connection(("localhost", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise TimeoutError

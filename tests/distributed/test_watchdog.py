@@ -1,0 +1,107 @@
+"""Real processes that stand still, for a reason or without one."""
+
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from distributed import stalled
+from groups import group, wait_for
+
+from zerojax.distributed.watchdog import STALLED, Watchdog, watchdog
+
+SCRIPT = Path(stalled.__file__)
+IN_TIME = 5 * stalled.LIMIT  # s, on a machine that is busy with other things
+
+
+def told(folder: Path) -> str:
+    return "\n\n".join(file.read_text() for file in sorted(folder.glob("output.*")))
+
+
+@pytest.mark.parametrize(
+    ("count", "stopped"), [(3, 2), pytest.param(2, 0, marks=pytest.mark.sweep)]
+)
+def test_a_stopped_process_ends_the_others(tmp_path: Path, count: int, stopped: int) -> None:
+    """A long compile of one process, for which the others wait in a collective, does not."""
+    environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
+    with group(SCRIPT, count, tmp_path, **environment) as processes:
+        up = [tmp_path / f"up.{i}" for i in range(count)]
+        wait_for(lambda: all(file.exists() for file in up), 150, lambda: told(tmp_path))
+        processes[stopped].send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        others = [i for i in range(count) if i != stopped]
+        assert [processes[i].wait(150) for i in others] == [STALLED] * len(others)
+        assert time.monotonic() - begun < IN_TIME
+    who = "No sign of life from process 2." if stopped else "Process 0, the coordinator, does not"
+    assert sorted(tmp_path.glob("stacks.*")) == [tmp_path / f"stacks.{i}" for i in others]
+    for i in others:
+        stacks = (tmp_path / f"stacks.{i}").read_text()
+        assert who in stacks
+        assert f"This is process {i}; status 76." in stacks
+        assert "stalled.py" in stacks
+        assert "in train" in stacks
+        assert "in train" in (tmp_path / f"output.{i}").read_text()
+
+
+def test_a_process_that_never_comes_to_its_step(tmp_path: Path) -> None:
+    environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
+    with group(SCRIPT, 2, tmp_path, "loader", **environment) as processes:
+        assert [each.wait(150) for each in processes] == [STALLED] * 2, told(tmp_path)
+    stacks = [(tmp_path / f"stacks.{i}").read_text() for i in range(2)]
+    assert all("All 2 processes are alive." in text for text in stacks)
+    assert ["in loader_without_data" in text for text in stacks] == [False, True]
+
+
+def test_a_debugger_a_pause_and_a_compile_are_no_stall(tmp_path: Path) -> None:
+    environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT_ALONE), "ZEROJAX_RUN_DIR": str(tmp_path)}
+    with group(SCRIPT, 1, tmp_path, **environment) as (process,):
+        assert process.wait(150) == STALLED, told(tmp_path)
+    for done in ("debugged", "paused", "compiled"):
+        assert (tmp_path / done).exists(), told(tmp_path)
+    stacks = (tmp_path / "stacks.0").read_text()
+    assert "in loader_without_data" in stacks
+    assert "ZEROJAX_WATCHDOG is 1.5 s" in stacks
+
+
+def test_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEROJAX_WATCHDOG", raising=False)
+    assert watchdog() is None  # the only process
+    monkeypatch.setenv("ZEROJAX_WATCHDOG", "off")
+    assert watchdog() is None
+    for wrong in ("soon", "0", "-3", "nan", "inf"):
+        monkeypatch.setenv("ZEROJAX_WATCHDOG", wrong)
+        with pytest.raises(ValueError, match=f"^ZEROJAX_WATCHDOG={wrong}: seconds above 0, or off"):
+            watchdog()
+    monkeypatch.setenv("ZEROJAX_WATCHDOG", "1000")
+    there = watchdog()
+    assert there is not None
+    assert watchdog() is there
+    there.stop()
+    there.join(10)
+    assert not there.is_alive()
+
+
+def test_the_limit_follows_the_pace_of_steps() -> None:
+    waits = Watchdog(None, None)
+    assert waits.limit() == 1800
+    waits.begin()
+    assert waits.limit() == 1800
+    for _ in range(3):
+        waits.ran((jnp.ones(()), jnp.ones(3)))
+        waits.take_results()
+    assert waits.limit() == 300
+
+
+def test_a_step_costs_microseconds() -> None:
+    waits = Watchdog(60, None)
+    results = jax.block_until_ready({"loss": jnp.ones(()), "accuracy": jnp.ones(())})
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        for _ in range(1000):
+            waits.ran(results)
+        return (time.perf_counter() - begun) / 1000
+
+    assert min(seconds() for _ in range(5)) < 20e-6

@@ -1,0 +1,133 @@
+"""A launch as a user types it, of scripts that do without JAX."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+# What init_distributed does for the launcher, and words that the scripts below share.
+HEAD = """
+import os, signal, subprocess, sys, time
+me = int(os.environ["ZEROJAX_PROCESS_ID"])
+run_dir = os.environ["ZEROJAX_RUN_DIR"]
+open(f"{run_dir}/joined.{me}", "w").close()
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+say("pid", os.getpid())
+"""
+
+
+class Told(NamedTuple):
+    """What a launch that ended said, and how long it took."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of the tests, without what another launch or a GPU would tell."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ZEROJAX", "CUDA_", "OMPI_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+
+
+class Launch:
+    """A launch that runs."""
+
+    def __init__(
+        self, folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
+    ) -> None:
+        """Starts it; the file "in" of the folder, if any, is its standard input.
+
+        Args:
+          folder: Where.
+          script: What follows ``HEAD``.
+          options: Of the launch.
+          on: Words before the command.
+          more: Variables of the environment; ``args``: arguments of the script.
+        """
+        path = folder / "script.py"
+        path.write_text(HEAD + script)
+        words = [*map(str, options), str(path), *more.pop("args", "").split()]
+        self.out, self.err = folder / "out", folder / "err"
+        self.started = time.monotonic()
+        given = folder / "in"
+        given.touch()
+        with given.open("rb") as stdin, self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*map(str, on), sys.executable, "-m", "zerojax", "launch", *words],
+                cwd=folder,
+                env=environment(TMPDIR=str(folder), **more),
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+            )
+
+    def pids(self, count: int, word: str = "pid") -> list[int]:
+        """Ids that ``count`` processes said after a word, in the order of the processes."""
+        until, ended = time.monotonic() + 60, False
+        while time.monotonic() < until and not ended:
+            ended = self.process.poll() is not None
+            found = re.findall(rf"^\[(\d+)\] {word} (\d+)$", self.out.read_text(), re.MULTILINE)
+            if len(found) >= count:
+                return [int(pid) for _, pid in sorted(found, key=lambda each: int(each[0]))]
+            time.sleep(0.02)
+        raise TimeoutError(self.out.read_text() + self.err.read_text())
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal for the launcher; its time counts from here."""
+        self.started = time.monotonic()
+        self.process.send_signal(number)
+
+    def told(self) -> Told:
+        """Waits for the end."""
+        status = self.process.wait(60)
+        seconds = time.monotonic() - self.started
+        out, err = (path.read_text(errors="replace") for path in (self.out, self.err))
+        return Told(status, out, err, seconds)
+
+
+@contextmanager
+def launching(
+    folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
+) -> Iterator[Launch]:
+    """A launch that runs, and is killed at the end of a test that fails."""
+    launch = Launch(folder, script, *options, on=on, **more)
+    try:
+        yield launch
+    finally:
+        launch.process.kill()
+        launch.process.wait()
+
+
+def launched(folder: Path, script: str, *options: object, **more: str) -> Told:
+    """A launch that has ended."""
+    with launching(folder, script, *options, **more) as launch:
+        return launch.told()
+
+
+def living(pids: list[int], seconds: float = 0.0) -> list[int]:
+    """Which of these processes have not ended after that time."""
+    until = time.monotonic() + seconds
+    while True:
+        left = [pid for pid in pids if is_alive(pid)]
+        if not left or time.monotonic() >= until:
+            return left
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,386 @@
+"""Processes that live and die together, by what a user sees of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch.launched import HEAD, Launch, environment, launched, launching, living
+
+SLEEP = "time.sleep(60)"
+GRANDCHILD = """
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+say("grandchild", child.pid)
+"""
+STUBBORN = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+"""
+PREEMPTIBLE = """
+def save(*_):
+    time.sleep(0.3 * me)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+say("ready", os.getpid())
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def heard() -> Iterator[None]:
+    """What runs in the background ignores signals, and so do the processes that it starts."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [
+        (number, signal.signal(number, signal.default_int_handler))
+        for number in numbers
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def test_processes_have_numbers_arguments_and_an_address(tmp_path: Path) -> None:
+    told = launched(
+        tmp_path,
+        "say(*sys.argv[1:], *(os.environ['ZEROJAX_' + name] for name in ("
+        "'NUM_PROCESSES', 'LOCAL_PROCESSES', 'LOCAL_PROCESS_ID', 'COORDINATOR', 'WATCHDOG')),"
+        "os.environ['JAX_NUM_CPU_DEVICES'], os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE'))",
+        "--nproc-per-node=2",
+        "--watchdog=30",
+        args="--lr 3 -- -m",
+    )
+    assert told.status == 0, told.err
+    lines = sorted(line for line in told.out.splitlines() if "pid" not in line)
+    port = lines[0].partition("127.0.0.1:")[2].split()[0]
+    assert lines == [f"[{i}] --lr 3 -- -m 2 2 {i} 127.0.0.1:{port} 30 1 None" for i in (0, 1)]
+    assert told.err == ""
+    assert not list(tmp_path.glob("zerojax-launch-*"))  # the run's folder
+
+
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    told = launched(tmp_path, "say(sys.argv[1:], __name__)", "-m", "script", args="-v")
+    # `launched` adds the script's path as the module's argument
+    assert told.status == 0, told.err
+    assert told.out.splitlines()[-1].endswith("script.py', '-v'] __main__")
+
+
+def test_lines_are_whole_and_bytes_unchanged(tmp_path: Path) -> None:
+    told = launched(
+        tmp_path,
+        """
+for line in range(300):
+    os.write(1 + line % 2, b"x" * 50)
+    os.write(1 + line % 2, b"%d \\xff\\n" % me)
+os.write(1, b"no end")
+""",
+        "--nproc-per-node=3",
+        "--log-dir=logs",
+    )
+    assert told.status == 0
+    said = [line for line in told.out.splitlines() + told.err.splitlines() if "x" in line]
+    assert len(said) == 900
+    assert set(said) == {f"[{i}] {'x' * 50}{i} \N{REPLACEMENT CHARACTER}" for i in range(3)}
+    assert told.out.count("no end\n") == 3
+    for i in range(3):
+        log = (tmp_path / f"logs/attempt-1/{i}.log").read_bytes()
+        assert log.count(b"x" * 50 + b"%d \xff\n" % i) == 300
+        assert b"\nno end" in log
+
+
+def test_gloo_s_lines_are_in_the_log_alone(tmp_path: Path) -> None:
+    script = """
+line = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+say(line)
+say("[Gloo] Rank [Gloo] Rank 10 is connected to  is connected to 1 peer ranks. " + line[44:])
+say(line, "and more")
+say("12")
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=1", "--log-dir=logs")
+    said = [x for x in told.out.splitlines() if "pid" not in x]
+    assert said == [
+        "[0] [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks "
+        "is : 1 and more",
+        "[0] 12",
+    ]
+    assert (tmp_path / "logs/attempt-1/0.log").read_text().count("[Gloo]") == 4
+
+
+def test_a_prompt_is_shown_and_a_progress_bar_is_kept(tmp_path: Path) -> None:
+    script = "os.write(1, b'\\r10%\\r20%'); time.sleep(1.5); os.write(1, b'\\r30%\\n')"
+    told = launched(tmp_path, script, "--nproc-per-node=1")
+    assert (tmp_path / "out").read_bytes().endswith(b"[0] \r[0] 10%\r[0] 20%\r[0] 30%\n"), told
+
+
+def test_standard_input_is_the_first_process_s(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("typed")
+    told = launched(tmp_path, "say(f'<{sys.stdin.read()}>')", "--nproc-per-node=2")
+    assert told.status == 0
+    assert {"[0] <typed>", "[1] <>"} < set(told.out.splitlines())
+
+
+def test_an_exception_ends_all_and_is_shown_once_more(tmp_path: Path) -> None:
+    script = "time.sleep(2 * (me == 1))\nif me == 1: raise KeyError('lost')\n" + SLEEP
+    with launching(tmp_path, script, "--nproc-per-node=3") as launch:
+        pids = launch.pids(3)
+        told = launch.told()
+    assert told.status == 1
+    assert told.seconds < 10
+    assert not living(pids)
+    last = told.err.rpartition("zerojax launch: ")[2].splitlines()
+    assert last[0] == "process 1 failed first: status 1"
+    assert last[1] == "[1] Traceback (most recent call last):"
+    assert last[-1] == "[1] KeyError: 'lost'"
+    assert told.err.count("zerojax launch: ") == 1
+
+
+def test_the_earliest_of_several_exceptions_is_shown(tmp_path: Path) -> None:
+    """Process 2 fails later, but ends earlier."""
+    script = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(f"{run_dir}/error.{me}", "w") as file:
+    file.write(f"{100.5 + me}\\nTraceback (most recent call last):\\nfrom {me}\\n")
+time.sleep(1.0 - 0.3 * me)
+sys.exit(me + 5)
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=3")
+    assert told.status == 5
+    end = "process 0 failed first: status 5\n[0] Traceback (most recent call last):\n[0] from 0\n"
+    assert told.err.endswith(end)
+
+
+def test_the_first_failure_s_status_is_the_launch_s(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+if me == 0:
+    time.sleep(0.5)
+    sys.exit(7)
+time.sleep(60)
+"""
+    assert launched(tmp_path, script, "--nproc-per-node=2").status == 7
+
+
+def test_a_killed_process_ends_all(tmp_path: Path) -> None:
+    with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=3") as launch:
+        pids = launch.pids(3)
+        start = time.monotonic()
+        os.kill(pids[2], signal.SIGKILL)
+        told = launch.told()
+    assert told.status == 128 + signal.SIGKILL
+    assert time.monotonic() - start < 8
+    assert not living(pids)
+    assert told.err == "zerojax launch: process 2 failed first: ended by SIGKILL\n"
+
+
+def test_grandchildren_end_too(tmp_path: Path) -> None:
+    with launching(tmp_path, GRANDCHILD, "--nproc-per-node=2") as launch:
+        pids = launch.pids(2, "grandchild")
+        assert launch.told().status == 0
+    assert not living(pids)
+
+
+@pytest.mark.parametrize("which", ["the launcher", "its child"])
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path, which: str) -> None:
+    with launching(tmp_path, GRANDCHILD + STUBBORN + SLEEP, "--nproc-per-node=2") as launch:
+        pids = launch.pids(2) + launch.pids(2, "grandchild")
+        parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent != launch.process.pid
+        os.kill(launch.process.pid if which == "the launcher" else parent, signal.SIGKILL)
+        assert launch.told().status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        assert not living([parent, *pids], 5)
+
+
+def stopped(launch: Launch, number: signal.Signals, word: str = "ready") -> None:
+    launch.pids(2, word)
+    launch.send(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_sigterm_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
+    with launching(tmp_path, PREEMPTIBLE, "--nproc-per-node=2", "--max-restarts=3") as launch:
+        stopped(launch, number)
+        told = launch.told()
+    assert told.status == 75
+    assert told.err == ""
+
+
+def test_grace_ends(tmp_path: Path) -> None:
+    with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=2", "--grace=1") as launch:
+        stopped(launch, signal.SIGTERM, "pid")
+        time.sleep(0.2)
+        told = launch.told()
+    assert told.status == 128 + signal.SIGKILL
+    assert 1 <= told.seconds < 8
+    late = "process 0, process 1 did not end within 1 s: killed"
+    assert told.err == f"zerojax launch: {late}\n"
+
+
+def test_who_fails_when_asked_to_stop_leaves_the_others_their_grace(tmp_path: Path) -> None:
+    script = """
+def save(*_):
+    time.sleep(4 * me)
+    say("saved")
+    sys.exit([3, 75][me])
+signal.signal(signal.SIGTERM, save)
+say("ready", os.getpid())
+time.sleep(60)
+"""
+    with launching(tmp_path, script, "--nproc-per-node=2") as launch:
+        stopped(launch, signal.SIGTERM)
+        told = launch.told()
+    assert told.status == 3
+    assert told.out.count("saved") == 2
+
+
+def test_sigterm_ends_scripts_that_know_nothing_of_it(tmp_path: Path) -> None:
+    with launching(tmp_path, SLEEP, "--nproc-per-node=2") as launch:
+        stopped(launch, signal.SIGTERM, "pid")
+        told = launch.told()
+    assert told.status == 128 + signal.SIGTERM
+    assert told.seconds < 8
+
+
+def test_ctrl_c_works_once(tmp_path: Path) -> None:
+    with launching(tmp_path, SLEEP, "--nproc-per-node=2", "--max-restarts=3") as launch:
+        stopped(launch, signal.SIGINT, "pid")
+        told = launch.told()
+    assert told.status == 128 + signal.SIGINT
+    assert told.seconds < 3
+    assert "zerojax launch" not in told.err
+
+
+def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
+    script = STUBBORN + "say('ready', os.getpid())\n" + SLEEP
+    with launching(tmp_path, script, "--nproc-per-node=2") as launch:
+        stopped(launch, signal.SIGINT)
+        time.sleep(0.3)
+        launch.send(signal.SIGINT)
+        told = launch.told()
+    assert told.status == 128 + signal.SIGINT
+    assert told.seconds < 2
+
+
+def test_restarts_have_a_fresh_port_and_folder(tmp_path: Path) -> None:
+    script = """
+tries = len(os.listdir("tries")) if os.path.exists("tries") else 0
+time.sleep(0.3)
+os.makedirs("tries", exist_ok=True)
+if me == 0:
+    open(f"tries/{tries}", "w").close()
+    say("at", run_dir, os.environ["ZEROJAX_COORDINATOR"])
+    sys.exit([3, 75, 0][tries])
+time.sleep(0.3)
+sys.exit([0, 75, 0][tries])
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=5", "--grace=5")
+    assert told.status == 0, told.err
+    at = [line.split()[-2:] for line in told.out.splitlines() if " at " in line]
+    assert len({folder for folder, _ in at}) == 3
+    assert len({address for _, address in at}) == 3
+    lines = [line for line in told.err.splitlines() if "attempt" in line]
+    assert lines == [
+        "zerojax launch: attempt 2 of 6, because process 0 failed first: status 3",
+        "zerojax launch: attempt 3 of 6, because all processes saved and ended: preempted",
+    ]
+
+
+def test_restarts_end(tmp_path: Path) -> None:
+    told = launched(tmp_path, "sys.exit(4)", "--nproc-per-node=1", "--max-restarts=1")
+    assert told.status == 4
+    assert told.err.count("status 4") == 3  # two attempts, one reason
+    assert len(told.out.splitlines()) == 2
+
+
+def test_logs_of_attempts_and_launches_are_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        launched(tmp_path, "sys.exit(4)", "--max-restarts=1", "--log-dir=logs")
+    logs = sorted(tmp_path.glob("logs/*/0.log"))
+    assert [path.parent.name for path in logs] == ["attempt-1", "attempt-2"]
+    assert [path.read_text().count("pid") for path in logs] == [2, 2]
+
+
+def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Path) -> None:
+    script = "if me == 0: sys.exit(75)\n" + SLEEP
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--grace=1")
+    assert told.status == 128 + signal.SIGKILL
+    assert told.seconds < 10
+
+
+def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:
+    script = "os.remove(f'{run_dir}/joined.{me}')"
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=3")
+    assert told.status == 2
+    assert told.err.count("zerojax launch: ") == 1
+    assert "script never calls zerojax.init_distributed()" in told.err
+    assert launched(tmp_path, script, "--nproc-per-node=1").status == 0
+
+
+def test_stacks_of_a_watchdog_are_kept(tmp_path: Path) -> None:
+    script = "open(f'{run_dir}/stacks.{me}', 'w').close(); sys.exit(76)"
+    told = launched(tmp_path, script, "--nproc-per-node=2")
+    assert told.status == 76
+    folder = Path(told.err.splitlines()[-1].split(" are in ")[1]).parent
+    assert (folder / "stacks.0").exists()
+
+
+def test_a_full_disk_loses_the_log_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs/attempt-1").mkdir(parents=True)
+    (tmp_path / "logs/attempt-1/0.log").symlink_to("/dev/full")
+    told = launched(tmp_path, "say('x')\n" * 3, "--log-dir=logs")
+    assert told.status == 0
+    assert told.out.count("x") == 3
+    assert told.err == "zerojax launch: output is lost: [Errno 28] No space left on device\n"
+
+
+def test_output_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + "for i in range(3000): say(i)\nopen('done', 'w').close()")
+    command = [sys.executable, "-m", "zerojax", "launch", str(path)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE
+    ) as launch:
+        assert launch.stdout is not None
+        launch.stdout.close()
+        assert launch.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_a_terminal_s_ctrl_c_reaches_each_process_once(tmp_path: Path) -> None:
+    """And the first process reads what is typed."""
+    (tmp_path / "script.py").write_text(
+        HEAD
+        + """
+def interrupted(*_):
+    say("interrupted")
+    sys.exit(1)
+signal.signal(signal.SIGINT, interrupted)
+say("typed", input() if me == 0 else "")
+time.sleep(60)
+"""
+    )
+    in_a_terminal = "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)"
+    command = [sys.executable, "-m", "zerojax", "launch", "--nproc-per-node=2", "script.py"]
+    with subprocess.Popen(
+        [sys.executable, "-c", in_a_terminal, *command],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as terminal:
+        assert terminal.stdin
+        assert terminal.stdout
+        terminal.stdin.write(b"hello\n")
+        said = b""
+        while said.count(b"typed") < 2:
+            said += terminal.stdout.read(1000)
+        terminal.stdin.write(b"\x03")
+        while more := terminal.stdout.read(1000):
+            said += more
+        assert terminal.wait(60) == 128 + signal.SIGINT
+    assert b"[0] typed hello" in said
+    assert said.count(b"interrupted") == 2

@@ -1,0 +1,109 @@
+"""Manifests, read by the types that Kubeflow made of Kubernetes' and JobSet's own schemas."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch.launched import launched
+
+from zerojax.launch.job import Job
+from zerojax.launch.kubernetes import Kind, as_yaml, manifest
+
+JOB = Job(("/app/Train_2.py", "--lr", "3"), grace=45.0, max_restarts=3)
+CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/here"}
+
+
+def unknown_fields(ours: Any, read: Any, place: str = "") -> Iterator[str]:
+    """What a schema's types did not take, and drop without a word."""
+    if isinstance(ours, dict):
+        for key, value in ours.items():
+            if not isinstance(read, dict) or key not in read:
+                yield f"{place}.{key}"
+            else:
+                yield from unknown_fields(value, read[key], f"{place}.{key}")
+    elif isinstance(ours, list):
+        for i, value in enumerate(ours):
+            yield from unknown_fields(value, read[i], f"{place}[{i}]")
+
+
+def against_schema(document: dict[str, Any]) -> list[str]:
+    """Unknown fields; raises where a field is missing, or of another type."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the `test` extra")
+    types = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "Job": models.IoK8sApiBatchV1Job,
+        "Service": models.IoK8sApiCoreV1Service,
+    }
+    read = types[document["kind"]].from_dict(document)
+    return list(unknown_fields(document, json.loads(read.to_json())))
+
+
+@pytest.mark.parametrize("kind", [*Kind])
+@pytest.mark.parametrize("environ", [{}, CPU], ids=["gpu", "cpu"])
+def test_manifests_fit_their_schemas(kind: Kind, environ: dict[str, str]) -> None:
+    documents = [*yaml.safe_load_all(as_yaml(manifest(JOB, kind, "image:1", 2, 8, environ)))]
+    assert [each["kind"] for each in documents] == (
+        ["JobSet"] if kind is Kind.JOBSET else ["Service", "Job"]
+    )
+    assert [against_schema(each) for each in documents] == [[]] * len(documents)
+
+
+def test_a_wrong_field_is_found() -> None:
+    [document] = manifest(JOB, Kind.JOBSET, "image:1", 2, 8, {})
+    document["spec"]["failurePolicy"]["maxRestart"] = 3
+    assert against_schema(document) == [".spec.failurePolicy.maxRestart"]
+
+
+def pods(kind: Kind, environ: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Job's spec, and its pods'."""
+    document = manifest(JOB, kind, "image:1", 2, 8, environ)[-1]
+    spec = document["spec"]
+    if kind is Kind.JOBSET:
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    return spec, spec["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [(Kind.JOBSET, "train-2-workers-0-0.train-2"), (Kind.JOB, "train-2-0.train-2")],
+)
+def test_pods_find_the_first_by_name(kind: Kind, first: str) -> None:
+    spec, pod = pods(kind, {})
+    command = pod["containers"][0]["command"]
+    assert command[:4] == ["python", "-m", "zerojax", "launch"]
+    assert command[command.index("--coordinator") + 1] == f"{first}:8476"
+    assert command[command.index("--node-rank") + 1] == "$(POD_INDEX)"
+    assert command[-3:] == list(JOB.script)
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+
+
+@pytest.mark.parametrize(("kind", "action"), [(Kind.JOBSET, "FailJob"), (Kind.JOB, "Ignore")])
+def test_preempted_pods_are_no_failures(kind: Kind, action: str) -> None:
+    spec, pod = pods(kind, {})
+    first, second = spec["podFailurePolicy"]["rules"]
+    assert first == {"action": action, "onExitCodes": {"operator": "In", "values": [75]}}
+    assert (second["action"], second["onPodConditions"][0]["type"]) == (action, "DisruptionTarget")
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 75)
+
+
+def test_gpus_and_their_shared_memory_or_cpus() -> None:
+    container = pods(Kind.JOBSET, {})[1]["containers"][0]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert container["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    container = pods(Kind.JOBSET, CPU)[1]["containers"][0]
+    assert "resources" not in container
+    told = {each["name"]: each.get("value") for each in container["env"]}
+    assert told["JAX_PLATFORMS"] == "cpu"
+    assert "PYTHONPATH" not in told
+
+
+def test_the_command_prints_a_manifest(tmp_path: Path) -> None:
+    options = ("--kubernetes", "image:1", "--num-nodes", 2, "--nproc-per-node", 8)
+    told = launched(tmp_path, "", *options)
+    assert told.status == 0
+    assert yaml.safe_load(told.out)["kind"] == "JobSet"
+    told = launched(tmp_path, "", *options, "--slurm", "")
+    assert (told.status, "give one of --slurm and --kubernetes" in told.err) == (2, True)

@@ -1,0 +1,134 @@
+"""A launch whose processes are one job of JAX's."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launch.launched import launched, launching, living
+
+SCRIPT = """
+import zerojax
+zerojax.init_distributed()
+import jax
+from jax.experimental import multihost_utils
+say("sum", multihost_utils.process_allgather(jax.numpy.ones(1) * jax.process_index()).sum())
+"""
+
+
+def test_processes_join_fail_and_start_again(tmp_path: Path) -> None:
+    script = SCRIPT + """
+if me == 1 and sys.argv[1:] != ["again"] and not os.path.exists("failed"):
+    open("failed", "w").close()
+    raise ValueError("lost")
+multihost_utils.sync_global_devices("end")
+"""  # fmt: skip
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=1")
+    assert told.status == 0, told.err
+    assert told.out.count("sum 1.0") == 4
+    shown = told.err.partition("zerojax launch: ")[2].partition("zerojax launch: ")
+    assert shown[0].startswith("process 1 failed first: status 1\n[1] Traceback")
+    assert shown[0].endswith("[1] ValueError: lost\n")
+    again = "attempt 2 of 2, because process 1 failed first: status 1\n"
+    assert shown[2].startswith(again)
+
+
+def test_sigterm_ends_processes_that_ignore_it_by_jax(tmp_path: Path) -> None:
+    """JAX takes SIGTERM for its own notice, and goes on."""
+    script = SCRIPT + "say('ready', os.getpid())\ntime.sleep(120)"
+    with launching(tmp_path, script, "--nproc-per-node=2", "--grace=1") as launch:
+        pids = launch.pids(2, "ready")
+        launch.send(signal.SIGTERM)
+        told = launch.told()
+    assert told.status in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+    assert told.seconds < 10
+    assert not living(pids)
+
+
+TRAIN = """
+import zerojax
+zerojax.init_distributed()
+import jax, numpy as np, optax
+from flax.training.train_state import TrainState
+from zerojax.checkpoint import Checkpointer
+
+zero = zerojax.zero(stage=2)
+
+def create_state():
+    return TrainState.create(apply_fn=None, params={"w": np.ones((8, 4))}, tx=optax.adam(1.0))
+
+@zero
+def train_step(state, batch):
+    loss, grads = zerojax.value_and_grad(lambda p: (batch @ p["w"]).mean())(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+state = zero.init(create_state)
+batch = np.ones((2, 8), np.float32)
+for number in range(3):
+    state, loss = train_step(state, batch)
+loss.block_until_ready()
+"""
+
+
+def test_the_status_of_one_that_exits(tmp_path: Path) -> None:
+    script = TRAIN + "if me == 1: sys.exit(3)\nwhile True: state, _ = train_step(state, batch)"
+    told = launched(tmp_path, script, "--nproc-per-node=2")
+    assert told.status == 3, told.err
+    assert told.seconds < 30
+    assert told.err.endswith("SystemExit: 3\n")
+    assert "zerojax launch: process 1 failed first: status 3\n[1] Traceback" in told.err
+    assert "runpy" not in told.err
+
+
+def test_one_whose_script_ends_early(tmp_path: Path) -> None:
+    script = TRAIN + "while me == 0: state, _ = train_step(state, batch)"
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--watchdog=8")
+    assert told.status == 1, told.err
+    assert "call 5 of zerojax is the end of the program in process 1" in told.err
+
+
+starts_threads = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="this Python starts no threads at its end"
+)
+UNFINISHED = """
+from zerojax.checkpoint import writer
+finish = writer.Writer._finish
+writer.Writer._finish = lambda *args: (time.sleep(1), finish(*args))
+Checkpointer("steps", zero).save(3, state)
+"""
+
+
+@starts_threads
+def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
+    script = TRAIN + UNFINISHED + "sys.exit(75)"
+    for count in (1, 2):
+        told = launched(tmp_path, script, f"--nproc-per-node={count}", "--watchdog=off")
+        assert told.status == 75, told.err
+        assert told.seconds < 40
+        assert (tmp_path / "steps/3/zerojax.json").exists()
+        (tmp_path / "steps/3").rename(tmp_path / f"{count}")
+
+
+@starts_threads
+def test_a_save_under_way_that_fails(tmp_path: Path) -> None:
+    fails = "def fail(*_): raise OSError('no space')\nwriter.Writer._commit = fail\n"
+    script = TRAIN + UNFINISHED + fails
+    told = launched(tmp_path, script, "--nproc-per-node=2")
+    assert told.status == 1
+    assert "CheckpointError: step 3 was not saved in" in told.err
+    assert "(there is none yet): process 0: no space" in told.err
+
+
+def test_one_that_is_stopped(tmp_path: Path) -> None:
+    """JAX misses its heartbeat, long before the watchdog's limit; the stacks are shown."""
+    script = TRAIN.replace("init_distributed()", "init_distributed(heartbeat=6)")
+    script += """
+if me == 1: os.kill(os.getpid(), signal.SIGSTOP)
+while True: state, _ = train_step(state, batch)
+"""
+    told = launched(tmp_path, script, "--nproc-per-node=2")
+    assert told.status == 128 + signal.SIGABRT, told.err
+    assert told.seconds < 50
+    assert "stopped sending heartbeats):\n[0] 1\n" in told.err
+    assert "[0] Fatal Python error: Aborted\n" in told.err
+    assert 'script.py"' in told.err.partition("Fatal Python error")[2]

@@ -1,0 +1,155 @@
+"""Processes that write or read a checkpoint together: where one fails, all raise the same error."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+from etils import epath
+
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, reason
+from zerojax.distributed.exchange import ProcessesMissing, exchange
+from zerojax.distributed.roll_call import by_value
+
+PATIENCE = 300.0
+"""Seconds for which processes wait for one another in a call that all make."""
+
+LONGEST = 1200.0
+"""Seconds for which a process waits for others that still write or read, as in orbax."""
+
+_T = TypeVar("_T")
+
+_MOST = 2000
+"""Characters of an error that the others are told."""
+
+
+def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
+    """The result of ``act`` in this process, once every process has one.
+
+    Args:
+      name: Of a sequence of such calls that all processes make in the same order.
+      act: Must not need the other processes; with several processes alone they are waited for.
+      seconds: How long to wait for the others after ``act``.
+
+    Raises:
+      CheckpointError: ``act`` failed in another process, which the message names with its cause;
+        or another process did not come.
+      Exception: ``act`` failed in this process.
+
+    Example:
+      >>> agreed("an example", lambda: 3)  # the only process
+      3
+    """
+    return _together(name, act, lambda _: "", seconds)[0]
+
+
+def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[str]:
+    """The results of ``act`` in all processes, in their order; see :func:`agreed`.
+
+    Example:
+      >>> told("an example", lambda: "n1")
+      ['n1']
+    """
+    return _together(name, act, str, seconds)[1]
+
+
+def first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -> str:
+    """The result of ``act``, which process 0 alone calls; see :func:`agreed`."""
+    return told(name, lambda: (act() or "") if jax.process_index() == 0 else "", seconds)[0]
+
+
+def _together(
+    name: str, act: Callable[[], _T], word: Callable[[_T], str], seconds: float
+) -> tuple[_T, list[str]]:
+    if jax.process_count() == 1:
+        result = act()
+        return result, [word(result)]
+    mine: Exception | None = None
+    try:
+        result = act()
+        say = {"word": word(result)}
+    except Exception as error:
+        mine = error
+        damaged = "damaged" if isinstance(error, DamagedCheckpointError) else "error"
+        say = {damaged: reason(error)[:_MOST] or type(error).__name__}
+    try:
+        every = [json.loads(text) for text in exchange(name, json.dumps(say), seconds)]
+    except ProcessesMissing as missing:
+        raise mine or CheckpointError(
+            f"{missing}. All processes make a Checkpointer, save and restore together"
+        ) from None
+    failed = {i: x.get("damaged") or x["error"] for i, x in enumerate(every) if "word" not in x}
+    if not failed:
+        return result, [x["word"] for x in every]
+    if mine and len(failed) == len(every) and len({*failed.values()}) == 1:
+        raise mine
+    kind = DamagedCheckpointError if any("damaged" in x for x in every) else CheckpointError
+    lines = [f"{who}: {cause}" for cause, who in by_value(failed).items()]
+    raise kind("\n".join(lines)) from mine
+
+
+def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: float = 30.0) -> str:
+    """A name for what the processes that share a folder say to each other.
+
+    Process 0 writes a file there, every other one answers with a file when it sees that, and
+    process 0 looks for the answers.
+
+    Args:
+      directory: The folder; process 0 alone makes it.
+      claim: Makes the folder and takes its lock, in process 0.
+      seconds: How long a file may take to be seen.
+
+    Raises:
+      CheckpointError: ``claim`` failed, or processes do not see what process 0 has written, or it
+        does not see what they have; the message names them.
+    """
+    if jax.process_count() == 1:
+        claim()
+        return ""
+    opening, me = "a Checkpointer is made", jax.process_index()
+
+    def begun() -> str:
+        claim()
+        token = secrets.token_hex(4)
+        (directory / f".{token}.0").write_text(token)
+        return token
+
+    def answered() -> None:
+        _look_for(directory / f".{token}.0", f"what process 0 wrote to {directory}", seconds)
+        try:
+            (directory / f".{token}.{me}").write_text(token)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be written: {error}") from None
+
+    def seen() -> None:
+        for process in range(1, jax.process_count()):
+            wrote = f"what process {process} wrote to {directory}"
+            _look_for(directory / f".{token}.{process}", wrote, seconds)
+
+    token = first(opening, begun)
+    try:
+        agreed(opening, answered, PATIENCE + seconds)
+        first(opening, seen, PATIENCE + seconds)
+    finally:
+        if me == 0:
+            for file in directory.glob(f".{token}.*"):
+                file.unlink(missing_ok=True)
+    return f"checkpoint {token}"
+
+
+def _look_for(file: epath.Path, what: str, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"{what} is not seen on {socket.gethostname()} after {seconds:g} s: give all "
+                "processes one folder on a file system that their hosts share (NFS, Lustre, "
+                "a mounted bucket)"
+            )
+        next(iter(file.parent.glob("*")), None)  # NFS looks again
+        time.sleep(0.05)

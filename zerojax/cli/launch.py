@@ -1,0 +1,280 @@
+"""`zerojax launch`: a script in several processes, on one machine or several."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zerojax.cli.launch_cluster import Cluster, start
+from zerojax.launch import accelerate, local, mpi
+from zerojax.launch.descent import guarded
+from zerojax.launch.error import UsageError, in_a_line
+from zerojax.launch.gpus import Gpu, gpus
+from zerojax.launch.hosts import Host, read_hostfile, select
+from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
+from zerojax.launch.kubernetes import Kind
+
+# What follows the script is the script's.
+SETTINGS = {"allow_interspersed_args": False}
+
+
+def launch(
+    context: typer.Context,
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS", help="What to run.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(help="Processes on a machine, or 8,4 where machines differ; else one a GPU."),
+    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines as worker-0 slots=8.")] = None,
+    include: Annotated[
+        str | None, typer.Option(help="Hosts and GPUs to use, as worker-0@worker-1:0,2.")
+    ] = None,
+    exclude: Annotated[str | None, typer.Option(help="Hosts and GPUs to leave out.")] = None,
+    num_nodes: Annotated[
+        int | None, typer.Option(min=1, help="How many machines; the hostfile's first ones.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="Start this machine's part alone: its number.")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first machine; else a free port.")
+    ] = None,
+    use_mpi: Annotated[
+        bool, typer.Option("--mpi", help="Start the hostfile's machines by mpirun, or fail.")
+    ] = False,
+    slurm: Annotated[
+        str | None,
+        typer.Option(metavar="OPTIONS", help="Submit to Slurm; sbatch's options, in one string."),
+    ] = None,
+    use_ray: Annotated[bool, typer.Option("--ray", help="Start workers of Ray Train.")] = False,
+    kubernetes: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Print a manifest of pods of this image.")
+    ] = None,
+    kubernetes_kind: Annotated[
+        Kind, typer.Option(help="JobSet, or Service and indexed Job where no JobSet is installed.")
+    ] = Kind.JOBSET,
+    config_file: Annotated[
+        Path | None, typer.Option(help="What accelerate config wrote; options here win.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start again what failed or was preempted.")
+    ] = 0,
+    watchdog: Annotated[
+        str | None, typer.Option(help="Seconds without a step until all are ended, or off.")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="A folder for each process's output.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, to save in.")
+    ] = 60.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started.")
+    ] = False,
+) -> None:
+    """Runs SCRIPT in several processes, which join by zerojax.init_distributed().
+
+    Options of the launch stand before SCRIPT; all that follows is its own.
+
+    Exits with the status of the process that failed first (128 + N: ended by signal N), 75 when all
+    were preempted and saved, 76 when a watchdog ended them, 2 when nothing can be started.
+    """
+    environ: Mapping[str, str] = context.obj or os.environ
+    try:
+        words = ("-m", *script) if module else tuple(script)
+        known = {name for parameter in context.command.params for name in parameter.opts}
+        for word in script[1:]:
+            if word.partition("=")[0] in known - {"-m"}:
+                typer.echo(
+                    f"zerojax launch: {word} stands behind the script: an argument of the script, "
+                    "not of the launch",
+                    err=True,
+                )
+        cluster = Cluster(slurm, kubernetes, kubernetes_kind, use_ray)
+        words = words if kubernetes is not None else checked_script(words)
+        job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
+        if config_file is not None:
+            given = accelerate.read(config_file)
+            for line in given.ignored:
+                typer.echo(f"zerojax launch: --config-file: {line}", err=True)
+            environ = {**given.environ, **environ}
+            nproc_per_node = nproc_per_node or given.nproc_per_node
+            num_nodes = num_nodes or given.num_nodes
+            if not cluster.chosen() and hostfile is None:
+                hostfile, coordinator = given.hostfile, coordinator or given.coordinator
+                node_rank = given.node_rank if node_rank is None else node_rank
+        if cluster.chosen():
+            places = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
+            if any(each is not None for each in places):
+                raise UsageError(
+                    f"{cluster.chosen()} places the processes: without --hostfile, --include, "
+                    "--exclude, --node-rank, --coordinator and --mpi"
+                )
+            status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
+            raise typer.Exit(status)
+        found = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
+        hosts = None
+        if hostfile is not None:
+            hosts = select(read_hostfile(hostfile), include, exclude)
+        elif include or exclude:
+            if not found():
+                raise UsageError("--include and --exclude choose GPUs, and this machine has none")
+            hosts = select([Host("localhost", tuple(range(len(found()))))], include, exclude)
+        counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, found)
+        hosts = hosts and hosts[: len(counts)]
+        alone = len(counts) == 1 and (hosts is None or hosts[0].is_here)
+        if (node_rank is None and not alone) or use_mpi:
+            if hosts is None:
+                raise UsageError("--mpi needs --hostfile")
+            status = _many(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
+        else:
+            here = found()
+            node = _node(node_rank or 0, counts, coordinator, hosts, here, environ)
+            if len(counts) > 1 and max_restarts:
+                raise UsageError(
+                    "--max-restarts with --node-rank: the machines must restart together; "
+                    "give it to what starts them (--hostfile with mpirun, Slurm, Kubernetes)"
+                )
+            if node.gpus is not None:
+                here = [gpu for gpu in here if gpu.name in node.gpus]
+            local.places(node, here)
+            if dry_run:
+                local.show(job, node, here, environ)
+                return
+            _make(log_dir)
+            status = guarded(
+                lambda: local.run(job, node, here, environ), parent=local.parent_to_watch(environ)
+            )
+    except UsageError as error:
+        typer.echo(f"zerojax launch: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def _many(
+    job: Job,
+    hosts: list[Host],
+    counts: tuple[int, ...],
+    coordinator: str | None,
+    environ: Mapping[str, str],
+    must: bool,
+    dry_run: bool,
+) -> int:
+    """Start a job on several hosts, or print how; the exit status."""
+
+    def nodes() -> list[Node]:
+        address = _address(coordinator) if coordinator else f"{hosts[0].name}:{free_port()}"
+        cpu = environ.get("JAX_PLATFORMS") == "cpu"
+        return [
+            Node(rank, counts, address, None if cpu else tuple(map(str, host.slots[:count])))
+            for rank, (host, count) in enumerate(zip(hosts, counts, strict=True))
+        ]
+
+    if mpi.installed() is None and must:
+        raise UsageError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
+    if mpi.installed() is not None and not dry_run:
+        _make(job.log_dir)
+        return guarded(lambda: mpi.run(job, hosts, nodes, environ))
+    commands = [node_command(job, node, environ) for node in nodes()]
+    if mpi.installed() is None:
+        typer.echo(
+            "zerojax launch: mpirun is not installed; start each host's part there:", err=True
+        )
+    else:
+        print("# all hosts, from here:")
+        print(shlex.join(mpi.mpirun_command(hosts, commands)))
+    for host, command in zip(hosts, commands, strict=True):
+        print(f"# {host.name}:\n{by_hand(command)}")
+    return 0 if dry_run else 2
+
+
+def _counts(
+    given: str | None,
+    hosts: list[Host] | None,
+    num_nodes: int | None,
+    node_rank: int | None,
+    gpus_here: Callable[[], list[Gpu]],
+) -> tuple[int, ...]:
+    """How many processes each machine runs."""
+    if given is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", given):
+        raise UsageError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
+    each = tuple(map(int, given.split(","))) if given else ()
+    if hosts is not None:
+        if num_nodes is not None and num_nodes > len(hosts):
+            raise UsageError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
+        hosts = hosts[:num_nodes]
+    elif max(num_nodes or 1, len(each)) > 1 and node_rank is None:
+        raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
+    machines = len(hosts) if hosts is not None else num_nodes or len(each) or 1
+    if len(each) == 1:
+        each *= machines
+    if each and len(each) != machines:
+        raise UsageError(f"--nproc-per-node {given}: {machines} machines")
+    if node_rank is not None and node_rank >= machines:
+        raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
+    if hosts is None:
+        return each or (len(gpus_here()) or 1,) * machines
+    for host, count in zip(hosts, each, strict=bool(each)):
+        if count > len(host.slots):
+            raise UsageError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")
+    return each or tuple(len(host.slots) for host in hosts)
+
+
+def _node(
+    rank: int,
+    counts: tuple[int, ...],
+    coordinator: str | None,
+    hosts: list[Host] | None,
+    here: list[Gpu],
+    environ: Mapping[str, str],
+) -> Node:
+    """This machine's part."""
+    if len(counts) > 1 and coordinator is None:
+        raise UsageError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
+    address = None if coordinator is None else _address(coordinator)
+    if hosts is None:
+        return Node(rank, counts, address)
+    slots = hosts[rank].slots[: counts[rank]]
+    if environ.get("JAX_PLATFORMS") == "cpu":
+        return Node(rank, counts, address)
+    if slots[-1] >= len(here):
+        raise UsageError(
+            f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine has "
+            f"{len(here) or 'no'} GPUs; JAX_PLATFORMS=cpu starts processes on CPUs"
+        )
+    return Node(rank, counts, address, tuple(here[slot].name for slot in slots))
+
+
+def _address(given: str) -> str:
+    found = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})", given)
+    if not found or not 0 < int(found[1]) < 2**16:
+        raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
+    return given
+
+
+def _make(folder: Path | None) -> None:
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {folder} cannot be made: {in_a_line(error)}") from None
+
+
+def _watchdog(given: str | None) -> str | None:
+    if given is None or given == "off":
+        return given
+    try:
+        if 0 < float(given) < threading.TIMEOUT_MAX:
+            return given
+    except ValueError:
+        pass
+    raise UsageError(f"--watchdog: expected seconds or off, got {given!r}")

@@ -1,0 +1,72 @@
+"""`zerojax launch` where Slurm, Kubernetes or Ray places the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zerojax.launch import kubernetes, ray, slurm
+from zerojax.launch.error import UsageError
+from zerojax.launch.job import Job
+
+
+class Cluster(NamedTuple):
+    """The options that name a cluster.
+
+    Attributes:
+      slurm: sbatch's options; None: not Slurm.
+      image: Of the pods; None: not Kubernetes.
+      kind: What restarts the pods.
+      ray: Whether Ray Train starts the processes.
+    """
+
+    slurm: str | None
+    image: str | None
+    kind: kubernetes.Kind
+    ray: bool
+
+    def chosen(self) -> str | None:
+        """The option that was given.
+
+        Raises:
+          UsageError: Several were.
+        """
+        given = {
+            "--slurm": self.slurm is not None,
+            "--kubernetes": self.image is not None,
+            "--ray": self.ray,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        if len(names) > 1:
+            raise UsageError(f"give one of {' and '.join(names)}")
+        return names[0] if names else None
+
+
+def start(
+    cluster: Cluster,
+    job: Job,
+    nodes: int,
+    nproc_per_node: str | None,
+    environ: Mapping[str, str],
+    dry_run: bool,
+) -> int:
+    """Hand a job to the cluster, or print what the cluster would get; the exit status."""
+    if nproc_per_node is None or not nproc_per_node.isdecimal() or int(nproc_per_node) < 1:
+        raise UsageError(
+            f"{cluster.chosen()} needs --nproc-per-node N: how many processes, and GPUs, each "
+            "machine runs"
+        )
+    count = int(nproc_per_node)
+    if cluster.slurm is not None:
+        script = slurm.batch_script(job, nodes, count, cluster.slurm, environ)
+        if not dry_run:
+            return slurm.submit(script, environ)
+        print(script, end="")
+    elif cluster.image is not None:
+        objects = kubernetes.manifest(job, cluster.kind, cluster.image, nodes, count, environ)
+        print(kubernetes.as_yaml(objects), end="")
+    elif dry_run:
+        print(f"# Ray Train: {nodes * count} workers of {' '.join(job.script)}")
+    else:
+        return ray.run(job, nodes * count, environ)
+    return 0

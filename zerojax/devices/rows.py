@@ -1,0 +1,156 @@
+"""The rows of a batch that a process has, and the way from there to arrays of all processes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.mesh import mesh as all_devices
+
+
+class RowBlocks(NamedTuple):
+    """How the rows of a batch lie over the processes: in equal blocks, one after the other.
+
+    Attributes:
+      number: Of blocks: one a process, fewer where processes share their rows, as those that
+        cut a model between them; 1 in a single process.
+      own: Which of them is this process's, from 0 on.
+    """
+
+    number: int
+    own: int
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh) -> RowBlocks | None:
+        """None where some process's rows are no such block, as on a mesh in which the devices of
+        two processes alternate."""
+        if jax.process_count() == 1 or isinstance(mesh, AbstractMesh):
+            return cls(1, 0)
+        rows = batch_devices(mesh)
+        axes = [mesh.axis_names.index(name) for name in batch_axes(mesh)]
+        lines = np.moveaxis(mesh.devices, axes, range(len(axes))).reshape(rows, -1)
+        own: dict[int, set[int]] = {}
+        for at, devices in enumerate(lines):
+            for device in devices:
+                own.setdefault(device.process_index, set()).add(at)
+        blocks = sorted({tuple(sorted(each)) for each in own.values()})
+        in_order = [at for block in blocks for at in block] == [*range(rows)]
+        if not in_order or len({*map(len, blocks)}) > 1 or jax.process_index() not in own:
+            return None
+        return cls(len(blocks), min(own[jax.process_index()]) // len(blocks[0]))
+
+
+def process_rows(n: int, mesh: Mesh | None = None) -> slice:
+    """The rows of a global batch that this process feeds: ``batch[zerojax.process_rows(n)]``.
+
+    Args:
+      n: Number of rows of the global batch.
+      mesh: That of ``zerojax.zero(..., mesh=mesh)``; by default all devices on one "data" axis.
+        Where processes cut a model between them, all of those have the same rows.
+
+    Raises:
+      ValueError: The rows do not divide among the processes, or the mesh gives a process no
+        stretch of neighbouring rows.
+
+    Example:
+      >>> import zerojax
+      >>> zerojax.process_rows(32)  # the only process
+      slice(0, 32, None)
+    """
+    blocks = RowBlocks.of(all_devices() if mesh is None else mesh)
+    if blocks is None:
+        raise ValueError(_NO_BLOCKS)
+    each, left = divmod(n, blocks.number)
+    if left:
+        fits = " or ".join(str(m) for m in (n - left, n - left + blocks.number) if m)
+        raise ValueError(
+            f"{n} rows do not divide among the {blocks.number} processes: use {fits} rows."
+        )
+    return slice(blocks.own * each, (blocks.own + 1) * each)
+
+
+_NO_BLOCKS = (
+    "the processes have no blocks of neighbouring rows on this mesh, in which their devices "
+    "alternate or are not equally many: make the mesh with zerojax.mesh(), or pass global arrays "
+    "(jax.make_array_from_callback)."
+)
+
+
+class BatchRows:
+    """The leaves of batches on a mesh, whether a process passes its own rows or global arrays.
+
+    In several processes a leaf that is no global ``jax.Array`` holds the process's own rows, and
+    scalars are the same in every process. Nothing is compared between the processes.
+
+    Attributes:
+      blocks: Blocks of rows, see :class:`RowBlocks`.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh) -> None:
+        self._several = jax.process_count() > 1
+        self._known = RowBlocks.of(mesh)
+        self.blocks = 1 if self._known is None else self._known.number
+
+    def own(self, x: Any) -> bool:
+        """Whether a leaf holds the process's own rows, and not those of all processes."""
+        if not self._several or not np.ndim(x) or isinstance(x, jax.ShapeDtypeStruct):
+            return False
+        return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """The shape of a leaf with the rows of all processes."""
+        shape: tuple[int, ...] = np.shape(x)
+        return (shape[0] * self.blocks, *shape[1:]) if self.own(x) else shape
+
+    def told(self, batch: Any) -> str:
+        """The leading dimensions of the leaves that hold own rows, in words."""
+        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if self.own(x)}
+        return " and ".join(map(str, sorted(rows)))
+
+    def own_rows(self, batch: Any) -> int | None:
+        """Rows of the leaves that hold the process's own; None where there are none.
+
+        Raises:
+          ValueError: Those leaves have several numbers of rows, or the mesh has no blocks.
+        """
+        leaves = [x for x in jax.tree.leaves(batch) if self.own(x)]
+        if leaves and self._known is None:
+            raise ValueError(_NO_BLOCKS)
+        if len({np.shape(x)[0] for x in leaves}) > 1:
+            shapes = {
+                jax.tree_util.keystr(path): np.shape(x)
+                for path, x in jax.tree_util.tree_leaves_with_path(batch)
+                if self.own(x)
+            }
+            raise ValueError(
+                f"the batch's leaves disagree on the leading dimension: {shapes}. In several "
+                "processes each is taken for the process's own rows: pass what has none as a "
+                "further argument of the step, or make global arrays "
+                "(jax.make_array_from_process_local_data)."
+            )
+        return np.shape(leaves[0])[0] if leaves else None
+
+    def put(self, x: Any, sharding: NamedSharding, axis: int = 0) -> jax.Array:
+        """A leaf where ``sharding`` has it; the array itself if it lies there already.
+
+        Args:
+          x: The leaf; own rows in dimension ``axis``.
+          sharding: Cuts that dimension, where the rows are the process's own.
+        """
+        if self.own(x):
+            x = x if isinstance(x, jax.Array) else np.asarray(x)
+            shape = list(np.shape(x))
+            shape[axis] *= self.blocks
+            return jax.make_array_from_process_local_data(sharding, x, tuple(shape))
+        if self._several and not isinstance(x, jax.Array):
+            return jnp.asarray(x)  # a scalar, which jit takes as it is; device_put would compare
+        if self._several and x.is_fully_addressable:
+            return jax.make_array_from_process_local_data(sharding, x, x.shape)
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.device_put(x, sharding)

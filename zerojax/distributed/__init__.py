@@ -1,0 +1,1 @@
+"""Processes that are one job: found, joined, compared, watched, and stopped together."""

@@ -1,0 +1,86 @@
+"""Where process 0 listens, and whether this process can reach that place."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+from zerojax.distributed.launched import Launched
+
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""As gRPC looks for them; capital letters mean nothing to it."""
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``; an IPv6 address stands in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def where_to_listen(me: Launched) -> str:
+    """Where process 0 listens: at a loopback address where no other host is to come."""
+    host, port = split(me.coordinator)
+    chosen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if chosen is None and is_loopback(host) and (host == "localhost" or me.local_count == me.count):
+        address = min(socket.getaddrinfo(host, port))[4][0]  # IPv4 first
+        return f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}"
+    return chosen or f"[::]:{port}"
+
+
+def unreachable(me: Launched, seconds: float = 20.0) -> str:
+    """Why this process cannot reach process 0; "" for no known reason.
+
+    Args:
+      me: This process among the others.
+      seconds: How long process 0 may take until it listens, where a name of another host means
+        this machine here: two nodes of Slurm may share one.
+    """
+    (host, port), here = split(me.coordinator), socket.gethostname()
+    if not me.several_hosts or not is_loopback(host):
+        return ""
+    if host != "localhost" and not _is_address(host):
+        own_name = host.partition(".")[0] == here.partition(".")[0]
+        if own_name or me.index == 0 or _listens(host, port, seconds):
+            return ""
+    return (
+        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {here} itself, but "
+        "processes run on several hosts: name the host of process 0 by an address that the others "
+        f"reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
+    )
+
+
+def _listens(host: str, port: int, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
+
+
+def proxied(me: Launched, environ: Mapping[str, str]) -> str:
+    """The variable that would send gRPC through a proxy; "" for none."""
+    spared = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
+    host = split(me.coordinator)[0]
+    if any(host.endswith(end.strip()) for end in spared.split(",") if end.strip()):
+        return ""
+    return next((name for name in _PROXIES if environ.get(name)), "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name resolves to addresses of the machine itself alone."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False  # it may be known later, as Kubernetes' names are
+    return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)

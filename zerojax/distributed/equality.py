@@ -1,0 +1,98 @@
+"""What all processes must pass or build alike, compared once: a program, and values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.distributed.exchange import exchange
+from zerojax.distributed.launched import LaunchError
+from zerojax.distributed.roll_call import by_value
+
+_PATIENCE = 600.0  # s
+_LONGEST = 200  # characters of a line
+
+
+def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> None:
+    """Refuses programs that differ between the processes, before they are compiled.
+
+    A learning rate or a branch of Python that depends on the process gives each process a program
+    of its own, whose collectives meet all the same.
+
+    Args:
+      name: Of the function, for messages.
+      programs: Of the function, lowered.
+
+    Raises:
+      LaunchError: In all processes, with the first line that differs.
+    """
+    lines = [line for program in programs for line in program.as_text().splitlines()]
+    sums = [*accumulate(lines, lambda s, line: zlib.crc32(line.encode(), s), initial=0)]
+    what = f"the program of {name}"
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len({*exchange(what, digest, _PATIENCE)}) == 1:
+        return
+    low, high = 0, min(map(int, exchange(what, str(len(lines)), _PATIENCE)))
+    while low < high:  # the lines before low are the same
+        middle = (low + high + 1) // 2
+        same = len({*exchange(what, str(sums[middle]), _PATIENCE)}) == 1
+        low, high = (middle, high) if same else (low, middle - 1)
+    line = lines[low].strip() if low < len(lines) else "the end"
+    told = exchange(what, line[:_LONGEST], _PATIENCE)
+    raise LaunchError(
+        f"{name} is another program in each process: line {low + 1} is\n{_lines(told)}\nA "
+        "learning rate, a constant, random numbers of numpy or a branch of Python depend on the "
+        "process: make them the same"
+    )
+
+
+def require_same_values(name: str, values: Mapping[str, Any]) -> None:
+    """Refuses arrays and numbers that differ between the processes.
+
+    Args:
+      name: Of what they belong to, for messages.
+      values: By name; those that are no host's and no process's own array are left out.
+
+    Raises:
+      LaunchError: In all processes, with the names of those that differ.
+    """
+    mine = {key: _digest(x) for key, x in values.items() if _is_own(x)}
+    told = [*map(json.loads, exchange(f"the values of {name}", json.dumps(mine), _PATIENCE))]
+    keys = [key for key in dict.fromkeys(k for each in told for k in each)]
+    unequal = [key for key in keys if len({each.get(key, "none") for each in told}) > 1]
+    if unequal:
+        each = _lines([each.get(unequal[0], "none") for each in told])
+        more = f"\nand so do {len(unequal) - 1} more" if unequal[1:] else ""
+        raise LaunchError(
+            f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\nWhat is not rows "
+            "of a batch is the same in every process: seeds, keys and rates must not depend on it"
+        )
+
+
+def _is_own(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return x.is_fully_addressable
+    return isinstance(x, np.ndarray | np.generic | int | float | complex)
+
+
+def _digest(x: Any) -> str:
+    """An array in words; equal arrays have equal words."""
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    if x.size <= 4:
+        return repr(x.tolist())
+    return f"{x.dtype}{[*x.shape]} of checksum {zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
+
+
+def _lines(told: list[str]) -> str:
+    """What the processes said, each value once."""
+    each = by_value(dict(enumerate(told)))
+    return "\n".join(f"  {who}: {value}" for value, who in each.items())

@@ -1,0 +1,79 @@
+"""Words that the processes of a job tell each other, beside the devices and their collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+import jax
+
+from zerojax.xla import compat
+
+
+class ProcessesMissing(TimeoutError):
+    """Not all processes came.
+
+    Attributes:
+      missing: Their numbers.
+    """
+
+    def __init__(self, what: str, missing: list[int], seconds: float) -> None:
+        self.missing = missing
+        super().__init__(f"{what}: {named(missing)} did not come within {seconds:g} s")
+
+
+def named(processes: Iterable[int]) -> str:
+    """Processes, eight at most.
+
+    Example:
+      >>> named([3, 1])
+      'processes 1, 3'
+    """
+    numbers = sorted(processes)
+    which = "process " if len(numbers) == 1 else "processes "
+    return which + ", ".join(map(str, numbers[:8])) + (", ..." if numbers[8:] else "")
+
+
+def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
+    """Every process's word, in the order of the processes; waits for all of them.
+
+    The words go through the coordinator of ``jax.distributed``, whatever the devices do. All
+    processes call it equally often with the same name.
+
+    Args:
+      name: Of this exchange, in words that fit an error ("the hash of the config").
+      mine: This process's word, a few kB at most.
+      seconds: How long to wait for the others.
+
+    Raises:
+      ProcessesMissing: Some did not come; the message has their numbers.
+
+    Example:
+      >>> exchange("the name of the host", "n1")  # the only process
+      ['n1']
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    client, me = compat.coordination(), jax.process_index()
+    own = client.key_value_dir_get(_key(name, me))
+    turn = 1 + max((int(key.rpartition("/")[2]) for key, _ in own), default=0)
+    client.key_value_set(f"{_key(name, me)}{turn}", mine)
+    until = time.monotonic() + seconds
+    words: dict[int, str] = {}
+    for process in range(jax.process_count()):
+        left, key = round(1000 * (until - time.monotonic())), f"{_key(name, process)}{turn}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if left > 0:
+                words[process] = client.blocking_key_value_get(key, left)
+            else:  # a word that came may not be lost to the time of asking
+                words[process] = client.key_value_try_get(key)
+    if missing := [n for n in range(jax.process_count()) if n not in words]:
+        raise ProcessesMissing(name, missing, seconds)
+    if turn > 1:  # whoever has come this far has read the words of the turn before
+        client.key_value_delete(f"{_key(name, me)}{turn - 1}")
+    return [*words.values()]
+
+
+def _key(name: str, process: int) -> str:
+    return f"zerojax/{name}/{process}/"

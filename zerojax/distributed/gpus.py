@@ -1,0 +1,89 @@
+"""The GPUs of a process among those of its host, before JAX is used."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from collections.abc import Mapping
+
+import jax
+
+from zerojax.distributed.roll_call import Record, listed
+
+
+def on_cpu() -> bool:
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    has_plugin = importlib.util.find_spec("jax_plugins") and any(
+        map(importlib.util.find_spec, plugins)
+    )
+    return platforms.split(",")[0] == "cpu" or not has_plugin
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """The UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; None
+    where the driver's tool does not answer."""
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    there = told.stdout.split()
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return there
+    seen: list[str] = []
+    for name in map(str.strip, wanted.split(",")):
+        found = [g for n, g in enumerate(there) if name == str(n) or (name and g.startswith(name))]
+        if not found and not name.startswith("MIG-"):
+            break  # as CUDA does: what follows an unknown one is hidden too
+        seen.append(found[0] if found else name)
+    return seen
+
+
+def local_devices(here: list[Record]) -> list[list[int] | None]:
+    """For each process of a host the GPUs that are its own, as positions among those that are
+    visible; None for all.
+
+    Processes that see the same GPUs share them out evenly, in their order.
+
+    Args:
+      here: The records of the host's processes, in their order.
+
+    Raises:
+      ValueError: Too few, or none for some.
+
+    Example:
+      >>> local_devices([{"gpus": ["a", "b"]}, {"gpus": ["a", "b"]}])
+      [[0], [1]]
+    """
+    sets = [record["gpus"] for record in here]
+    if any(each is None for each in sets) or not any(sets):
+        return [None] * len(here)
+    hidden = [record["index"] for record in here if not record["gpus"]]
+    if hidden:
+        raise ValueError(
+            f"no GPU is visible to {listed(hidden, 'process')}, and others see some: "
+            "CUDA_VISIBLE_DEVICES hides them; unset it, or name a GPU of each process"
+        )
+    if len({*map(tuple, sets)}) == 1 and len(here) > 1:
+        gpus = len(sets[0])
+        if gpus < len(here):
+            raise ValueError(
+                f"{len(here)} processes see the same {gpus} GPU{'s' * (gpus > 1)}: start at most "
+                "one process a GPU, or let CUDA_VISIBLE_DEVICES show all GPUs"
+            )
+        if gpus % len(here):
+            raise ValueError(
+                f"{gpus} GPUs cannot be shared evenly among {len(here)} processes: start one "
+                "process a GPU, or set CUDA_VISIBLE_DEVICES for each"
+            )
+        each = gpus // len(here)
+        return [[*range(n * each, (n + 1) * each)] for n in range(len(here))]
+    uses = [uuid for seen in sets for uuid in seen]
+    if len(uses) > len({*uses}):
+        raise ValueError(
+            "some see a GPU that another sees too, and not the same ones: set CUDA_VISIBLE_DEVICES "
+            "to the own GPUs of each process, or unset it for all"
+        )
+    return [None] * len(here)

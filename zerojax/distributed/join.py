@@ -1,0 +1,153 @@
+"""``zerojax.init_distributed``: the processes that were launched together become one job of JAX."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.config import ZeroConfig, load
+from zerojax.distributed.addresses import unreachable, where_to_listen
+from zerojax.distributed.exchange import exchange
+from zerojax.distributed.failure import end_at_once, leave
+from zerojax.distributed.gpus import local_devices
+from zerojax.distributed.launched import LaunchError, launched
+from zerojax.distributed.leaving import leave_together
+from zerojax.distributed.preflight import (
+    cpu_warnings,
+    describe,
+    devices_here,
+    differences,
+    settings,
+    unequal_devices,
+    unequal_settings,
+)
+from zerojax.distributed.ray_train import ray_train_variables
+from zerojax.distributed.roll_call import by_host, call_roll
+from zerojax.distributed.watchdog import watchdog
+from zerojax.xla import compat
+
+
+def init_distributed(
+    config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig | None = None,
+    *,
+    timeout: float = 300.0,
+    heartbeat: float = 30.0,
+) -> None:
+    """Joins the processes that were launched together, each of which calls this function first.
+
+    The function finds out from the environment how the process was launched: by ``python -m
+    zerojax launch``, srun, mpirun, torchrun, Kubernetes or Ray. In a process of its own it does
+    nothing, and neither does a second call. Before and after JAX joins the processes, their
+    versions, configs and devices are compared; what does not fit is the same error in all.
+
+    JAX's backends are started: options of JAX (``jax.config``) are set before. An exception that
+    ends one of several processes ends that process at once, with status 1, and does not wait for
+    the others; a process whose script has ended waits for the scripts of the others.
+
+    Args:
+      config: The config of :func:`zerojax.zero`, where the program knows it this early: all
+        processes must have the same.
+      timeout: Seconds to wait for the other processes.
+      heartbeat: Seconds of silence after which JAX takes a process for dead and ends the others.
+
+    Raises:
+      LaunchError: What is missing or does not fit, with the processes and the remedy.
+
+    Example:
+      >>> import zerojax
+      >>> zerojax.init_distributed()  # the only process: nothing happens
+    """
+    if jax.distributed.is_initialized():
+        leave("joined", jax.process_index())
+        return
+    me = launched({**os.environ, **ray_train_variables()})
+    if me is None:
+        leave("joined", 0)
+        return
+    end_at_once(me.index)
+    faulthandler.enable()  # JAX aborts processes that miss another one
+    if compat.backends_are_initialized():
+        raise LaunchError(
+            f"this is process {me.index} of {me.count}, and JAX is in use already: call "
+            "zerojax.init_distributed() at the top of the program, before jax.devices(), arrays, "
+            "and imports that make arrays"
+        )
+    if problem := unreachable(me):
+        raise LaunchError(f"process {me.index} of {me.count}: {problem}")
+    bind = where_to_listen(me)
+    mine = describe(me, None if config is None else load(config), os.environ)
+    records = call_roll(me, mine, bind, timeout)
+    _refuse(differences(records, me.coordinator))
+    here = by_host(records)[mine["host"]]
+    if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's handler of SIGTERM only notes it; outside of ``Preemption`` it is to end a process.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        me.coordinator,
+        me.count,
+        me.index,
+        local_device_ids=local_devices([records[n] for n in here])[here.index(me.index)],
+        cluster_detection_method="deactivate",  # which would take one GPU a process anyhow
+        initialization_timeout=60,  # all were there just now
+        heartbeat_timeout_seconds=round(heartbeat),
+        coordinator_bind_address=bind,
+    )
+    devices = json.dumps(devices_here(jax.local_devices()))
+    told = exchange("the devices of each process", devices, timeout)
+    _refuse_in_all(unequal_devices([json.loads(each) for each in told]))
+    if me.index == 0:
+        for each in cpu_warnings(records):
+            warnings.warn(f"zerojax: {each}", stacklevel=2)
+    leave_together()
+    leave("joined", me.index)
+    watchdog()
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise LaunchError("the processes do not fit together:\n  " + "\n  ".join(problems))
+
+
+def _refuse_in_all(problems: list[str]) -> None:
+    """The same once JAX has joined the processes: none ends before all have read the words."""
+    if problems:
+        exchange("an error of all processes", "")
+        _refuse(problems)
+
+
+def require_joined() -> None:
+    """Refuses to run as one of several processes that know nothing of each other.
+
+    Raises:
+      LaunchError: The environment is that of several processes, and JAX has not joined them.
+    """
+    if jax.distributed.is_initialized():
+        return
+    me = None
+    with suppress(LaunchError):  # half an environment: perhaps of something else
+        me = launched(os.environ)
+    if me is not None:
+        raise LaunchError(
+            f"{me.by} started {me.count} processes, and this one, number {me.index}, has not "
+            "joined the others: call zerojax.init_distributed() at the top of the program"
+        )
+
+
+def require_same(config: ZeroConfig, mesh: Mesh) -> None:
+    """Refuses configs that differ between the processes of a mesh of all of them.
+
+    Raises:
+      LaunchError: In all processes, with those that differ.
+    """
+    if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
+        told = exchange("the config", json.dumps(settings(config)), 300.0)
+        _refuse_in_all(unequal_settings([json.loads(each) for each in told]))

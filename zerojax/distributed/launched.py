@@ -1,0 +1,223 @@
+"""Who launched this process, and as which of how many: read off the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class LaunchError(RuntimeError):
+    """Processes that were not launched as one job, or that do not fit together."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A process among those of its job.
+
+    Attributes:
+      coordinator: ``host:port``, where process 0 listens.
+      count: The number of processes.
+      index: Of this process, from 0.
+      local_count: The number of processes on this host; None where the launcher does not say.
+      local_index: Of this process among them, from 0; None likewise.
+      by: The launcher.
+    """
+
+    coordinator: str
+    count: int
+    index: int
+    local_count: int | None
+    local_index: int | None
+    by: str
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether processes run on other hosts too, as far as the launcher says."""
+        return self.local_count is not None and self.local_count < self.count
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables of a launcher, of which ``index`` tells its processes."""
+
+    by: str
+    index: str
+    count: str
+    local_index: str = ""
+    local_count: str = ""
+
+
+# Those that run inside another come first: torchrun under srun, mpirun in a Slurm allocation.
+_LAUNCHERS = (
+    _Launcher(
+        "zerojax launch",
+        "ZEROJAX_PROCESS_ID",
+        "ZEROJAX_NUM_PROCESSES",
+        "ZEROJAX_LOCAL_PROCESS_ID",
+        "ZEROJAX_LOCAL_PROCESSES",
+    ),
+    _Launcher("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "ZEROJAX_NUM_PROCESSES"),
+)
+_STEP = "SLURM_STEP_NODELIST"
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """This process as its launcher describes it; None where no launcher speaks, or of one process.
+
+    Known are ``zerojax launch``, srun, Open MPI 4 and 5, torchrun and what sets its variables,
+    Kubeflow Trainer, and indexed Jobs of Kubernetes with ``ZEROJAX_NUM_PROCESSES`` and
+    ``ZEROJAX_COORDINATOR``. The latter overrides the coordinator of the others too.
+
+    Args:
+      environ: ``os.environ``, or what stands for it.
+
+    Raises:
+      LaunchError: A variable is missing or makes no sense; the message names it, with the remedy.
+
+    Example:
+      >>> torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+      >>> launched(torchrun)
+      Launched(coordinator='n1:29500', count=2, index=1, local_count=None, local_index=None, \
+by='torchrun')
+    """
+    for launcher in _LAUNCHERS:
+        # A batch script of Slurm has a number too; only srun sets the list of the step's nodes.
+        if launcher.index in environ and (launcher.by != "srun" or _STEP in environ):
+            break
+    else:
+        _check_alone(environ)
+        return None
+    if launcher.by == "Kubernetes" and launcher.count not in environ:
+        raise LaunchError(
+            "JOB_COMPLETION_INDEX says that this is a pod of an indexed Job, but not of how many: "
+            "set ZEROJAX_NUM_PROCESSES to the Job's completions (1 where each pod is a run of its "
+            "own) and ZEROJAX_COORDINATOR to host:port of pod 0"
+        )
+    count = _number(environ, launcher, launcher.count, 1)
+    index = _number(environ, launcher, launcher.index)
+    if index >= count:
+        raise LaunchError(
+            f"{launcher.index}={index}, but the processes are numbered from 0 to {count - 1} "
+            f"({launcher.count}={count}): correct one of them"
+        )
+    if count == 1:
+        return None
+    local_index, local_count = None, None
+    if launcher.local_index in environ:
+        local_index = _number(environ, launcher, launcher.local_index)
+    if launcher.local_count in environ:
+        local_count = _number(environ, launcher, launcher.local_count, 1)
+    elif launcher.by == "srun":
+        local_count = _tasks_of_node(environ)
+    if local_count is not None and not (local_index or 0) < local_count <= count:
+        raise LaunchError(
+            f"{launcher.by} says that process {index} of {count} is number {local_index} of "
+            f"{local_count} on its host: correct {launcher.local_index} or {launcher.local_count}"
+        )
+    coordinator = _coordinator(environ, launcher, local_count == count)
+    return Launched(coordinator, count, index, local_count, local_index, launcher.by)
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raises where a number of processes is set, but not which of them this is."""
+    for launcher in _LAUNCHERS[:3]:
+        if environ.get(launcher.count, "1") != "1":
+            raise LaunchError(
+                f"{launcher.count}={environ[launcher.count]}, but {launcher.index} is not set: "
+                f"give each process its number from 0 on, or unset {launcher.count}"
+            )
+
+
+def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: int = 0) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise LaunchError(
+            f"{launcher.index}={environ[launcher.index]} looks like {launcher.by}, but {name} is "
+            f"not set: set {name}, or unset {launcher.index} where this is the only process"
+        )
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(f"{name}={text!r} is not a number from {least} on: correct {name}")
+    return int(text)
+
+
+def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -> str:
+    """``host:port``, the same in all processes; ``local`` where all are on this host."""
+    for name in ("ZEROJAX_COORDINATOR", "JAX_COORDINATOR_ADDRESS"):
+        if name in environ:
+            return _address(name, environ[name])
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        port = environ["MASTER_PORT"]
+        # torchrun's agent listens at the port itself then.
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
+            port = str(int(port) + (1 if int(port) < 65535 else -1))
+        return _address("MASTER_ADDR:MASTER_PORT", f"{environ['MASTER_ADDR']}:{port}")
+    if launcher.by == "torchrun":
+        missing = "MASTER_PORT" if "MASTER_ADDR" in environ else "MASTER_ADDR"
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are set, but {missing} is not: set MASTER_ADDR to the host of "
+            "rank 0 and MASTER_PORT to a port that is free there, the same in all processes"
+        )
+    host, job = _first_of(environ, launcher)
+    return f"{'localhost' if local else host}:{61440 + int(job) % 4096}"
+
+
+def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str]:
+    """The host of process 0, and a number of the job, as srun and mpirun tell them.
+
+    The port follows from the job's number, so that jobs side by side have different ones.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    if launcher.by == "srun" and job.isdecimal():
+        return first_host(environ[_STEP]), job
+    # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", the host of mpirun.
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    if four := re.match(r"(\d+)\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
+        host = f"{four[2]}]" if four[2].startswith("[") else four[2]
+        return host, str(int(four[1]) >> 12)  # a job's lower bits are those of its parts
+    # Open MPI 5: "prterun-HOST-PID@JOB", of mpirun.
+    if five := re.fullmatch(r"prte(?:run)?-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", "")):
+        return five[1], five[2]
+    raise LaunchError(
+        f"{launcher.by} started this process, but nothing says where process 0 listens: set "
+        "ZEROJAX_COORDINATOR to host:port, the host of process 0 and a port that is free there, "
+        "the same in all processes"
+    )
+
+
+def _address(name: str, text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"{name}={text!r} is not host:port, as n1:29500: correct {name}")
+    return text
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's list.
+
+    Example:
+      >>> first_host("node[007-015,020],other"), first_host("gpu-1,gpu-2")
+      ('node007', 'gpu-1')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
+    """The step's tasks on this node, of "2(x3),1" and the node's number."""
+    each: list[int] = []
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        each += [int(tasks)] * int(times or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    return each[int(node)] if node.isdecimal() and int(node) < len(each) else None

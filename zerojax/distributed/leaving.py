@@ -1,0 +1,69 @@
+"""The end of a process whose script has ended, in the midst of others."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+
+import jax
+
+from zerojax.distributed.exchange import named
+from zerojax.xla import compat
+
+_KEY = "zerojax/left/"
+_QUIET = 5.0  # s
+
+
+class UntilAllHaveLeft(threading.Thread):
+    """A thread that goes on until the scripts of all processes have ended.
+
+    Attributes:
+      over: Set then, soon after which ``run`` returns: a thread that the interpreter ends within
+        jaxlib aborts the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.over = threading.Event()
+
+
+def leave_together() -> None:
+    """Has this process, once its script has ended, wait for the scripts of the others.
+
+    In JAX's own shutdown nobody learns who is waited for, and after 300 s all abort.
+    """
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # before JAX's shutdown, which was registered earlier
+
+
+def _leave() -> None:
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        _wait()
+    for thread in threading.enumerate():
+        if isinstance(thread, UntilAllHaveLeft):
+            thread.over.set()
+            thread.join(_QUIET)
+
+
+def _wait() -> None:
+    me = jax.process_index()
+    with contextlib.suppress(RuntimeError):  # the coordinator is gone, a step has failed
+        for x in jax.live_arrays():  # of steps that the others run as well
+            x.block_until_ready()
+        compat.coordination().key_value_set(f"{_KEY}{me}", "")
+        begun, said = time.monotonic(), False
+        while others := {*range(jax.process_count())} - _left():
+            if not said and time.monotonic() - begun > _QUIET:
+                said = True
+                text = f"zerojax: the script of process {me} has ended; waiting for {named(others)}"
+                print(text, file=sys.stderr, flush=True)
+            time.sleep(0.1)
+
+
+def _left() -> set[int]:
+    """The processes whose scripts have ended."""
+    there = compat.coordination().key_value_dir_get(_KEY)
+    return {int(key.rpartition("/")[2]) for key, _ in there}

@@ -1,0 +1,192 @@
+"""What is checked before JAX joins the processes, and once their devices are known.
+
+Each process describes itself in a record; every process compares all records and comes to the
+same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.config import ZeroConfig
+from zerojax.distributed.addresses import is_loopback, proxied
+from zerojax.distributed.gpus import local_devices, on_cpu, visible_gpus
+from zerojax.distributed.launched import Launched
+from zerojax.distributed.roll_call import Record, by_host, by_value, listed
+
+_OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
+"""What a program may set in process 0 alone."""
+_UNEQUAL_MEMORY = 0.05
+"""The share by which the memories of devices may differ."""
+
+
+def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
+    """This process's record, before JAX is used."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": {name: _version(name) for name in ("jax", "jaxlib", "zerojax")},
+        "settings": {} if config is None else settings(config),
+        "gpus": None if on_cpu() else visible_gpus(environ),
+        "cpus": len(os.sched_getaffinity(0)),
+        "all_cpus": os.cpu_count() or 1,
+        "quota": _quota(),
+        "proxy": proxied(me, environ),
+        "gloo_on_loopback": on_cpu() and is_loopback(socket.gethostname()),
+    }
+
+
+def settings(config: ZeroConfig) -> dict[str, str]:
+    """The fields that all processes must have alike, in words."""
+    fields = (f.name for f in dataclasses.fields(config) if f.compare and f.name not in _OWN)
+    return {name: str(_plain(getattr(config, name))) for name in fields}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = (f.name for f in dataclasses.fields(value) if f.name != "nvme_path")
+        return {name: _plain(getattr(value, name)) for name in fields}
+    if isinstance(value, Mapping):
+        return {name: _plain(value[name]) for name in sorted(value)}
+    return value
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _quota() -> float | None:
+    """CPUs that the control group allows; None for no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    return None
+
+
+def differences(records: list[Record], coordinator: str) -> list[str]:
+    """What keeps processes from being one job, before JAX is used."""
+    problems = [
+        each
+        for name in records[0]["versions"]
+        for each in _unequal(
+            f"the version of {name}",
+            {r["index"]: r["versions"].get(name) for r in records},
+            f"install the same {name} for all processes",
+        )
+    ]
+    if problems:  # another version's records may have other parts
+        return problems
+    if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
+        problems.append(
+            f"{', '.join({*by_proxy.values()})} would send what {listed(by_proxy, 'process')} and "
+            f"process 0 tell each other through a proxy: add the host of {coordinator} to "
+            "no_proxy, or unset the variable"
+        )
+    hosts = by_host(records)
+    if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
+        problems.append(
+            f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback address, "
+            "where gloo, which joins CPUs, waits for the other hosts in vain: map the name to the "
+            "host's address in the network"
+        )
+    problems += unequal_settings([record["settings"] for record in records])
+    for host, numbers in hosts.items():
+        try:
+            local_devices([records[n] for n in numbers])
+        except ValueError as error:
+            problems.append(f"{listed(numbers, 'process')} on {host}: {error}")
+    return problems
+
+
+def unequal_settings(each: list[dict[str, str]]) -> list[str]:
+    """The settings that differ, between the processes whose config is known."""
+    known = {n: settings for n, settings in enumerate(each) if settings}
+    names = next(iter(known.values()), {})
+    return [
+        problem
+        for name in names
+        for problem in _unequal(
+            f"{name} of the config",
+            {n: settings.get(name) for n, settings in known.items()},
+            "give all processes the same config",
+        )
+    ]
+
+
+def cpu_warnings(records: list[Record]) -> list[str]:
+    """Hosts whose processes have so few CPUs that they hinder each other."""
+    found = []
+    for host, numbers in by_host(records).items():
+        here = [records[n] for n in numbers]
+        bound = [r["index"] for r in here if r["cpus"] == 1 < r["all_cpus"] // len(here)]
+        quota = min((r["quota"] for r in here if r["quota"]), default=None)
+        if bound:
+            found.append(
+                f"{listed(bound, 'process')} on {host} may use one CPU of {here[0]['all_cpus']}, "
+                "where XLA's, the loader's and the checkpoint's threads meet: srun "
+                "--cpus-per-task=N, mpirun --bind-to none"
+            )
+        elif (cpus := min(here[0]["all_cpus"], quota or here[0]["all_cpus"])) < len(here):
+            found.append(
+                f"{len(here)} processes on {host} share {cpus:g} CPUs: start fewer processes, "
+                "with several devices each, or ask for more CPUs"
+            )
+    return found
+
+
+def devices_here(devices: Iterable[jax.Device]) -> Record:
+    """The record of a process's devices."""
+    group = [*devices]
+    memory = []
+    for device in group:
+        with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):
+            memory.append((device.memory_stats() or {}).get("bytes_limit"))
+    limits = [each for each in memory if each]
+    return {
+        "count": len(group),
+        "kind": f"{group[0].platform} {group[0].device_kind}",
+        "memory": min(limits, default=None),
+    }
+
+
+def unequal_devices(records: list[Record]) -> list[str]:
+    """What keeps devices of several processes from one mesh."""
+    problems = _unequal(
+        "the kind of device",
+        {n: r["kind"] for n, r in enumerate(records)},
+        "use machines of one kind, or name the backend with JAX_PLATFORMS in all processes",
+    )
+    problems += _unequal(
+        "the number of devices",
+        {n: r["count"] for n, r in enumerate(records)},
+        "give all processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
+    )
+    memories = {n: r["memory"] for n, r in enumerate(records) if r["memory"]}
+    if memories and min(memories.values()) < (1 - _UNEQUAL_MEMORY) * max(memories.values()):
+        problems += _unequal(
+            "the memory of a device that JAX may use",
+            {n: f"{bytes_ / 1e9:.1f} GB" for n, bytes_ in memories.items()},
+            "end other programs on the smaller ones, or set XLA_PYTHON_CLIENT_MEM_FRACTION alike",
+        )
+    return problems
+
+
+def _unequal(what: str, values: Mapping[int, Any], remedy: str) -> list[str]:
+    """An error where values differ, with the processes of each."""
+    groups = by_value(values)
+    if len(groups) < 2:
+        return []
+    each = "; ".join(f"{value} in {who}" for value, who in groups.items())
+    return [f"{what} differs: {each}. Remedy: {remedy}"]

@@ -1,0 +1,37 @@
+"""What Ray Train tells the function of a worker, in which no variable is set."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+
+def ray_train_variables() -> dict[str, str]:
+    """The worker as `zerojax launch` would describe it; {} outside of Ray Train's workers.
+
+    All workers call this function equally often: worker 0 tells the others where it listens.
+    """
+    train: Any = sys.modules.get("ray.train")
+    if train is None:
+        return {}
+    try:
+        context = train.get_context()
+        count, index = context.get_world_size(), context.get_world_rank()
+    except RuntimeError:
+        return {}  # the program that starts the workers
+    if not count or count == 1:
+        return {}
+    import ray.util
+    from ray.train.collective import broadcast_from_rank_zero
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        here = f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+    return {
+        "ZEROJAX_COORDINATOR": broadcast_from_rank_zero(here if index == 0 else None),
+        "ZEROJAX_NUM_PROCESSES": str(count),
+        "ZEROJAX_PROCESS_ID": str(index),
+        "ZEROJAX_LOCAL_PROCESSES": str(context.get_local_world_size()),
+        "ZEROJAX_LOCAL_PROCESS_ID": str(context.get_local_rank()),
+    }

@@ -1,0 +1,258 @@
+"""The roll call: before JAX joins the processes, each tells process 0 what it is.
+
+JAX aborts a process whose peers are late, in C++ and without their names. Here the coordinator's
+port is a plain socket's first, and JAX takes the port over once all have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from zerojax.distributed.addresses import split
+from zerojax.distributed.launched import Launched, LaunchError
+
+Record = dict[str, Any]
+_Value = TypeVar("_Value")
+
+_GREETING = b"zerojax roll call 1\n"
+_LONGEST = 1 << 20
+"""Bytes of a record at most."""
+_PATIENCE = 10.0
+"""Seconds after which process 0 says for whom it waits."""
+_RETURN = 30.0
+"""Seconds that process 0 may take to come back, once it has been there."""
+_GRACE = 10.0
+"""Seconds that an answer may take."""
+
+
+def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Record]:
+    """The records of all processes, in their order.
+
+    Args:
+      me: This process among the others.
+      mine: Its record, of what JSON holds, with "host" and "pid".
+      bind: ``address:port`` at which process 0 listens; ``[::]`` is all of its host.
+      seconds: How long to wait for the others.
+
+    Raises:
+      LaunchError: In every process that came: some are missing, came twice, or have left.
+    """
+    mine = {"index": me.index, "count": me.count, **mine}
+    if me.index:
+        return _answer(me, mine, seconds)
+    with contextlib.closing(_Roll(me, mine, bind)) as roll:
+        problem = roll.gather(seconds)
+        records = [roll.present.get(n, {}) for n in range(me.count)]
+        roll.tell({"problem": problem, "records": records})
+    if problem:
+        raise LaunchError(problem)
+    return records
+
+
+class _Roll:
+    """Who has come, as process 0 knows."""
+
+    def __init__(self, me: Launched, mine: Record, bind: str) -> None:
+        self.me, self.present = me, {0: mine}
+        self._heard: dict[socket.socket, bytearray] = {}
+        self._speakers: dict[socket.socket, int] = {}
+        self._waiting = selectors.DefaultSelector()
+        self._listener = _listen(me, bind)
+        self._waiting.register(self._listener, selectors.EVENT_READ)
+
+    def gather(self, seconds: float) -> str:
+        """Waits for all; returns what is wrong, "" for nothing."""
+        begun, told = time.monotonic(), False
+        while len(self.present) < self.me.count:
+            waited = time.monotonic() - begun
+            if waited >= seconds:
+                return self._missing(seconds)
+            if not told and waited >= _PATIENCE:
+                told = True
+                print(f"zerojax: {self._waits()}", file=sys.stderr, flush=True)
+            for key, _ in self._waiting.select(min(seconds - waited, 1.0)):
+                if key.fileobj is self._listener:
+                    self._admit()
+                elif problem := self._hear(key.fileobj):
+                    return problem
+        return ""
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):  # some come and go
+            guest, _ = self._listener.accept()
+            self._heard[guest] = bytearray()
+            guest.setblocking(False)
+            self._waiting.register(guest, selectors.EVENT_READ)
+            guest.send(_GREETING)
+
+    def _hear(self, guest: Any) -> str:
+        heard, more = self._heard[guest], b""
+        with contextlib.suppress(OSError):
+            more = guest.recv(1 << 16)
+        heard += more
+        if guest in self._speakers and not more:
+            who = _named(self.present.pop(self._speakers[guest]))
+            return f"{who} left before all processes had come: look at its own output"
+        if more and not heard.endswith(b"\n") and len(heard) <= _LONGEST:
+            return ""
+        record = _parsed(bytes(heard), {"index", "count", "host", "pid"})
+        if record is None:  # a scanner of ports, a health check
+            self._waiting.unregister(guest)
+            return ""
+        if problem := self._odd(record):
+            return problem
+        self.present[record["index"]], self._speakers[guest] = record, record["index"]
+        return ""
+
+    def _odd(self, record: Record) -> str:
+        if record["count"] != self.me.count:
+            return (
+                f"{_named(record)} is one of {record['count']} processes, and "
+                f"{_named(self.present[0])} one of {self.me.count}: give all the same number "
+                f"({self.me.by})"
+            )
+        if (other := self.present.get(record["index"])) is not None:
+            return (
+                f"{_named(other)} and {_named(record)} say that they are the same of "
+                f"{self.me.count}: give each process a number of its own, and each run a port"
+            )
+        return ""
+
+    def _missing(self, seconds: float) -> str:
+        hosts = by_host(self.present.values())
+        present = "; ".join(f"{listed(numbers)} on {host}" for host, numbers in hosts.items())
+        return (
+            f"{self._waits()}, which did not come within {seconds:g} s. Present: {present}. Look "
+            "at the output of those that are missing. Where they wait too, they do not reach "
+            f"{self.me.coordinator}: that must be the host of process 0, "
+            f"{self.present[0]['host']}, and no firewall may stand between"
+        )
+
+    def _waits(self) -> str:
+        missing = [n for n in range(self.me.count) if n not in self.present]
+        return (
+            f"process 0 waits at {self.me.coordinator} for {listed(missing, 'process')} of "
+            f"{self.me.count}"
+        )
+
+    def tell(self, reply: Record) -> None:
+        """Tells all that came, and what is wrong also those that have not said who they are."""
+        text = json.dumps(reply).encode() + b"\n"
+        for guest in self._heard if reply["problem"] else self._speakers:
+            with contextlib.suppress(OSError):
+                guest.settimeout(_GRACE)
+                guest.sendall(text)
+        for guest in self._speakers:  # whoever closes first holds the port for a minute
+            with contextlib.suppress(OSError):
+                guest.settimeout(1)
+                guest.recv(1)
+
+    def close(self) -> None:
+        for each in [self._listener, *self._heard]:
+            each.close()
+        self._waiting.close()
+
+
+def _listen(me: Launched, bind: str) -> socket.socket:
+    host, port = split(bind)
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    host = "" if host == "::" and not dual else host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=dual)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise LaunchError(
+            f"process 0 cannot listen at port {port} of {socket.gethostname()}: {why}. Another "
+            "program, or an earlier run that has not ended, may hold the port (`ss -ltnp` names "
+            f"it): end that, or choose another port ({me.by} said {me.coordinator})"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
+    """The same in the other processes, which try until process 0 is there."""
+    until, reason, was_there = time.monotonic() + seconds, "", False
+    while (left := until - time.monotonic()) > 0:
+        reply = None
+        try:
+            with (
+                socket.create_connection(split(me.coordinator), min(left, _GRACE)) as connection,
+                connection.makefile("rwb") as stream,
+            ):
+                reason = "what listens there is no process 0 of zerojax that waits"
+                if stream.readline(len(_GREETING)) == _GREETING:
+                    stream.write(json.dumps(mine).encode() + b"\n")
+                    stream.flush()
+                    connection.settimeout(seconds + _GRACE)  # of process 0, which came later
+                    was_there = True
+                    reply = _parsed(stream.readline(), {"problem", "records"})
+                    until = min(until, time.monotonic() + _RETURN)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reply is None:
+            time.sleep(0.2)
+        elif reply["problem"]:
+            raise LaunchError(reply["problem"])
+        else:
+            return reply["records"]  # type: ignore[no-any-return]
+    if was_there:
+        raise LaunchError(
+            f"process 0 at {me.coordinator} ended before all {me.count} processes had come: look "
+            "at its own output"
+        )
+    raise LaunchError(
+        f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
+        f"{me.coordinator} within {seconds:g} s: {reason}. Process 0 must run there ({me.by} gave "
+        "the address), and no firewall may stand between"
+    )
+
+
+def by_host(records: Iterable[Record]) -> dict[str, list[int]]:
+    """The numbers of the processes of each host."""
+    hosts: dict[str, list[int]] = {}
+    for record in sorted(records, key=lambda record: record["index"]):
+        hosts.setdefault(record["host"], []).append(record["index"])
+    return hosts
+
+
+def listed(numbers: Iterable[int], noun: str = "") -> str:
+    """Numbers of processes for an error, the first eight: "processes 0, 3"."""
+    numbers = [*numbers]
+    plural = noun and noun + ("es " if len(numbers) > 1 else " ")
+    return plural + ", ".join(map(str, numbers[:8])) + ", ..." * bool(numbers[8:])
+
+
+def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
+    """The processes of each value, as ``listed`` names them.
+
+    Example:
+      >>> by_value({0: "a", 1: "b", 2: "a"})
+      {'a': 'processes 0, 2', 'b': 'process 1'}
+    """
+    groups: dict[_Value, list[int]] = {}
+    for process, value in values.items():
+        groups.setdefault(value, []).append(process)
+    return {value: listed(who, "process") for value, who in groups.items()}
+
+
+def _named(record: Record) -> str:
+    return f"process {record['index']} (pid {record['pid']} on {record['host']})"
+
+
+def _parsed(line: bytes, keys: set[str]) -> Record | None:
+    """A line of JSON, an object with these keys; None for anything else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and keys <= record.keys():
+            return record
+    return None

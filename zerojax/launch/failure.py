@@ -1,0 +1,57 @@
+"""What failed first, and how the launcher says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import NamedTuple
+
+NEVER_JOINED = "script never calls zerojax.init_distributed()"
+
+_MARK = b"\x1e"
+_LONGEST = 3000  # mpirun passes on pieces of 4096 bytes
+
+
+class Failure(NamedTuple):
+    """The first failure of a group, or of one machine's part of a group.
+
+    Attributes:
+      at: When, in seconds since the epoch.
+      status: The exit status that follows.
+      why: Which process, and how.
+      text: The traceback, each line with the process's prefix; "" where none is known.
+      again: Whether another attempt may help.
+    """
+
+    at: float
+    status: int
+    why: str
+    text: str
+    again: bool = True
+
+    def show(self) -> None:
+        """Say what failed, behind all that the processes said."""
+        say(f"{self.why}\n{self.text}".rstrip("\n"))
+
+    def report(self) -> None:
+        """Tell a launcher of several machines, which shows the earliest failure of all."""
+        line = json.dumps(self._replace(text=self.text[-_LONGEST:])._asdict()).encode()
+        with contextlib.suppress(OSError):
+            os.write(2, b"\n" + _MARK + line + b"\n")
+
+
+def reported(line: bytes) -> Failure | None:
+    """The failure that a line of ``report`` tells; None for any other line."""
+    if not line.startswith(_MARK):
+        return None
+    try:
+        return Failure(**json.loads(line[1:]))
+    except (ValueError, TypeError):  # cut by the output of another machine
+        return None
+
+
+def say(text: str) -> None:
+    """A message of the launcher's own, on stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"zerojax launch: {text}\n".encode(errors="replace"))

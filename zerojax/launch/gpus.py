@@ -1,0 +1,116 @@
+"""The GPUs of this machine and the CPUs next to them, found without JAX."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from zerojax.launch.error import UsageError
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
+
+
+class Gpu(NamedTuple):
+    """A GPU.
+
+    Attributes:
+      name: As ``CUDA_VISIBLE_DEVICES`` has it: a number, or an identifier.
+      bus: Its address on the PCI bus as sysfs writes it; "" where unknown.
+    """
+
+    name: str
+    bus: str
+
+
+class Binding(NamedTuple):
+    """The CPUs of a process.
+
+    Attributes:
+      cpus: Their numbers; None: those of the launcher.
+      says: Where they are, or why none are chosen.
+    """
+
+    cpus: frozenset[int] | None
+    says: str
+
+
+def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; none under JAX_PLATFORMS=cpu.
+
+    Raises:
+      UsageError: ``CUDA_VISIBLE_DEVICES`` names a number that no GPU has.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    installed = _from_driver() or _from_proc(proc)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [Gpu(str(number), bus) for number, (_, bus) in enumerate(installed)]
+    chosen = []
+    for name in filter(None, map(str.strip, visible.split(","))):
+        if name == "-1":
+            break
+        if name.isdigit() and int(name) >= len(installed):
+            has = f"{socket.gethostname()} has {_many(len(installed))}"
+            raise UsageError(
+                f"CUDA_VISIBLE_DEVICES={visible}: {has}"
+                + ("" if installed else "; JAX_PLATFORMS=cpu starts processes on CPUs")
+            )
+        uuids = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]
+        bus = installed[int(name)][1] if name.isdigit() else (uuids or [""])[0]
+        chosen.append(Gpu(name, bus))
+    return chosen
+
+
+def _many(count: int) -> str:
+    return "no GPU" if not count else f"{count} GPU" + "s" * (count > 1)
+
+
+def _from_driver() -> list[tuple[str, str]]:
+    """Identifier and bus address of every GPU, in the order of the bus."""
+    try:
+        told = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.split(", ") for line in told.stdout.splitlines()]
+    return [(row[1], row[2].lower()[-12:]) for row in rows if len(row) == 3 and row[0].isdigit()]
+
+
+def _from_proc(proc: Path) -> list[tuple[str, str]]:
+    return [("", each.name) for each in sorted((proc / "driver/nvidia/gpus").glob("*"))]
+
+
+def binding(gpu: Gpu | None, sys: Path = Path("/sys")) -> Binding:
+    """The CPUs of the NUMA node that a GPU is attached to."""
+    if gpu is None:
+        return Binding(None, "CPUs not bound: the process has no GPU of its own")
+    if not gpu.bus:
+        return Binding(None, f"CPUs not bound: the bus address of GPU {gpu.name} is unknown")
+    try:
+        node = int((sys / "bus/pci/devices" / gpu.bus / "numa_node").read_text())
+        if node < 0:
+            return Binding(None, "CPUs not bound: the GPU is next to no NUMA node")
+        text = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    except (OSError, ValueError) as error:
+        return Binding(None, f"CPUs not bound: {error}")
+    cpus = numbers(text) & os.sched_getaffinity(0)
+    if not cpus:
+        return Binding(None, f"CPUs not bound: none of NUMA node {node} may be used here")
+    return Binding(frozenset(cpus), f"CPUs {text} of NUMA node {node}")
+
+
+def numbers(ranges: str) -> set[int]:
+    """The numbers in a list of ranges.
+
+    Example:
+      >>> sorted(numbers("0-2,8"))
+      [0, 1, 2, 8]
+    """
+    ends = [re.split("-", part) for part in ranges.split(",") if part]
+    return {number for each in ends for number in range(int(each[0]), int(each[-1]) + 1)}

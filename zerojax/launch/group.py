@@ -1,0 +1,270 @@
+"""Processes that live and die together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from zerojax.launch import descent
+from zerojax.launch.failure import NEVER_JOINED, Failure
+from zerojax.launch.relay import Relay, Source
+
+PREEMPTED = 75
+STALLED = 76
+_ENDING_SECONDS = 3.0  # from SIGTERM to SIGKILL after a failure, or from Ctrl-C
+_LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
+_DRAIN_SECONDS = 5.0
+
+
+class Process(NamedTuple):
+    """One process to start.
+
+    Attributes:
+      name: In messages: "process 2".
+      prefix: What its lines begin with on the terminal: "[2] ".
+      command: Program and arguments.
+      environ: Its whole environment.
+      cpus: The CPUs that it may use; None: those of the launcher.
+      stdin: Whether it has the launcher's standard input.
+      log: A file for its output.
+      joined: A file that exists before the process ends with status 0, or something is wrong.
+      error: A file that has the time and the traceback of the exception that ended the process.
+      relays: Whether it passes on the output, and the failures, of other launchers.
+    """
+
+    name: str
+    prefix: str
+    command: list[str]
+    environ: dict[str, str]
+    cpus: frozenset[int] | None = None
+    stdin: bool = False
+    log: Path | None = None
+    joined: Path | None = None
+    error: Path | None = None
+    relays: bool = False
+
+
+class Outcome(NamedTuple):
+    """How a group ended.
+
+    Attributes:
+      status: The exit status of the whole.
+      why: The reason, in words; "" for status 0.
+      again: Whether another attempt may help.
+      failure: The first failure, if any.
+    """
+
+    status: int
+    why: str
+    again: bool
+    failure: Failure | None = None
+
+
+class Ended(NamedTuple):
+    """One process that ended by itself, or when asked to stop."""
+
+    process: Process
+    code: int
+    pid: int
+    at: float
+
+
+class Group:
+    """Processes started together; the first failure ends all.
+
+    ``run`` is called with the signals of ``descent.guarded`` blocked.
+    """
+
+    def __init__(
+        self, processes: list[Process], grace: float, stop: signal.Signals = signal.SIGTERM
+    ) -> None:
+        """Takes what to start, and how to stop.
+
+        Args:
+          processes: What to start.
+          grace: Seconds from the signal ``stop`` to SIGKILL when the launcher is asked to stop.
+          stop: The signal by which the processes are asked to save and end.
+        """
+        self._processes, self._grace, self._stop = processes, grace, stop
+        self._running: dict[int, Process] = {}
+        self._ended: list[Ended] = []
+        self._failed: Ended | None = None
+        self._asked: signal.Signals | None = None
+        self._kill_at: float | None = None
+        self._late: list[str] = []
+        self._relay = Relay()
+        self._stderr: dict[int, Source] = {}
+
+    def run(self) -> Outcome:
+        """Start, and wait until nothing of them is left."""
+        with contextlib.ExitStack() as stack:
+            try:
+                for process in self._processes:
+                    self._start(process, stack)
+                self._relay.start()
+                while self._running:
+                    self._wait()
+            finally:
+                descent.kill_descendants()
+            self._relay.join(_DRAIN_SECONDS)
+        return self._outcome()
+
+    def _start(self, process: Process, stack: contextlib.ExitStack) -> None:
+        log: IO[bytes] | None = None
+        if process.log is not None:
+            process.log.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(process.log.open("ab", buffering=0))
+        parent = os.getpid()
+
+        def before() -> None:
+            descent.die_with(parent, signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            if process.cpus is not None:
+                os.sched_setaffinity(0, process.cpus)
+
+        prefix = process.prefix.encode()
+        stderr = Source(prefix, 2, log, [] if process.relays else None)
+        pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
+        try:
+            started = subprocess.Popen(
+                process.command,
+                env=process.environ,
+                stdin=None if process.stdin else subprocess.DEVNULL,
+                stdout=pipes[0],
+                stderr=pipes[1],
+                start_new_session=True,
+                preexec_fn=before,
+            )
+        finally:
+            for pipe in pipes:
+                os.close(pipe)
+        started.returncode = 0  # `descent.reap` waits for all
+        self._running[started.pid], self._stderr[started.pid] = process, stderr
+
+    def _wait(self) -> None:
+        signals = {*descent.STOP, signal.SIGINT, signal.SIGCHLD, descent.PARENT_DIED}
+        if self._kill_at is None and self._reported():  # a machine that is cut off ends nothing
+            self._kill_at = time.monotonic() + _LAGGING_SECONDS
+        left = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        got = signal.sigtimedwait(signals, left)
+        if got is not None:
+            self._take(signal.Signals(got.si_signo))
+        ours = [(pid, code) for pid, code in descent.reap() if pid in self._running]
+        for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains what follows it
+            self._note(Ended(self._running.pop(pid), code, pid, time.time()))
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            descent.kill_descendants()  # reaps
+            if self._failed is None and self._asked != descent.PARENT_DIED:
+                self._late = [process.name for process in self._running.values()]
+            for pid, process in self._running.items():
+                self._ended.append(Ended(process, -signal.SIGKILL, pid, time.time()))
+            self._running.clear()
+
+    def _take(self, got: signal.Signals) -> None:
+        """A signal that came."""
+        now = time.monotonic()
+        if got == descent.PARENT_DIED or (got == signal.SIGINT and self._asked is not None):
+            self._asked, self._kill_at = self._asked or got, now
+        elif got == signal.SIGINT or (got in descent.STOP and self._asked is None):
+            self._asked = got
+            ctrl_c = got == signal.SIGINT
+            self._signal(signal.SIGINT if ctrl_c else self._stop)
+            if self._failed is None:
+                self._kill_at = now + (_ENDING_SECONDS if ctrl_c else self._grace)
+
+    def _note(self, ended: Ended) -> None:
+        """A process that ended by itself, or when asked."""
+        self._ended.append(ended)
+        now = time.monotonic()
+        if self._failed is not None or self._asked == signal.SIGINT:
+            return
+        if ended.code == PREEMPTED and self._asked is None and self._kill_at is None:
+            self._kill_at = now + self._grace  # all leave together
+        elif self._is_failure(ended):
+            self._failed = ended
+            if self._asked is not None:  # the others may be saving
+                return
+            self._kill_at = now + _ENDING_SECONDS
+            if ended.code != STALLED:  # the others' watchdogs write their stacks
+                self._signal(signal.SIGTERM)
+
+    def _is_failure(self, ended: Ended) -> bool:
+        if ended.code == 0:
+            return not (ended.process.joined is None or ended.process.joined.exists())
+        asked_to = self._asked is not None and ended.code in (-self._stop, -signal.SIGTERM)
+        return ended.code != PREEMPTED and not asked_to
+
+    def _signal(self, number: int) -> None:
+        for pid in self._running:
+            descent.send(pid, number)
+
+    def _outcome(self) -> Outcome:
+        if self._asked == signal.SIGINT:
+            return Outcome(128 + signal.SIGINT, "Ctrl-C", False)
+        failure = self._first_failure()
+        if failure is not None:
+            again = failure.again and self._asked is None
+            return Outcome(failure.status, failure.why, again, failure)
+        codes = [each.code for each in self._ended]
+        status = descent.shell_status(next((c for c in codes if c not in (0, PREEMPTED)), 0))
+        if status:
+            why = "ended as asked"
+        elif PREEMPTED in codes:
+            status, why = PREEMPTED, "all processes saved and ended: preempted"
+        else:
+            why = ""
+        return Outcome(status, why, status != 0 and self._asked is None)
+
+    def _first_failure(self) -> Failure | None:
+        """The earliest failure that is known here or was reported by other launchers."""
+        if told := self._reported():
+            return min(told, key=lambda each: each.at)
+        if self._late:
+            why = f"{', '.join(self._late)} did not end within {self._grace:g} s: killed"
+            return Failure(time.time(), 128 + signal.SIGKILL, why, "")
+        if self._failed is None:
+            return None
+        known = [self._failed]
+        if self._failed.code != -signal.SIGKILL:  # else it explains the exceptions
+            known += [each for each in self._ended if each.code > 0 and _error(each)[1]]
+        return min(map(self._failure, known), key=lambda each: each.at)
+
+    def _reported(self) -> list[Failure]:
+        return [failure for source in self._stderr.values() for failure in source.failures or ()]
+
+    def _failure(self, ended: Ended) -> Failure:
+        process = ended.process
+        if ended.code == 0:
+            why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
+            return Failure(ended.at, 2, why, "", again=False)
+        verb = "ended" if process.relays else "failed first"
+        why = f"{process.name} {verb}: {_ending(ended.code)}"
+        at, text = _error(ended)
+        if not text and not process.relays:
+            tail = self._stderr[ended.pid].tail.decode(errors="replace")
+            start = tail.find("Traceback (most recent call last):")
+            text = tail[start:] if start >= 0 else ""
+        text = "".join(f"{process.prefix}{line}\n" for line in text.splitlines())
+        return Failure(at or ended.at, descent.shell_status(ended.code), why, text)
+
+
+def _error(ended: Ended) -> tuple[float, str]:
+    """Time and traceback of the exception that ended a process; 0.0 and "" where unknown."""
+    if ended.process.error is None or not ended.process.error.exists():
+        return 0.0, ""
+    first, _, text = ended.process.error.read_text(errors="replace").partition("\n")
+    try:
+        return float(first), text
+    except ValueError:
+        return 0.0, text
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"status {code}" + ", its watchdog's" * (code == STALLED)

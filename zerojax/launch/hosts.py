@@ -1,0 +1,101 @@
+"""DeepSpeed's hostfile, and its ``--include`` and ``--exclude``."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from zerojax.launch.error import UsageError, in_a_line
+
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+
+
+class Host(NamedTuple):
+    """A machine.
+
+    Attributes:
+      name: As the network knows it.
+      slots: Which of its GPUs, one process each.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host is this machine."""
+        return self.name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file with lines ``worker-0 slots=8``; # begins a comment.
+
+    Raises:
+      UsageError: With file and line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path} cannot be read: {in_a_line(error)}") from None
+    hosts: list[Host] = []
+    first: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        if not (found := _LINE.fullmatch(text)) or not int(found[2]):
+            raise UsageError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
+        if found[1] in first:
+            raise UsageError(
+                f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too: one line a host"
+            )
+        first[found[1]] = number
+        hosts.append(Host(found[1], tuple(range(int(found[2])))))
+    if not hosts:
+        raise UsageError(f"{path}: no line names a host: write `HOST slots=N`")
+    return hosts
+
+
+def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """The hosts that are left, in the hostfile's order.
+
+    Args:
+      hosts: Those of the hostfile.
+      include: As ``worker-0@worker-1:0,2``: all slots of the one, two of the other.
+      exclude: The same, for what is left out.
+
+    Raises:
+      UsageError: Both are given, a name or slot is unknown, or nothing is left.
+    """
+    if include and exclude:
+        raise UsageError("give either --include or --exclude")
+    if not (spec := include or exclude):
+        return hosts
+    option = "--include" if include else "--exclude"
+    named = _named(spec, {host.name: host for host in hosts}, option)
+    left = []
+    for host in hosts:
+        chosen = set(named.get(host.name, ()))
+        kept = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
+        if kept:
+            left.append(Host(host.name, kept))
+    if not left:
+        raise UsageError(f"{option} {spec} leaves no host")
+    return left
+
+
+def _named(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int]]:
+    named: dict[str, list[int]] = {}
+    for part in spec.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        if name not in hosts:
+            raise UsageError(f"{option}: {name!r} is none of the hosts {', '.join(hosts)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
+            raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
+        for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
+            if slot not in hosts[name].slots:
+                most = len(hosts[name].slots)
+                raise UsageError(f"{option}: {name} has slots 0 to {most - 1}, not {slot}")
+            named.setdefault(name, []).append(slot)
+    return named

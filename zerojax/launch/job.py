@@ -1,0 +1,121 @@
+"""What is launched, however its processes are placed."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+from zerojax.launch.error import UsageError
+
+# Set for launchers that another launcher has started, one on each machine.
+PART = "ZEROJAX_LAUNCH_PART"
+
+# What the user may have set for JAX, and what a host reached by ssh does not inherit.
+_PASSED_ON = (
+    *("JAX_", "XLA_", "TF_CPP_", "NCCL_", "CUDA_DEVICE_ORDER", "PYTHON", "LD_LIBRARY_PATH"),
+    PART,
+)
+
+
+class Job(NamedTuple):
+    """A script in several processes.
+
+    Attributes:
+      script: ``train.py --lr 3``, or ``-m module --lr 3``.
+      grace: Seconds from SIGTERM to SIGKILL.
+      max_restarts: How often a group that failed is started again.
+      watchdog: Seconds without a step until a process ends the group, or "off"; None: the default.
+      log_dir: Where the output of each process is kept; None: nowhere.
+    """
+
+    script: tuple[str, ...]
+    grace: float = 60.0
+    max_restarts: int = 0
+    watchdog: str | None = None
+    log_dir: Path | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The command of a process."""
+        return [sys.executable, "-m", "zerojax.launch.script", *self.script]
+
+
+class Node(NamedTuple):
+    """The part of a job that one machine runs.
+
+    Attributes:
+      rank: The machine's number.
+      counts: How many processes each machine runs.
+      coordinator: ``HOST:PORT`` of the first machine; None: any free port of this one.
+      gpus: Names for ``CUDA_VISIBLE_DEVICES``; None: those that the machine has.
+    """
+
+    rank: int
+    counts: tuple[int, ...]
+    coordinator: str | None
+    gpus: tuple[str, ...] | None = None
+
+
+def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
+    """The script as given.
+
+    Raises:
+      UsageError: The file or module does not exist.
+    """
+    if script[0] == "-m":
+        top = script[1].partition(".")[0]
+        if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise UsageError(f"no module named {top!r}, neither here nor installed")
+    elif not Path(script[0]).is_file():
+        raise UsageError(f"no script {script[0]}" + f" in {Path.cwd()}" * (script[0][0] != "/"))
+    return script
+
+
+def node_command(job: Job, node: Node, environ: Mapping[str, str]) -> list[str]:
+    """The command that starts one machine's part of a job there, in the same folder."""
+    passed = passed_on(environ)
+    if node.gpus is not None:
+        passed["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
+    options = supervisor_options(job, str(node.rank), node.counts, str(node.coordinator))
+    settings = ["env", *(f"{name}={value}" for name, value in passed.items())] if passed else []
+    return [*settings, sys.executable, "-m", "zerojax", "launch", *options, *job.script]
+
+
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """What processes on other machines get of this environment."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(_PASSED_ON)}
+
+
+def supervisor_options(job: Job, rank: str, counts: tuple[int, ...], coordinator: str) -> list[str]:
+    """The options of the launcher that starts one machine's part of a job."""
+    options = ["--num-nodes", str(len(counts)), "--node-rank", rank]
+    options += ["--nproc-per-node", ",".join(map(str, counts))]
+    options += ["--coordinator", coordinator, "--grace", f"{job.grace:g}"]
+    if job.watchdog is not None:
+        options += ["--watchdog", job.watchdog]
+    if job.log_dir is not None:
+        options += ["--log-dir", str(job.log_dir.absolute())]
+    return options
+
+
+def by_hand(command: list[str]) -> str:
+    """A command of ``node_command`` to type in another machine's shell."""
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
+
+
+def free_port() -> int:
+    """A port that nobody listens on here, below those that systems give to outgoing connections."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as tried:
+            try:
+                tried.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UsageError("none of 100 ports from 20000 to 32000 is free here")

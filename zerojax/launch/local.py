@@ -1,0 +1,189 @@
+"""One machine's processes: what each is told, and attempts until they succeed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from zerojax.launch.error import UsageError
+from zerojax.launch.failure import say
+from zerojax.launch.gpus import Binding, Gpu, binding
+from zerojax.launch.group import STALLED, Group, Outcome, Process
+from zerojax.launch.job import PART, Job, Node, free_port
+
+_CPU_PROCESSES = 32  # a CPU; more are a slip of the pen, which would take the machine down
+
+
+class Place(NamedTuple):
+    """Where a process runs.
+
+    Attributes:
+      process: Its number among all processes of the job.
+      gpu: Its own GPU; None: it has none, or all.
+      binding: Its CPUs.
+    """
+
+    process: int
+    gpu: Gpu | None
+    binding: Binding
+
+
+def places(node: Node, gpus: list[Gpu]) -> list[Place]:
+    """The places of a machine's processes, one GPU each; without GPUs they are CPU processes.
+
+    Raises:
+      UsageError: There are more processes than GPUs, or far more than CPUs.
+    """
+    count = node.counts[node.rank]
+    if gpus and count > len(gpus):
+        raise UsageError(
+            f"{count} processes, but this machine has {len(gpus)} GPUs for them: one process a "
+            "GPU; JAX_PLATFORMS=cpu starts processes on CPUs"
+        )
+    if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
+        raise UsageError(
+            f"--nproc-per-node {count}: this machine has {os.cpu_count()} CPUs, for "
+            f"{_CPU_PROCESSES} processes each at most"
+        )
+    first = sum(node.counts[: node.rank])
+    own = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
+    return [Place(first + i, gpu, binding(gpu)) for i, gpu in enumerate(own)]
+
+
+def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -> dict[str, str]:
+    """What the environment of a process has besides the launcher's own."""
+    first = sum(node.counts[: node.rank])
+    added = {
+        "ZEROJAX_COORDINATOR": str(node.coordinator),
+        "ZEROJAX_NUM_PROCESSES": str(sum(node.counts)),
+        "ZEROJAX_PROCESS_ID": str(place.process),
+        "ZEROJAX_LOCAL_PROCESSES": str(node.counts[node.rank]),
+        "ZEROJAX_LOCAL_PROCESS_ID": str(place.process - first),
+        "ZEROJAX_RUN_DIR": str(run_dir),
+    }
+    if job.watchdog is not None:
+        added["ZEROJAX_WATCHDOG"] = job.watchdog
+    if node.gpus is not None:
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
+    if on_gpus:
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi
+        if place.gpu is not None:
+            added["CUDA_VISIBLE_DEVICES"] = place.gpu.name
+    return added
+
+
+def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
+    """What a process finds in its environment unless the user has set something else."""
+    found = {"PYTHONUNBUFFERED": "1"}  # lines come as they are printed
+    if not on_gpus:
+        found["JAX_PLATFORMS"] = "cpu"
+        if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
+            found["JAX_NUM_CPU_DEVICES"] = "1"
+    return {name: value for name, value in found.items() if not environ.get(name)}
+
+
+def processes(
+    job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str], run_dir: Path
+) -> list[Process]:
+    """The processes of one attempt on this machine."""
+    made = []
+    for place in places(node, gpus):
+        i = place.process
+        added = settings(job, node, place, run_dir, bool(gpus))
+        files = [run_dir / f"{name}.{i}" for name in ("joined", "error", "stacks")]
+        for file in files:  # an earlier launch may have used the folder
+            file.unlink(missing_ok=True)
+        made.append(
+            Process(
+                name=f"process {i}",
+                prefix=f"[{i}] ",
+                command=job.command,
+                environ={**environ, **defaults(environ, bool(gpus)), **added},
+                cpus=place.binding.cpus,
+                stdin=i == 0,
+                log=run_dir / f"{i}.log" if job.log_dir else None,
+                joined=files[0] if sum(node.counts) > 1 else None,
+                error=files[1],
+            )
+        )
+    return made
+
+
+def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> None:
+    """Print what would be started here."""
+    node = node._replace(coordinator=node.coordinator or "127.0.0.1:PORT")
+    for place in places(node, gpus):
+        added = settings(job, node, place, _run_dir(job, node, 1) or Path("RUN_DIR"), bool(gpus))
+        added |= defaults(environ, bool(gpus))
+        on = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
+        print(f"# process {place.process}: {on}; {place.binding.says}")
+        told = [f"{name}={value}" for name, value in added.items()]
+        print(shlex.join(["env", *told, *job.command]))
+
+
+def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
+    """Start this machine's processes, again where allowed, and wait; the exit status."""
+    for says in sorted(
+        {x.binding.says for x in places(node, gpus) if x.gpu and not x.binding.cpus}
+    ):
+        say(says)
+    outer = is_part(environ)
+    environ = {name: value for name, value in environ.items() if name != PART}
+
+    def attempt(number: int) -> Outcome:
+        kept = _run_dir(job, node, number)
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+        run_dir = kept or Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
+        here = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
+        try:
+            outcome = Group(processes(job, here, gpus, environ, run_dir), job.grace).run()
+        finally:
+            stalled = sorted(run_dir.glob("stacks.*"))
+            if kept is None and not stalled:
+                shutil.rmtree(run_dir, ignore_errors=True)
+        if outcome.failure is not None:
+            outcome.failure.report() if outer else outcome.failure.show()
+        if outcome.status == STALLED and stalled:
+            say(f"the stacks of all threads are in {run_dir}/stacks.*")
+        return outcome
+
+    return attempts(attempt, job.max_restarts)
+
+
+def attempts(attempt: Callable[[int], Outcome], max_restarts: int) -> int:
+    """The exit status of the first attempt that succeeds, or of the last.
+
+    Args:
+      attempt: Takes the attempt's number, from 1.
+      max_restarts: How many may follow the first.
+    """
+    for number in range(1, max_restarts + 2):
+        outcome = attempt(number)
+        if outcome.status == 0 or not outcome.again or number > max_restarts:
+            break
+        say(f"attempt {number + 1} of {max_restarts + 1}, because {outcome.why}")
+    return outcome.status
+
+
+def _run_dir(job: Job, node: Node, number: int) -> Path | None:
+    """A folder for each attempt; attempts on several machines are counted by who starts them."""
+    if job.log_dir is None:
+        return None
+    folder = job.log_dir.absolute()
+    return folder / f"attempt-{number}" if len(node.counts) == 1 else folder
+
+
+def is_part(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of several machines has started this one."""
+    return PART in environ
+
+
+def parent_to_watch(environ: Mapping[str, str]) -> int | None:
+    """The id of mpirun's daemon on this machine, where mpirun started this launcher."""
+    return os.getppid() if is_part(environ) else None

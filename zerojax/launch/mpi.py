@@ -1,0 +1,67 @@
+"""Several machines by Open MPI's ``mpirun``: one supervisor on each, which ends with the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from zerojax.launch.group import Group, Outcome, Process
+from zerojax.launch.hosts import Host
+from zerojax.launch.job import PART, Job, Node, node_command
+from zerojax.launch.local import attempts
+
+# What mpirun needs after the supervisors' own grace has passed.
+_SLACK_SECONDS = 5.0
+
+# Seconds after which mpirun's daemons end that a network cut off; by default 480.
+_KEEPALIVE = {"time": "10", "intvl": "5", "probes": "4"}
+
+
+def installed() -> str | None:
+    """Where mpirun is."""
+    return shutil.which("mpirun")
+
+
+def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
+    """One program of one process on each host.
+
+    Without ``--bind-to none`` Open MPI ties a supervisor, and all that it starts, to one core.
+    """
+    command = ["mpirun", "--bind-to", "none", "--oversubscribe"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    for name, seconds in _KEEPALIVE.items():
+        command += ["--mca", f"oob_tcp_keepalive_{name}", seconds]
+    for host, each in zip(hosts, commands, strict=True):
+        command += ["-np", "1", "--host", host.name, "--wdir", str(Path.cwd()), *each, ":"]
+    return command[:-1]
+
+
+def run(
+    job: Job, hosts: list[Host], nodes: Callable[[], list[Node]], environ: Mapping[str, str]
+) -> int:
+    """Start a job on several machines, again where allowed, and wait; the exit status.
+
+    Args:
+      job: What to start.
+      hosts: Where.
+      nodes: Makes their parts, with a fresh port each time.
+      environ: The environment of mpirun, and what is passed on of it.
+    """
+
+    def attempt(number: int) -> Outcome:
+        logs = job.log_dir and job.log_dir / f"attempt-{number}"
+        part = job._replace(log_dir=logs)
+        told = {**environ, PART: "1"}
+        command = mpirun_command(hosts, [node_command(part, node, told) for node in nodes()])
+        process = Process("mpirun", "", command, dict(environ), stdin=True, relays=True)
+        # mpirun answers SIGTERM by killing, and passes SIGUSR1 on.
+        outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
+        if outcome.failure is not None:
+            outcome.failure.show()
+        return outcome
+
+    return attempts(attempt, job.max_restarts)

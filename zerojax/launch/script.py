@@ -1,0 +1,44 @@
+"""``python -m zerojax.launch.script train.py ...``: runs a script, whose exit status Python loses.
+
+Python tells nobody of the status in ``SystemExit`` before its own end, in which JAX waits for the
+other processes.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+_OURS = {__file__, runpy.__file__, "<frozen runpy>"}
+
+
+def run(words: list[str]) -> None:
+    """Runs ``train.py ...`` or ``-m module ...`` as python does.
+
+    What ends one of several processes goes to ``sys.excepthook``: an exception, and ``SystemExit``
+    with another status than 0 and ``PREEMPTED``, with which all leave together.
+    """
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except BaseException as error:
+        from zerojax.distributed.failure import ends_at_once  # the script starts without them
+        from zerojax.launch.group import PREEMPTED
+
+        together = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
+        if together or (isinstance(error, SystemExit) and not ends_at_once()):
+            raise
+        trace = error.__traceback__
+        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,129 @@
+"""Slurm: a batch script whose ``srun`` starts the processes, and which queues itself again."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from zerojax.launch.error import UsageError
+from zerojax.launch.job import Job, passed_on
+from zerojax.launch.local import defaults
+
+# A TERM for srun kills the tasks; scancel's reaches them alone, and they save. --kill-on-bad-exit
+# would kill those that leave after the first of them with 75; --wait lets them leave.
+_BODY = """\
+attempt() {{
+    srun --kill-on-bad-exit=0 --wait=5 {output} {command} &
+    step=$!
+    wait $step; status=$?
+    if [ -n "$asked" ]; then wait $step; status=$?; fi  # the trap ended the first
+}}
+
+preempted() {{
+    trap "" TERM
+    asked=yes
+    echo "zerojax launch: SIGTERM, passed to all processes"
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}}
+
+asked= restarts=0
+trap preempted TERM
+while :; do
+{logs}    attempt
+    if [ $status = 75 ] || [ $status = 0 ] || [ -n "$asked" ] || [ $restarts = {restarts} ]; then
+        break
+    fi
+    restarts=$((restarts + 1))
+    echo "zerojax launch: attempt $((restarts + 1)) of {attempts}, because of status $status"
+done
+if [ $status = 75 ]; then
+    echo "zerojax launch: all processes saved; job $SLURM_JOB_ID is queued again"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit $status
+"""
+
+
+def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mapping[str, str]) -> str:
+    """What ``sbatch`` reads.
+
+    Slurm sends SIGTERM to the batch shell ``job.grace`` seconds before the time limit. The shell
+    passes the signal to all tasks; when they have saved and ended with status 75, the job is queued
+    again. Other failures start the tasks again in the same allocation, ``job.max_restarts`` times.
+
+    Args:
+      job: What to start.
+      nodes: How many nodes.
+      tasks: Processes on each, and as many GPUs; CPU processes under ``JAX_PLATFORMS=cpu``.
+      options: More of sbatch's options, as ``--partition=gpu --time=4:00:00``; they come last and
+        win.
+      environ: What JAX is told.
+
+    Raises:
+      UsageError: The options cannot be read.
+    """
+    try:
+        more = shlex.split(options)
+    except ValueError as error:
+        raise UsageError(f"--slurm {options!r}: {error}") from None
+    wrong = [word for word in more if not word.startswith("-")]
+    if wrong:
+        raise UsageError(f"--slurm: write --name=value, not {wrong[0]!r} alone")
+    on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
+    lines = [f"--job-name={_name(job)}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
+    if on_gpus and not any(word.startswith(("--gpus", "--gres", "-G")) for word in more):
+        lines.append(f"--gpus-per-node={tasks}")
+    lines += ["--requeue", "--open-mode=append", f"--signal=B:TERM@{max(1, math.ceil(job.grace))}"]
+    output, logs = "--label", ""
+    if job.log_dir is not None:
+        folder = job.log_dir.absolute()
+        lines.append(f"--output={folder}/slurm-%j.log")
+        run = "run-${SLURM_RESTART_COUNT:-0}.$restarts"
+        output = '--output="$logs/%t.log"'
+        logs = (
+            f'    logs={shlex.quote(str(folder))}/{run}; mkdir -p "$logs"\n'
+            "    export ZEROJAX_RUN_DIR=$logs  # errors, and the stacks that the watchdog writes\n"
+        )
+    exports = defaults(environ, on_gpus) | passed_on(environ)
+    if job.watchdog is not None:
+        exports["ZEROJAX_WATCHDOG"] = job.watchdog
+    parts = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(line)}" for line in [*lines, *more])]
+    parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    # Since Slurm 22.05 srun does not take sbatch's --cpus-per-task.
+    cpus = "SLURM_CPUS_PER_TASK"
+    parts.append(f'[ -z "${cpus}" ] || export SRUN_CPUS_PER_TASK=${cpus}')
+    body = _BODY.format(
+        output=output,
+        command=shlex.join(job.command),
+        logs=logs,
+        restarts=job.max_restarts,
+        attempts=job.max_restarts + 1,
+    )
+    return "\n".join([*parts, "", body])
+
+
+def submit(script: str, environ: Mapping[str, str]) -> int:
+    """Hand a batch script to ``sbatch``, which says the job's number; its exit status.
+
+    Args:
+      script: What ``batch_script`` returns.
+      environ: The environment, of which sbatch gives the job what the cluster lets it.
+
+    Raises:
+      UsageError: No sbatch exists here.
+    """
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        raise UsageError(
+            "--slurm: sbatch is not installed here; run this on a login node of the cluster, or "
+            "print the script with --dry-run"
+        )
+    told = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
+    return told.returncode
+
+
+def _name(job: Job) -> str:
+    return os.path.basename(job.script[1] if job.script[0] == "-m" else job.script[0])

@@ -36,6 +36,7 @@ from benchmarks.supervised import (
 )
 
 STEPS = 60
+UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING")
 HEAD = ("run", "what was killed", "to the end of all processes", "what came out")
 
 
@@ -87,9 +88,9 @@ class SlurmJob:
     def control(self, *words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
-    def state(self) -> str:
-        found = re.search(r"JobState=(\w+)", self.control("scontrol", "show", "job", self.number))
-        return found[1] if found else "gone"
+    def told(self) -> str:
+        """All that Slurm says of the job."""
+        return self.control("scontrol", "show", "job", self.number)
 
     def processes(self) -> list[int]:
         """The ids of the first attempt's, after step 20."""
@@ -98,10 +99,11 @@ class SlurmJob:
     def end(self, killed: str, seconds: float, said: str = "") -> Run:
         """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
         until = time.monotonic() + 300
-        while (state := self.state()) in ("PENDING", "RUNNING", "COMPLETING"):
+        while (state := re.findall(r"JobState=(\w+)", told := self.told())[0]) in UNDER_WAY:
             if time.monotonic() > until:
-                raise TimeoutError(self.output.text())
-            if state == "PENDING":
+                logs = self.control("sh", "-c", 'tail -n 30 "${SLURM_CONF%/*}"/log/*')
+                raise TimeoutError(f"{told}\n{logs}\n{self.output.text()}")
+            if "Reason=BeginTime" in told:
                 self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
             time.sleep(0.5)
         text = self.output.text()

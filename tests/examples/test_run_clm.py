@@ -123,8 +123,9 @@ def test_killed_and_told_to_stop_it_ends_bit_for_bit_as_if_left_alone(
     saved, steps = map(int, re.findall(r"stopped by SIGTERM after (\d+)/(\d+) steps", rest)[0])
     assert 6 <= saved < steps == 12
     assert (out / "checkpoints" / str(saved)).is_dir()
+    # Two within 5 s are one notice.
     status, _ = stopped(saved + 1, signal.SIGTERM, signal.SIGTERM, job=job, environment=environment)
-    assert status == -signal.SIGTERM
+    assert status == PREEMPTED
     last = run(*job)
     assert last.exit_code == 0, last.stderr
     assert summary_losses(last.stdout) == summary_losses(unbroken.stdout)

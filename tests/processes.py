@@ -11,7 +11,7 @@ def joined(task: Callable[..., Any], process: int, count: int, port: int, *argum
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=60)
+    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=300)
     try:
         return task(process, *arguments)
     finally:

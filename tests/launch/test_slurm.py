@@ -82,12 +82,13 @@ class Shell:
     ``srun`` runs ``task``, which has its number in $N; scancel signals the task.
     """
 
-    def __init__(self, folder: Path, task: str, job: Job) -> None:
+    def __init__(self, folder: Path, task: str, job: Job, state: str = "RUNNING") -> None:
         self.folder = folder
+        called = 'echo "$0 $*" >> calls; exit 1'  # the status stands for a shell that Slurm ends
         commands = {
             "srun": f"n=$(cat n 2>/dev/null || echo 0); N=$((n + 1)); echo $N > n\n{task}",
             "scancel": 'echo "$0 $*" >> calls; kill -TERM $(cat task)',
-            "scontrol": 'echo "$0 $*" >> calls; exit 1',  # in place of a shell that Slurm ends
+            "scontrol": f"if [ $1 = show ]; then echo JobState={state}; else {called}; fi",
         }
         for name, text in commands.items():
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -130,6 +131,12 @@ def test_a_notice_reaches_the_processes_which_save(tmp_path: Path) -> None:
     assert status == 75
     assert "SIGTERM, passed to all processes" in out
     assert shell.calls() == ["scancel --signal=TERM 7", "scontrol requeue 7"]
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, "exit 75", JOB, state="COMPLETING")
+    status, out = shell.end()
+    assert (status, "queued again" in out, shell.calls()) == (75, False, [])
 
 
 def test_failures_are_tried_again_as_often_as_allowed(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ while :; do
     restarts=$((restarts + 1))
     echo "zerojax launch: attempt $((restarts + 1)) of {attempts}, because of status $status"
 done
-if [ $status = 75 ]; then
+# scancel's notice is the same; a job that it ended is COMPLETING.
+if [ $status = 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
     echo "zerojax launch: all processes saved; job $SLURM_JOB_ID is queued again"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi

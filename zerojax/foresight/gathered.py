@@ -17,7 +17,7 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
     """A choice with as many parameters gathered over an update as the devices have room for.
 
     The memory that the choice leaves free tells how many that should be. They are compiled; where
-    they do not fit, fewer by what is too much are.
+    they take more than that, fewer are, in proportion.
 
     Args:
       trials: The trials of the step on the devices.
@@ -41,7 +41,7 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
             return None
         if forecast.fits:
             return Trial(larger, forecast)
-        room = min(room + forecast.headroom, room // 2)
+        room = room * room // (room - forecast.headroom)
     return None
 
 

@@ -47,6 +47,8 @@ class Case:
       precision: "bf16"; "fp16", with a dynamic loss scale; or "bf16 checked", which skips steps
         that overflow.
       partition: GPUs that keep a secondary shard together (hpZ); 1 for none.
+      live: elements of parameters that stay gathered over an update, at stage 3; the theory knows
+        none and all.
     """
 
     stage: int | None
@@ -63,6 +65,7 @@ class Case:
     device: str = "h100"
     precision: str = "bf16"
     partition: int = 1
+    live: int = 0
 
     @property
     def name(self) -> str:
@@ -72,6 +75,7 @@ class Case:
         words += [f"{self.replicas} x {self.group}"] if self.replicas > 1 else []
         words += [self.precision] if self.precision != "bf16" else []
         words += [f"hpZ {self.partition}"] if self.partition > 1 else []
+        words += ["stays gathered"] if self.live else []
         return ", ".join(words)
 
     @property
@@ -248,7 +252,8 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     - stage 0: g all-reduces, 2 passes each
     - stage 1: one all-gather, and g all-reduces; for g = 1 the one is a reduce-scatter
     - stage 2: one all-gather and g reduce-scatters
-    - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters
+    - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters; one
+      all-gather where parameters stay gathered
 
     Of r groups of d devices n is d for gathers and scatters, and each scatter has an all-reduce of
     its pieces between groups, ``2 * (r-1)/r * 2P/d``.
@@ -262,8 +267,8 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     if case.stage == 1 and g > 1:
         return {"all-gather": once, "all-reduce": g * whole}
     pieces = {"all-reduce": g * round(2 * (r - 1) / r * size / d)} if r > 1 else {}
-    gathered = once if case.stage in (1, 2) else 2 * g * once
-    if case.partition > 1:
+    gathered = once if case.stage in (1, 2) or case.live else 2 * g * once
+    if case.partition > 1 and not case.live:
         p = case.partition
         gathered = round(size * (2 * g * (p - 1) / p + 1 / p - 1 / d))
     return {"all-gather": gathered, "reduce-scatter": g * once, **pieces}
@@ -285,7 +290,7 @@ def expected_between(case: Case, parameters: int) -> int:
         return round(over_all * size)
     if case.stage == 1 and g > 1:
         return round((once + over_all) * size)
-    gathers = 1 if case.stage in (1, 2) or case.partition > 1 else 2 * g
+    gathers = 1 if case.stage in (1, 2) or case.partition > 1 or case.live else 2 * g
     between = min(case.replicas, hosts)  # hosts over which a piece is summed
     held = min(GPUS_PER_HOST, case.group) / case.group  # of all pieces, in a host
     return round(((gathers + g) * once + 2 * g * (between - 1) / between * held) * size)
@@ -350,6 +355,7 @@ def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
             "zero_optimization": {
                 "stage": case.stage,
                 "zero_hpz_partition_size": case.partition,
+                "stage3_max_live_parameters": case.live,
             },
         },
         mesh=mesh,

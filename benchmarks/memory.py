@@ -73,6 +73,12 @@ def sections(quick: bool) -> dict[str, list[Case]]:
             for k in (1, gas)
             for size in (1, 8)
         ],
+        "gathered": [
+            dataclasses.replace(third, scan=scan, live=live, accumulate=k)
+            for scan in (True, False)
+            for k in (1, gas)
+            for live in (0, 2**40)
+        ],
         "indivisible": [
             dataclasses.replace(third, devices=count, scan=True, vocab_size=50257, n_layer=depth)
             for count in ((24, 1024) if quick else (3, 24, 48, 64, 256, 1000, 1024))

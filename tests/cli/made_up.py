@@ -28,7 +28,8 @@ def cost(name: str = "step", **other: Any) -> ProgramCost:
 
 
 def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
-    plan: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.zeros(8)))
+    live = SimpleNamespace(leaves=(), elements=0, bytes=0, saved=0, notes=[])
+    plan: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.zeros(8)), live=live)
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,
         programs=programs or (cost(),), host_bytes=0, disk_bytes=0,

@@ -51,7 +51,8 @@ def test_fp16_guides():
 
 def test_names_without_the_prefix():
     notes = {note.key: note for note in load(guides.AXOLOTL_ZERO_3).notes}
-    assert notes["zero_optimization.stage3_max_live_parameters"].status == "left to XLA"
+    assert notes["zero_optimization.stage3_max_live_parameters"].status == "honoured"
+    assert "nothing stays" in notes["zero_optimization.stage3_max_reuse_distance"].reason
     assert notes["zero_optimization.stage3_param_persistence_threshold"].holds == 100_000
     zero = {"stage": 3, "param_persistence_threshold": 5}
     assert load({"zero_optimization": zero}).stage3_param_persistence_threshold == 5

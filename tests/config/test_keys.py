@@ -69,8 +69,6 @@ DEFAULTS = {
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
-    "zero_optimization.stage3_max_live_parameters": 1e9,
-    "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
@@ -101,6 +99,12 @@ def test_the_section_is_known(section):
 def test_the_default_is_deepspeeds(key):
     assert KEYS[key].default == DEFAULTS[key]
     assert type(KEYS[key].default) is not bool or type(DEFAULTS[key]) is bool
+
+
+def test_no_memory_that_was_not_asked_for():
+    """DeepSpeed keeps up to 1e9 elements gathered by default."""
+    assert KEYS["zero_optimization.stage3_max_live_parameters"].default == 0
+    assert KEYS["zero_optimization.stage3_max_reuse_distance"].default is None
 
 
 @pytest.mark.parametrize(

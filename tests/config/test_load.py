@@ -112,6 +112,8 @@ def test_guide_loads_with_every_key_noted():
         optimizer=OptimizerConfig(type="AdamW"),
         scheduler=config.scheduler,
         steps_per_print=2000,
+        stage3_max_live_parameters=1_000_000_000,
+        stage3_max_reuse_distance=1_000_000_000,
         stage3_gather_16bit_weights_on_model_save=True,
     )
     notes = {note.key: note for note in config.notes}

@@ -50,6 +50,14 @@ FIELDS = {
         {"zero_optimization": {"stage3_param_persistence_threshold": 8}},
         8,
     ),
+    "stage3_max_live_parameters": (
+        {"zero_optimization": {"stage3_max_live_parameters": 1e9}},
+        1_000_000_000,
+    ),
+    "stage3_max_reuse_distance": (
+        {"zero_optimization": {"stage3_max_reuse_distance": 1e9}},
+        1_000_000_000,
+    ),
     "stage3_gather_16bit_weights_on_model_save": (
         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
         True,

@@ -21,9 +21,10 @@ from zerojax.foresight.attribution import (
     PARAMETERS,
     STATE,
 )
-from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Offload, changes
+from zerojax.foresight.choice import LIVE, OFFLOADS, TRIED, Choice, Offload, changes
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.gathered import with_room_filled
 from zerojax.foresight.remedies import milder_first, remedies
 from zerojax.hlo.assignment import buffers_at_peak
 from zerojax.models.registry import ModelError, bound, find
@@ -193,6 +194,43 @@ def test_a_choice_as_json() -> None:
     assert Choice.of(load(made), 64, 8) == choice
     back = dataclasses.replace(choice, offload="none").json(made, 8)
     assert back["zero_optimization"] == {"stage": 3, "sub_group_size": 7}
+
+
+def test_what_stays_gathered_is_a_choice_at_stage_3_alone() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 5}
+    choice = Choice(stage=3, micro=2, live=5)
+    assert Choice.of(load({"zero_optimization": zero}), 16, 8) == choice
+    assert choice.json({}, 8)["zero_optimization"] == zero
+    assert "5 elements gathered" in str(choice)
+    assert dataclasses.replace(choice, stage=2).live == 0
+    assert dataclasses.replace(choice, offload="optimizer and parameters").live == 0
+    none = dataclasses.replace(choice, live=0)
+    assert none.json({"zero_optimization": zero}, 8)["zero_optimization"] == {**zero, LIVE: 0}
+    assert next(milder_first(choice)) == none
+    assert list(changes(choice, none)) == [f'"zero_optimization": {{"{LIVE}": 0}}']
+    assert none not in milder_first(choice, stays=False)
+    for given, live in ((5, 5), ("auto", None), (None, None)):
+        space, rest = left_open({"zero_optimization": {"stage": 3, LIVE: given}}, 8, 8, [None])
+        assert space.live == live
+        assert (LIVE in rest["zero_optimization"]) == (live is not None)
+    assert {each.live for each in Space(live=5, stages=(2, 3)).modes()} == {0, 5}
+    with pytest.raises(ConfigError, match="stage3_max_live_parameters: expected"):
+        left_open({"zero_optimization": {LIVE: "much"}}, 8, 8, [None])
+
+
+@pytest.mark.sweep
+def test_as_much_stays_gathered_as_there_is_room_for() -> None:
+    of = study()
+    choice = dataclasses.replace(of.given, stage=3)
+    whole = with_room_filled(of, choice)
+    assert whole is not None
+    assert whole.choice.live == DIM * VOCABULARY + LAYERS * DIM * DIM * 8
+    sent = [of.forecast(each).traffic[0].bytes for each in (choice, whole.choice)]
+    assert sent[1] < 0.6 * sent[0]
+    found = search(of, Space(stages=(3,), offloads=("none",), micro=8))
+    assert {each.choice.live for each in found} == {0, whole.choice.live}
+    fixed = Space(stages=(3,), offloads=("none",), micro=8, live=0)
+    assert {each.choice.live for each in search(of, fixed)} == {0}
 
 
 def test_what_a_config_gives_is_kept() -> None:

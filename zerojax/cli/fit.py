@@ -43,7 +43,9 @@ def fit(
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
-    """Searches stage, micro-batch, accumulation, remat and offload for the most tokens a second.
+    """Searches stage, micro-batch, accumulation, remat, offload and what stays gathered.
+
+    The fastest is the one with the most tokens a second.
 
     Every choice in the ranking was compiled and fits. ~/.cache/zerojax remembers what was compiled
     before for the same step and devices.
@@ -127,6 +129,7 @@ def _row(trial: Trial) -> dict[str, Any]:
     of = trial.forecast
     return {
         "choice": dataclasses.asdict(trial.choice),
+        "stay_gathered": of.plan.live.bytes,
         "tokens_per_second": of.tokens_per_second,
         "mfu": of.mfu,
         "peak": of.peak.bytes,
@@ -137,7 +140,7 @@ def _row(trial: Trial) -> dict[str, Any]:
 
 
 def _show(trials: Sequence[Trial], title: str) -> None:
-    settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded")
+    settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered")
     table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"
     for each in trials:
@@ -148,6 +151,7 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             str(choice.accumulation),
             {None: "", False: "no", True: "yes"}[choice.remat],
             choice.offload,
+            size(of.plan.live.bytes) if of.plan.live else "",
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
             size(of.peak.bytes),

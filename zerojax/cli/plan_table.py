@@ -111,6 +111,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
         yield f"XLA refuses {last.name!r}: it needs at least that much, of unknown kinds."
     elif not forecast.whole:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
+    yield from forecast.plan.live.notes
     if forecast.host_bytes:
         yield f"host memory, for each device: {size(forecast.host_bytes)}"
     if forecast.disk_bytes:

@@ -66,7 +66,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
     `step` is null where not every program was compiled, `tokens_per_second` in it where the batch
     has no tokens, and `remedies` where none were looked for.
     """
-    forecast, choice = planned.forecast, planned.choice
+    forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
     return {
         "model": planned.model,
@@ -85,6 +85,12 @@ def to_json(planned: Planned) -> dict[str, Any]:
             "mem_fraction": planned.fraction,
             "host": forecast.host_bytes,
             "disk": forecast.disk_bytes,
+        },
+        "stay_gathered": {
+            "parameters": len(live.leaves),
+            "elements": live.elements,
+            "bytes": live.bytes,
+            "saved": live.saved,
         },
         "programs": [
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zerojax.collectives import many
-from zerojax.collectives.host import Host, fetched
+from zerojax.collectives import loops, many
+from zerojax.collectives.host import Host, fetched, on_host
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.trace import marks
+from zerojax.xla import jaxprs
 
 # By the name of a mark: what stands in for it, given its value.
 Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -92,9 +93,11 @@ class Gatherer:
         pinned = self.constrain(self.constrain(value, spec), partly)
         return self.constrain(lax.optimization_barrier(pinned), partly)
 
-    def in_advance(self, shards: Sequence[Any]) -> list[jax.Array | None]:
+    def in_advance(
+        self, shards: Sequence[Any], live: Collection[int] = ()
+    ) -> list[jax.Array | None]:
         """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
-        is set, else the small ones; None for the others."""
+        is set, else the small ones and those at the positions ``live``; None for the others."""
         wholes: list[jax.Array | None] = [None] * len(shards)
         little: dict[int, Shard] = {}
         for i, shard in enumerate(shards):
@@ -102,7 +105,7 @@ class Gatherer:
                 continue
             if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
-            elif self.keep:
+            elif self.keep or i in live:
                 wholes[i] = self.whole(shard.value, shard.spec)
         together = many.gather_together([*little.values()], self.mesh, self.constrain)
         for i, whole in zip(little, together, strict=True):
@@ -187,6 +190,21 @@ class Gatherer:
             return self.gather(v, scope, ())
         return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
 
+    def on_wholes(
+        self, eqn: Any, values: Sequence[Any], outs: Sequence[jax.Array], spec: Spec
+    ) -> Sequence[jax.Array | None]:
+        """The results ``outs`` of an equation on shards, whole, where its operands were gathered in
+        advance: otherwise a cast or a transpose of those would be gathered by itself. None where
+        one was not; at stages 1 and 2 where one is not small."""
+        shards = [v for v in values if isinstance(v, Shard)]
+        small = all(many.is_whole(v, self.axis) for v in shards)
+        known = small or (not self.keep and all(is_whole(v) for v in shards))
+        if not known or any(on_host(v) or jnp.ndim(v) for v in values if not isinstance(v, Shard)):
+            return [None] * len(outs)
+        if not small and loops.narrows(eqn):  # fewer bytes
+            return [self.whole(o, spec) for o in outs]
+        return jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
+
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of one equation, the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
@@ -195,12 +213,17 @@ class Gatherer:
         """The same for the shards that were gathered in advance; at stages 1 and 2 for all."""
         if self.keep:
             return self.all_whole(values, scope)
-        return [v.whole if many.is_whole(v, self.axis) else v for v in values]
+        return [v.whole if is_whole(v) else v for v in values]
 
 
 def is_sharded(spec: Spec, axis: str) -> bool:
     """Whether a spec names the shard axis."""
     return layout.without(spec, axis) != spec
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is a shard that was gathered in advance."""
+    return isinstance(value, Shard) and value.whole is not None
 
 
 def plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import gradients, loops, many, order, propagate, residuals, wanted
+from zerojax.collectives import gradients, loops, order, propagate, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
@@ -199,11 +199,9 @@ class Inserter(Gatherer):
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; its results have this spec."""
         outs = jaxprs.bind(eqn, [plain(v) for v in values])
-        wholes: Sequence[Any] = [None] * len(outs)
-        if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
-            # On the whole ones too; otherwise a cast of them would be gathered by itself.
-            wholes = jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
-        return [Shard(self.constrain(o, spec), spec, w) for o, w in zip(outs, wholes, strict=True)]
+        outs = [self.constrain(o, spec) for o in outs]
+        wholes = self.on_wholes(eqn, values, outs, spec)
+        return [Shard(o, spec, whole) for o, whole in zip(outs, wholes, strict=True)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
@@ -363,10 +361,6 @@ class Inserter(Gatherer):
             whole = any(specs[term.root] is None for term in terms)
             reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, Shard | HostStack) and not jnp.ndim(value)
 
 
 def _like(value: Any, new: jax.Array) -> Any:

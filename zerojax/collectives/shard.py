@@ -15,7 +15,8 @@ class Shard:
     """A parameter, or a value of its shape made from it, in the body.
 
     ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
-    the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
+    the value gathered in advance (stages 1 and 2; at stage 3 what stays gathered), None where it is
+    gathered at each use.
     ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without

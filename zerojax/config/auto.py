@@ -7,11 +7,11 @@ from zerojax.config.errors import closest, hint, problems_of, shown
 from zerojax.config.frozen import Note
 from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
+from zerojax.config.keys.training import FIT
 from zerojax.config.named import or_pass
 from zerojax.config.sections import OFFLOAD
 
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
-_FIT = "`zerojax.fit` or `python -m zerojax fit`"
 
 
 class StoodIn(NamedTuple):
@@ -92,7 +92,7 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
         key = KEYS.get(path)
         if path in _SEARCHED:
             resolved.problems.append(
-                f'{path}: "auto" takes a search with the model: {_FIT}; or write the object, '
+                f'{path}: "auto" takes a search with the model: {FIT}; or write the object, '
                 "or take it out"
             )
         elif key is None:  # among `params`, or unknown
@@ -108,5 +108,5 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
 
 def _unresolved(key: Key) -> str:
     remedy = "write the value" if key.default is None else f"write {shown(key.default)}"
-    fit = f", or let {_FIT} choose" * (key.field == "stage")
+    fit = f", or let {FIT} choose" * (key.field == "stage")
     return f'{key.path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(key.path)}'

@@ -90,6 +90,10 @@ class ZeroConfig:
       elasticity: What sets these three sizes for many numbers of devices; None for nothing.
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
       stage3_param_persistence_threshold: The elements below which a parameter stays whole.
+      stage3_max_live_parameters: Elements of parameters that stay gathered over an update at stage
+        3, at the most; 0 for none.
+      stage3_max_reuse_distance: Elements of others after which a parameter that stays gathered must
+        be used again, at the most; None for no limit.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
       mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
@@ -136,6 +140,8 @@ class ZeroConfig:
     elasticity: Elasticity | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 0
+    stage3_max_reuse_distance: int | None = None
     stage3_gather_16bit_weights_on_model_save: bool = False
     mics_shard_size: int = -1
     zero_hpz_partition_size: int = 1
@@ -349,6 +355,13 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
     if values.get("stage") != 3:
         reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    live = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    if values.get("stage") != 3:
+        reasons |= dict.fromkeys(live, "only stage 3 drops gathered parameters")
+    elif values.get("offload_param"):
+        reasons |= dict.fromkeys(live, "offloaded parameters come in anew for each use")
+    elif not values.get(live[0]):
+        reasons[live[1]] = f"{live[0]} is 0: nothing stays gathered"
     if values.get("elasticity"):
         reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
     if values.get("stage") == 0:

@@ -29,6 +29,7 @@ TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """The offloads that a search tries: parameters alone move much and free little."""
 
 SECTIONS = ("offload_optimizer", "offload_param")
+LIVE = "stage3_max_live_parameters"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Choice:
       accumulation: Micro-batches an update.
       remat: Whether a block keeps its input only; None for a model without that option.
       offload: What lies in host memory.
+      live: Elements of parameters that stay gathered over an update, at the most; 0 below stage 3
+        and for parameters that are offloaded.
     """
 
     stage: int
@@ -48,12 +51,18 @@ class Choice:
     accumulation: int = 1
     remat: bool | None = None
     offload: Offload = "none"
+    live: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.drops:
+            object.__setattr__(self, "live", 0)
 
     def __str__(self) -> str:
         words = [f"stage {self.stage}", f"micro-batch {self.micro}"]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += ["remat"] if self.remat else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        words += [f"{self.live:,} elements gathered"] if self.live else []
         return ", ".join(words)
 
     @property
@@ -61,6 +70,11 @@ class Choice:
         """Whether the stage allows the offload: stages 1 to 3, and stage 3 for parameters."""
         optimizer, params = self.held
         return self.stage >= (3 if params else 1 if optimizer else 0)
+
+    @property
+    def drops(self) -> bool:
+        """Whether parameters are gathered where used, and dropped unless they stay gathered."""
+        return self.stage == 3 and not self.held[1]
 
     @property
     def held(self) -> tuple[bool, bool]:
@@ -85,6 +99,7 @@ class Choice:
             accumulation=sizes.accumulation,
             remat=remat,
             offload=next(name for name, each in _HELD.items() if each == held),
+            live=config.stage3_max_live_parameters,
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
@@ -93,6 +108,7 @@ class Choice:
         return dataclasses.replace(
             before,
             stage=self.stage,
+            stage3_max_live_parameters=self.live,
             **self._batch(world),
             elasticity=None,
             offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
@@ -104,6 +120,8 @@ class Choice:
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
         """A DeepSpeed JSON with these settings, all others as before; elasticity stays."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
+        if self.drops and self.live != zero.get(LIVE, 0):
+            zero[LIVE] = self.live
         for name, offloaded in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
@@ -149,6 +167,8 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
     for key, was, now in zip(SECTIONS, before.held, after.held, strict=True):
         if now and not was:
             zero.append(f'"{key}": {{"device": "cpu"}}')
+    if after.live != before.live and after.drops:
+        zero.append(f'"{LIVE}": {after.live}')
     if zero:
         yield f'"zero_optimization": {{{", ".join(zero)}}}'
     if after.micro != before.micro:

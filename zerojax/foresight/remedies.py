@@ -15,9 +15,9 @@ COMPILES = 8
 def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[Trial]:
     """Choices for the same rows that fit, fastest first by prediction.
 
-    The mildest are tried first: a lower stage before a higher one, then remat, then smaller
-    micro-batches, then offload. A choice that only goes further than one that fits is left out, and
-    so is one that cannot fit, by what is known of others.
+    The mildest are tried first: first nothing that stays gathered, then a lower stage before a
+    higher one, remat, smaller micro-batches, offload. A choice that only goes further than one that
+    fits is left out, and so is one that cannot fit, by what is known of others.
 
     Args:
       trials: The trials of the step on the devices.
@@ -26,7 +26,7 @@ def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[
     """
     fitting: list[Trial] = []
     tried = 0
-    for choice in milder_first(trials.given):
+    for choice in milder_first(trials.given, stays=bool(trials.plan(trials.given).live)):
         if len(fitting) == wanted or tried == compiles:
             break
         if any(_further(choice, each.choice) for each in fitting) or trials.hopeless(choice):
@@ -38,23 +38,32 @@ def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[
     return sorted(fitting, key=lambda remedy: remedy.forecast.seconds)
 
 
-def milder_first(given: Choice) -> Iterator[Choice]:
-    """The choices that go further than ``given`` in some setting and less far in none."""
+def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
+    """The choices that go further than ``given`` in some setting and less far in none.
+
+    Args:
+      given: The choice that does not fit.
+      stays: Whether some parameter stays gathered under that choice.
+    """
     stages = range(given.stage, 4)
     remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
     micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
     further = OFFLOADS[OFFLOADS.index(given.offload) + 1 :]
     offloads = [given.offload, *(each for each in TRIED if each in further)]
-    choices = [
+    lives = [given.live, 0] if stays else [given.live]
+    choices = {
         Choice(
             stage=stage,
             micro=micro,
             accumulation=given.accumulation * (given.micro // micro),
             remat=remat,
             offload=offload,
+            live=live,
         )
-        for offload, micro, remat, stage in itertools.product(offloads, micros, remats, stages)
-    ]
+        for offload, micro, remat, stage, live in itertools.product(
+            offloads, micros, remats, stages, lives
+        )
+    }
     return (
         each for each in sorted(choices, key=_severity(given)) if each != given and each.possible
     )
@@ -63,6 +72,7 @@ def milder_first(given: Choice) -> Iterator[Choice]:
 def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
     def severity(choice: Choice) -> tuple[float, ...]:
         steps = (
+            (choice.live < given.live) / 2,
             (choice.stage - given.stage),
             2 * (choice.remat != given.remat),
             math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
@@ -79,5 +89,6 @@ def _further(choice: Choice, than: Choice) -> bool:
         choice.stage >= than.stage
         and bool(choice.remat) >= bool(than.remat)
         and choice.micro <= than.micro
+        and choice.live <= than.live
         and OFFLOADS.index(choice.offload) >= OFFLOADS.index(than.offload)
     )

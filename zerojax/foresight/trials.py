@@ -68,6 +68,10 @@ class Trials:
             self._steps[choice] = self._build(choice)
         return self._steps[choice]
 
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of the state under a choice, known without a compile."""
+        return self._built(choice).plan
+
     def forecast(self, choice: Choice) -> Forecast:
         """The forecast of a choice; programs after one that does not fit are left out."""
         if choice not in self._known:

@@ -11,7 +11,8 @@ stage  masters and moments  gradients          compute parameters
 3      sharded              sharded            gathered where used, again in the backward
 =====  ===================  =================  ============================================
 
-With partitions (hpZ) stage 3 gathers once a step between them, and where used within one.
+With partitions (hpZ) stage 3 gathers once a step between them, and where used within one. What
+stays gathered at stage 3 (:mod:`zerojax.plan.live`) is gathered once a step, as at stage 2.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import REPLICA, are_there, batch_axes, batch_devices
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.rule import is_small
 from zerojax.plan.stored import pad, shown, stored
@@ -44,77 +47,6 @@ DTYPES: dict[str | None, Any] = {
     "fp16": jnp.float16,
 }
 """What the config calls dtypes."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """How one array lies at rest.
-
-    Attributes:
-      path: where it stands in the state.
-      spec: its PartitionSpec at rest.
-      whole: the same without ZeRO: the user's own spec.
-      reason: why it is not sharded; empty where it is.
-      bytes: of the whole array; ``bytes_per_device`` of the largest piece.
-      place: where it lies, see :mod:`zerojax.plan.places`.
-      whole_over: devices that hold the same elements, for want of a dimension that divides.
-      padded: its shape at rest, where a dimension is padded with zeros to lie in equal pieces;
-        else ``shape``.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
-    whole: PartitionSpec
-    reason: str
-    bytes: int
-    bytes_per_device: int
-    place: str = DEVICE
-    whole_over: int = 1
-    padded: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, path: str, x: Any, spec: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
-        """The leaf of an array, abstract or not, with this spec, on the device."""
-        named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
-        itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
-        piece = layout.piece(x.shape, spec, mesh)
-        return cls(
-            path=path,
-            shape=tuple(x.shape),
-            dtype=x.dtype,
-            spec=_trimmed(spec),
-            whole=_trimmed(whole),
-            reason=reason,
-            bytes=math.prod(x.shape) * itemsize,
-            bytes_per_device=math.prod(piece) * itemsize,
-            padded=layout.padded(x.shape, spec, mesh),
-        )
-
-    @property
-    def sharded(self) -> bool:
-        return self.spec != self.whole
-
-    @property
-    def lost(self) -> int:
-        """Bytes on each device beyond the array's share, for want of a dimension that divides."""
-        return self.bytes_per_device - self.bytes_per_device // self.whole_over
-
-    @property
-    def even(self) -> bool:
-        """Whether the array lies at rest as it is, without zeros."""
-        return self.padded == self.shape
-
-    @property
-    def divided(self) -> bool:
-        """Whether parts of an axis shard the array, on a mesh of such parts."""
-        return any(layout.SubAxis.of(a) for entry in self.spec for a in layout.axes(entry))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the array lies at rest as JAX shards one: without zeros, over whole axes."""
-        return self.even and not self.divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,13 +216,14 @@ class Plan:
             "grads": self.gradients(),
             "compute": self.copies(),
             "secondary": self.secondary(),
+            "live": self.live.leaves,
         }
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
             if note.status in ("default", "resolved", "no effect")
         ]
-        notes += self._far()
+        notes += [*self._far(), *self.live.notes]
         total = f"state at rest: {table.size(self.bytes_per_device)} per device"
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
@@ -310,6 +243,7 @@ class Plan:
             if layout.dimensions(spec, self.axis)
             and not is_small(leaf.shape, spec, self.axis)
             and self.secondary_spec(leaf) is None
+            and leaf.path not in self.live.paths
         ]
         if not far or not 1 < size < self.mesh.shape[self.axis]:
             return []
@@ -328,6 +262,11 @@ class Plan:
         pairs = zip(self.compute, self.leaves["params"], strict=True)
         return tuple(leaf for leaf, rest in pairs if leaf != rest)
 
+    @functools.cached_property
+    def live(self) -> Live:
+        """Compute parameters that stay gathered over an update."""
+        return Live(self.config, self.compute, self.mesh, self.axis)
+
     def secondary(self) -> tuple[Leaf, ...]:
         """Compute parameters as the devices of one partition hold them during a step (hpZ)."""
         return tuple(
@@ -344,6 +283,8 @@ class Plan:
         such secondary shard."""
         size, n = self.config.zero_hpz_partition_size, self.mesh.shape[self.axis]
         spec = layout.full(leaf.spec, len(leaf.shape))
+        if leaf.path in self.live.paths:  # is gathered from all others at once
+            return None
         if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
             return None
         near = layout.inside(spec, self.axis, n // size)
@@ -369,13 +310,6 @@ class Plan:
             )
             for leaf, spec, now in zip(self.leaves["params"], specs, self.compute, strict=True)
         )
-
-
-def _trimmed(spec: Spec) -> PartitionSpec:
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 def _is_spec(x: Any) -> bool:

@@ -10,6 +10,7 @@ GROUPS = {
     "grads": "gradients",
     "compute": "compute copies",
     "secondary": "secondary shards",
+    "live": "stay gathered",
     "opt_state": "optimizer state",
     "rest": "other state",
 }

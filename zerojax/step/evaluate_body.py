@@ -100,7 +100,7 @@ def enter(
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
     What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
-    and secondary shards (hpZ).
+    those that stay gathered over an update, and secondary shards (hpZ).
 
     Args:
       inserter: Runs the body.
@@ -122,9 +122,11 @@ def enter(
         if secondary is not None and x is not None:
             x, spec = inserter.secondary(x, spec, secondary), secondary
         entered.append(Shard(x, spec, host=away) if cut else x)
+    stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
+    live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
     return [
         x if whole is None else dataclasses.replace(x, whole=whole)
-        for x, whole in zip(entered, inserter.in_advance(entered), strict=True)
+        for x, whole in zip(entered, inserter.in_advance(entered, live), strict=True)
     ]
 
 

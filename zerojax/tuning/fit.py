@@ -64,9 +64,10 @@ def fit(
 ) -> Fitted:
     """The settings that a config leaves open, chosen for the most predicted tokens a second.
 
-    Open are the stage, the batch sizes and the offload sections, where the config has "auto" or
-    nothing, and ``remat`` where ``model`` takes that option. Every choice is compiled for the
-    devices; none is run. ``~/.cache/zerojax`` remembers what was compiled before.
+    Open are the stage, the batch sizes, the offload sections and ``stage3_max_live_parameters``,
+    where the config has "auto" or nothing, and ``remat`` where ``model`` takes that option. Every
+    choice is compiled for the devices; none is run. ``~/.cache/zerojax`` remembers what was
+    compiled before.
 
     Args:
       config: A DeepSpeed JSON as a path or a dict.

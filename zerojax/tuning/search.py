@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.gathered import TRIES, with_room_filled
 from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
+REFINED = 2
+"""How many choices are tried again with parameters that stay gathered."""
 
 
 def search(
@@ -26,7 +29,8 @@ def search(
     The search looks for the largest micro-batch of each mode (stage, remat, offload): the first
     compile tells which bytes grow with the micro-batch, and the size at which they fill the memory
     is compiled next. A mode with more offload is tried only where nothing fits with less: its
-    traffic over the host's link would buy nothing.
+    traffic over the host's link would buy nothing. Where the config leaves open what stays gathered
+    at stage 3, the fastest choices are tried again with as much of that as fits.
 
     Args:
       trials: The trials of the step on the devices.
@@ -61,6 +65,14 @@ def search(
                 else:
                     high = at_size
             at_size = min(at_size, high - 1)
+    if space.live is None:
+        fastest = [each.choice for each in _ranked(fitting) if each.choice.drops][:REFINED]
+        for choice in fastest:
+            if left < TRIES or time.monotonic() >= until:
+                break
+            filled = with_room_filled(trials, choice)
+            left -= TRIES
+            fitting += [filled] if filled else []
     done(len(modes), len(modes))
     return _ranked(fitting)
 

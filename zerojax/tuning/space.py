@@ -8,10 +8,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zerojax.config import ConfigError
+from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
 from zerojax.foresight.choice import (
+    LIVE,
     OFFLOADS,
     SECTIONS,
     TRIED,
@@ -23,7 +24,7 @@ from zerojax.foresight.choice import (
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
-_ZERO = ("stage", *SECTIONS)
+_ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Space:
       micro: Rows of a device in a micro-batch; None for open.
       accumulation: Micro-batches an update; None for open.
       rows: Rows of a device in an update, which micro-batches divide; None for open.
+      live: Elements of parameters that stay gathered over an update; None for open.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -43,6 +45,7 @@ class Space:
     micro: int | None = None
     accumulation: int | None = None
     rows: int | None = None
+    live: int | None = None
 
     def sizes(self) -> list[int]:
         """The micro-batches that may be chosen, rising; powers of two where all is open."""
@@ -61,8 +64,9 @@ class Space:
 
     def modes(self) -> Iterator[Choice]:
         """Every combination of stage, remat and offload, the cheapest first."""
+        live = self.live or 0
         for offload, remat, stage in itertools.product(self.offloads, self.remats, self.stages):
-            mode = Choice(stage=stage, micro=1, remat=remat, offload=offload)
+            mode = Choice(stage=stage, micro=1, remat=remat, offload=offload, live=live)
             if mode.possible:
                 yield mode
 
@@ -80,8 +84,8 @@ def left_open(
 ) -> tuple[Space, dict[str, Any]]:
     """The settings that a DeepSpeed config leaves open, and the config without them.
 
-    Batch sizes, the stage and the two offload sections are open where the config has "auto" or
-    nothing.
+    Batch sizes, the stage, the two offload sections and ``stage3_max_live_parameters`` are open
+    where the config has "auto" or nothing.
 
     Args:
       config: As read from JSON.
@@ -122,6 +126,9 @@ def left_open(
         micro=micro,
         accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
+        live=load({"zero_optimization": {"stage": 3, LIVE: zero[LIVE]}}).stage3_max_live_parameters
+        if LIVE in zero
+        else None,
     )
     return space, rest
 

@@ -39,6 +39,9 @@ from zerojax.config.keys.row import (
     setting,
 )
 
+FIT = "`zerojax.fit` or `python -m zerojax fit`"
+"""What searches for the values that take a forecast."""
+
 _MASTERS = "master weights and optimizer state stay in fp32, sharded over the devices"
 
 _SIZES = (
@@ -190,6 +193,22 @@ SHARDING: tuple[Key, ...] = (
         auto="DeepSpeed's default, 100000 elements",
     ),
     setting(
+        f"{ZERO}.stage3_max_live_parameters",
+        SIZE,
+        0,
+        "so many elements of parameters, the largest first, stay gathered over an update; 0 is "
+        "none, as without the key (DeepSpeed: 1e9)",
+        auto=f"0: nothing stays gathered; {FIT} writes as many as fit",
+    ),
+    setting(
+        f"{ZERO}.stage3_max_reuse_distance",
+        optional(SIZE),
+        None,
+        "a parameter stays gathered where forward and backward pass use no more elements of others "
+        "before its next use; null or no key is no limit (DeepSpeed: 1e9)",
+        auto="no limit beside stage3_max_live_parameters",
+    ),
+    setting(
         f"{ZERO}.zero_hpz_partition_size",
         WHOLE,
         1,
@@ -224,8 +243,6 @@ SHARDING: tuple[Key, ...] = (
         round_robin_gradients=FLAG_OFF,
         use_multi_rank_bucket_allreduce=(FLAG, True),
         stage3_prefetch_bucket_size=(SIZE, 50_000_000),
-        stage3_max_live_parameters=(SIZE, 1_000_000_000),
-        stage3_max_reuse_distance=(SIZE, 1_000_000_000),
         stage3_module_granularity_threshold=(SIZE, 0),
         stage3_use_all_reduce_for_fetch_params=FLAG_OFF,
         stage3_allgather_sequential=FLAG_OFF,

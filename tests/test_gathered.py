@@ -1,0 +1,107 @@
+"""Parameters that stay gathered over an update at stage 3: the numbers of plain jit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CASES
+from flax.training.train_state import TrainState
+from test_equality import assert_equal_runs, follow, plain, start
+
+import zerojax
+from zerojax.plan import rule
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "all_are_large")
+ALL = 10**12
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise parameters as small as these are gathered together in any case."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+
+
+def zero_for(live: int = ALL, **keywords: Any) -> zerojax.Zero:
+    return zerojax.zero(
+        stage=3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=live, **keywords
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [
+        ("mlp", {}),
+        ("mlp", {"gradient_accumulation_steps": 4}),
+        ("mlp", {"live": 200, "gradient_accumulation_steps": 4}),  # some of them alone
+        ("tied", {}),
+        ("frozen", {}),
+        ("nnx_mlp", {}),
+        ("nnx_mlp", {"gradient_accumulation_steps": 4}),
+        ("gpt_scan_remat", {"gradient_accumulation_steps": 4}),
+        ("gpt_scan_remat", {"live": 2000, "zero_hpz_partition_size": 4}),
+        ("mlp", {"mics_shard_size": 4, "gradient_accumulation_steps": 4}),
+        ("mlp", {"offload_optimizer": "cpu"}),
+        ("mlp", {"offload_param": "cpu"}),  # no effect
+        pytest.param("gpt_scan_remat", {"mics_shard_size": 2}, marks=pytest.mark.sweep),
+        pytest.param("tied", {"gradient_accumulation_steps": 4}, marks=pytest.mark.sweep),
+        pytest.param("nnx_gpt", {"gradient_accumulation_steps": 4}, marks=pytest.mark.sweep),
+        pytest.param("gpt_remat", {}, marks=pytest.mark.sweep),
+        pytest.param("convnet", {}, marks=pytest.mark.sweep),
+        pytest.param("odd", {}, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_step_computes_what_the_plain_one_computes(name: str, keywords: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        zero = zero_for(**keywords)
+        assert bool(zero.plan(start(name, "float64")).live) == ("offload_param" not in keywords)
+        got = follow(name, zero(CASES[name].step), start(name, "float64"), "float64")
+        want = plain(name, "float64")
+        if "gradient_accumulation_steps" in keywords:
+            got, want = (got[0], *got[2:]), (want[0], *want[2:])  # metrics come by micro-batch
+        assert_equal_runs(got, want, "float64")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_overflows_of_fp16_are_those_without(accumulation: int) -> None:
+    """Losses, scales and skipped steps bit by bit."""
+
+    def create() -> TrainState:
+        params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(x.astype(jnp.float16) @ params["w"]).astype(jnp.float32) ** 2)
+
+        loss, grads = zerojax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    runs = []
+    for live in (0, ALL):
+        zero = zero_for(
+            live, fp16=True, initial_scale_power=24, hysteresis=1,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        state, decorated, told = zero.init(create), zero(step), []
+        assert bool(zero.plan(state).live) == (live > 0)
+        for x in np.random.default_rng(0).normal(size=(8, 32, 16)):
+            state, loss = decorated(state, x)
+            seen = zerojax.telemetry(state)
+            told.append([float(loss), float(seen["loss_scale"]), float(seen["skipped_steps"])])
+        runs.append((np.array(told), np.asarray(state.params["w"])))
+    assert runs[0][0][-1, 2] > 1
+    np.testing.assert_array_equal(runs[1][0][:, 1:], runs[0][0][:, 1:])
+    np.testing.assert_allclose(runs[1][0][:, 0], runs[0][0][:, 0], rtol=1e-6)
+    np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-5, atol=1e-7)
+
+
+def test_an_evaluation_of_such_a_state() -> None:
+    zero = zero_for()
+    state = start("mlp", "float32")
+    predict = zero.evaluate(lambda state, x: state.apply_fn({"params": state.params}, x))
+    x = np.random.default_rng(0).normal(size=(13, 16)).astype(np.float32)
+    want = state.apply_fn({"params": state.params}, x)
+    np.testing.assert_allclose(predict(state, x), want, rtol=1e-5)

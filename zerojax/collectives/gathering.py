@@ -192,9 +192,13 @@ class Gatherer:
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
     def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """The same for the shards that were gathered in advance; at stages 1 and 2 for all."""
+        """The same for the shards that were gathered in advance; at stages 1 and 2 for all but
+        those that were gathered rounded."""
         if self.keep:
-            return self.all_whole(values, scope)
+            return [
+                self.gather(v, scope, values) if isinstance(v, Shard) and v.rounded is None else v
+                for v in values
+            ]
         return [v.whole if many.is_whole(v, self.axis) else v for v in values]
 
 

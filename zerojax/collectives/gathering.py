@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zerojax.collectives import loops, many
-from zerojax.collectives.host import Host, fetched, on_host
+from zerojax.collectives import many
+from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.trace import marks
-from zerojax.xla import jaxprs
 
 # By the name of a mark: what stands in for it, given its value.
 Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -190,29 +189,18 @@ class Gatherer:
             return self.gather(v, scope, ())
         return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
 
-    def on_wholes(
-        self, eqn: Any, values: Sequence[Any], outs: Sequence[jax.Array], spec: Spec
-    ) -> Sequence[jax.Array | None]:
-        """The results ``outs`` of an equation on shards, whole, where its operands were gathered in
-        advance: otherwise a cast or a transpose of those would be gathered by itself. None where
-        one was not; at stages 1 and 2 where one is not small."""
-        shards = [v for v in values if isinstance(v, Shard)]
-        small = all(many.is_whole(v, self.axis) for v in shards)
-        known = small or (not self.keep and all(is_whole(v) for v in shards))
-        if not known or any(on_host(v) or jnp.ndim(v) for v in values if not isinstance(v, Shard)):
-            return [None] * len(outs)
-        if not small and loops.narrows(eqn):  # fewer bytes
-            return [self.whole(o, spec) for o in outs]
-        return jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
-
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of one equation, the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
     def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """The same for the shards that were gathered in advance; at stages 1 and 2 for all."""
+        """The same for the shards that were gathered in advance; at stages 1 and 2 for all but
+        those that were gathered rounded."""
         if self.keep:
-            return self.all_whole(values, scope)
+            return [
+                self.gather(v, scope, values) if isinstance(v, Shard) and v.rounded is None else v
+                for v in values
+            ]
         return [v.whole if is_whole(v) else v for v in values]
 
 

@@ -23,10 +23,12 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import gradients, loops, order, propagate, residuals, wanted
+from zerojax.collectives import gradients, loops, order, propagate, residuals, rounding, wanted
+from zerojax.collectives.entries import Entries
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
+from zerojax.collectives.widening import arrived, like, travelling
 from zerojax.devices.mesh import batch_devices
 from zerojax.distributed import log
 from zerojax.plan import layout
@@ -35,10 +37,6 @@ from zerojax.plan.stored import pad
 from zerojax.trace import changes
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
-
-_REDUCTIONS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
-)
 
 
 class Inserter(Gatherer):
@@ -183,7 +181,7 @@ class Inserter(Gatherer):
             and id(shards[0]) in scope.gathered
         ):
             return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
-        if name in _REDUCTIONS:
+        if name in rounding.REDUCTIONS:
             return jaxprs.bind(eqn, [plain(v) for v in values])
         if spec := propagate.forward(eqn, shards[0].spec, self.mesh):
             return self._on_shards(eqn, values, spec)
@@ -192,16 +190,19 @@ class Inserter(Gatherer):
         ):
             return shards  # flax unboxing a parameter with the user's own spec
         if name == "optimization_barrier":
-            outs = jaxprs.bind(eqn, [plain(v) for v in values])
-            return [_like(v, o) for v, o in zip(values, outs, strict=True)]
+            through = [travelling(v) for v in values]
+            outs = jaxprs.bind(eqn, [plain(v) for v in through])
+            return list(map(arrived, values, map(like, through, outs)))
         return jaxprs.bind(eqn, self.all_whole(values, scope))
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
-        """Runs an equation on shards; its results have this spec."""
-        outs = jaxprs.bind(eqn, [plain(v) for v in values])
-        outs = [self.constrain(o, spec) for o in outs]
-        wholes = self.on_wholes(eqn, values, outs, spec)
-        return [Shard(o, spec, whole) for o, whole in zip(outs, wholes, strict=True)]
+        """Runs an equation on shards; its result has this spec."""
+        (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
+        whole, rounded = rounding.follow(eqn, values, self.axis)
+        narrow = values[0].narrow if rounding.moves(eqn.primitive.name) else None
+        if narrow is not None:
+            (narrow,) = self._on_shards(eqn, [narrow], spec)
+        return [Shard(self.constrain(out, spec), spec, whole, narrow=narrow, rounded=rounded)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
@@ -222,12 +223,13 @@ class Inserter(Gatherer):
         exist; and until the gradients of the block before the last do. Otherwise XLA puts those off
         to the end, with the activations that they are made from."""
         here = [i for i, v in enumerate(values) if not on_host(v)]
-        held = lax.optimization_barrier([plain(values[i]) for i in here])
-        operands = [_like(values[i], h) for i, h in zip(here, held, strict=True)]
+        through = [travelling(values[i]) for i in here]
+        held = lax.optimization_barrier([plain(v) for v in through])
+        operands = list(map(like, through, held))
         done = scope.reduced[-2] if len(scope.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(here, operands, strict=True))
-        return [ordered.get(i, v) for i, v in enumerate(values)]
+        return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
     def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
@@ -278,36 +280,32 @@ class Inserter(Gatherer):
             self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        ahead = Ahead(xs, length, reverse, self.constrain)
+        entries = Entries(xs, self.axis)
+        ahead = Ahead(entries.read, length, reverse, self.constrain)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
-        specs_out: dict[int, Spec] = {}
         gone: dict[int, Spec | None] = {}
 
-        def body(state: tuple[Any, Any, Any], at: tuple[Any, Any]) -> tuple[Any, Any]:
-            (carry, totals, come), (index, rest) = state, at
+        def body(state: tuple[Any, Any, Any], at: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+            (carry, totals, come), (index, rest, rounded) = state, at
             coming = ahead.fetch(index)
-            sliced = [
-                Shard(s, x.spec[1:])
-                if isinstance(x, Shard) and is_sharded(x.spec, self.axis)
-                else s
-                for s, x in zip(ahead.merged(come, rest), xs, strict=True)
-            ]
+            sliced = entries.operands(ahead.merged(come, rest), rounded)
             now = dict(zip(kept, carry, strict=True))
             carried = [now.get(i) for i in range(n)]
             outs = self._run(jaxpr, (*consts, *carried, *sliced), scope.inner(), inside)
             ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]
-            specs_out.update({i: y.spec for i, y in enumerate(ys) if isinstance(y, Shard)})
             for i, spec in enumerate(want[n:]):
-                y, ys[i] = ys[i], plain(ys[i])
-                if scope.host and spec is not None and scope.host.takes(ys[i], length):
+                y = plain(ys[i])
+                if scope.host and spec is not None and scope.host.takes(y, length):
                     gone[i] = spec
-                    at_rest = layout.padded(ys[i].shape, spec, self.mesh)
-                    ys[i] = scope.host.send(pad(ys[i], at_rest))
-                elif stacks[i] in leaving and not isinstance(y, Shard):
+                    at_rest = layout.padded(y.shape, spec, self.mesh)
+                    ys[i] = scope.host.send(pad(y, at_rest))
+                elif stacks[i] in leaving and not isinstance(ys[i], Shard):
                     gone[i], self._unused = None, False
-                    ys[i] = sent(ys[i])
+                    ys[i] = sent(y)
+                else:
+                    ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
             return ([plain(o) for o in outs[:m]], totals, coming), ys
 
@@ -315,7 +313,7 @@ class Inserter(Gatherer):
         (carry, totals, _), ys = lax.scan(
             body,
             (carry, zeros, ahead.first()),
-            (ahead.order(), ahead.rest()),
+            (ahead.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
@@ -325,7 +323,7 @@ class Inserter(Gatherer):
 
         def stacked(i: int, y: Any) -> Any:
             if i not in gone:
-                return Shard(y, (None, *specs_out[i])) if i in specs_out else y
+                return entries.stacked(i, y)
             spec = gone[i]
             if spec is None:
                 return HostStack(y)
@@ -338,7 +336,8 @@ class Inserter(Gatherer):
         self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
         """Gathers those of a loop's constants that all of its iterations need whole."""
-        whole = loops.to_hold(jaxpr, [isinstance(c, Shard) for c in consts])
+        sharded = [isinstance(c, Shard) and not rounding.is_rounded(c) for c in consts]
+        whole = loops.to_hold(jaxpr, sharded)
         return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
@@ -361,7 +360,3 @@ class Inserter(Gatherer):
             whole = any(specs[term.root] is None for term in terms)
             reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
-
-
-def _like(value: Any, new: jax.Array) -> Any:
-    return Shard(new, value.spec) if isinstance(value, Shard) else new

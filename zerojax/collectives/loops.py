@@ -129,7 +129,7 @@ class Sums:
 
     def _term(self, v: Any) -> Term:
         links: list[tuple[Any, int]] = []
-        while (eqn := self._producers.get(v)) and (eqn.primitive.name in _MOVES or narrows(eqn)):
+        while (eqn := self._producers.get(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
             if not _is_var(eqn.invars[0]):
                 break
             links.append((eqn, eqn.outvars.index(v)))
@@ -202,9 +202,8 @@ def _is_var(v: Any) -> bool:
     return not isinstance(v, core.Literal)
 
 
-def narrows(eqn: Any) -> bool:
-    """Whether an equation rounds to a smaller floating dtype: better done to a sum, and before a
-    gather."""
+def _narrows(eqn: Any) -> bool:
+    """Whether it rounds to a smaller floating dtype, which is better done to the sum."""
     return eqn.primitive.name == "convert_element_type" and wider(eqn.invars[0], eqn.outvars[0])
 
 

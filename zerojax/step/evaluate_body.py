@@ -13,6 +13,7 @@ from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.host import Host, unpadded
+from zerojax.collectives.rounding import round_in_advance
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
@@ -72,6 +73,7 @@ def evaluate_body(
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     given = [*params, *jax.tree.leaves((start._replace(params=None), batch))]
+    given = round_in_advance(closed, given, setting.inserter)
     if k == 1:
         outs = setting.inserter(closed, given, replace, host=host)
     else:

@@ -1,0 +1,76 @@
+"""The shards that a loop takes entry by entry, and those that it stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from zerojax.collectives.gathering import is_sharded, plain
+from zerojax.collectives.shard import Shard
+from zerojax.collectives.widening import narrowest, widened, widenings
+from zerojax.plan.layout import Spec
+
+
+class _Form(NamedTuple):
+    """A stacked shard: the spec of an entry, the widening casts to be done after the loop, and the
+    array that is the stack gathered, if one is known."""
+
+    spec: Spec
+    dtypes: tuple[Any, ...]
+    whole: jax.Array | None
+
+
+class Entries:
+    """The stacks that a loop reads and makes, some of them shards.
+
+    A stack that was widened is read as what was cast, and widened entry by entry. A result that is
+    a widened shard is stacked likewise, and one that is an entry gathered in advance is not stacked
+    a second time.
+
+    Args:
+      xs: what the loop reads, stacked along the first dimension.
+      axis: the axis over which ZeRO shards.
+
+    Attributes:
+      read: what the loop reads in place of ``xs``.
+      rounded: for each of them the stack gathered rounded, or None; to be read as well.
+    """
+
+    def __init__(self, xs: Sequence[Any], axis: str) -> None:
+        self._xs, self._axis = xs, axis
+        self.read = [narrowest(x) for x in xs]
+        self.rounded = [x.rounded if isinstance(x, Shard) else None for x in xs]
+        self._whole: list[tuple[Any, Any]] = []
+        self._forms: dict[int, _Form] = {}
+
+    def operands(self, entries: Sequence[Any], rounded: Sequence[Any]) -> list[Any]:
+        """One iteration's operands, of its entries of ``read`` and ``rounded``."""
+        self._whole = list(zip(rounded, self.rounded, strict=True))
+        return list(map(self._operand, self._xs, entries, rounded))
+
+    def _operand(self, x: Any, entry: jax.Array, rounded: jax.Array | None) -> Any:
+        if not isinstance(x, Shard):
+            return entry
+        shard = widened(Shard(entry, x.spec[1:], rounded=rounded), widenings(x))
+        return shard if is_sharded(x.spec, self._axis) else shard.value
+
+    def stack(self, i: int, y: Any) -> Any:
+        """What the loop stacks of its result ``i``; nothing where the stack exists."""
+        if not isinstance(y, Shard):
+            return y
+        whole = None
+        if y.whole is not None:
+            whole = next((stack for entry, stack in self._whole if entry is y.whole), None)
+            if whole is None:
+                return y.whole
+        self._forms[i] = _Form(y.spec, widenings(y), whole)
+        return plain(narrowest(y))
+
+    def stacked(self, i: int, y: jax.Array) -> Any:
+        """The stack of result ``i``, given what the loop has made."""
+        if i not in self._forms:
+            return y
+        spec, dtypes, whole = self._forms[i]
+        return widened(Shard(y, (None, *spec), whole), dtypes)

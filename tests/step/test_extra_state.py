@@ -213,9 +213,11 @@ def test_a_teacher_as_a_further_argument(stage: int, k: int, in_float64: None) -
 
 class Adapted(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.into = nnx.LoRALinear(WIDTH, WIDE, lora_rank=2, param_dtype=float, rngs=rngs)
+        options: Any = {"lora_rank": 2, "rngs": rngs}
+        options |= dict.fromkeys(("param_dtype", "lora_param_dtype"), float)
+        self.into = nnx.LoRALinear(WIDTH, WIDE, **options)
         self.norm = nnx.LayerNorm(WIDE, param_dtype=float, rngs=rngs)
-        self.out = nnx.LoRALinear(WIDE, WIDTH, lora_rank=2, param_dtype=float, rngs=rngs)
+        self.out = nnx.LoRALinear(WIDE, WIDTH, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(jnp.tanh(self.norm(self.into(x))))

@@ -148,6 +148,26 @@ def test_what_devices_do_not_divide(devices: int, in_float64: None) -> None:
     near(fields(state), fields(jax.tree.map(np.asarray, want)), 1e-9)
 
 
+def unaveraged_step(state: State, batch: Any) -> Any:
+    """Under offload an average of the updated parameters is refused."""
+    new, metrics = train_step(state, batch)
+    return new.replace(average=state.average), metrics
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_beside_offloaded_parameters(k: int, in_float64: None) -> None:
+    both = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+    options = {"stage3_param_persistence_threshold": 0, "gradient_accumulation_steps": k}
+    zero = zerojax.zero(stage=3, **both, **options)
+    state, step = zero.init(create, jax.random.key(0)), zero(unaveraged_step)
+    want, plain_step = create(jax.random.key(0)), jax.jit(unaveraged_step)
+    for batch in batches(2):
+        state, _ = step(state, batch)
+        want, _ = plain_step(want, batch)
+    near(fields(state), fields(jax.tree.map(np.asarray, want)), 1e-9)
+    assert not state.base["into"].sharding.is_fully_replicated
+
+
 def test_a_skipped_step_leaves_everything(in_float64: None) -> None:
     zero = zerojax.zero(stage=3, fp16=True, stage3_param_persistence_threshold=0)
     state = zero.init(create, jax.random.key(0))

@@ -15,6 +15,7 @@ from flax import nnx
 from programs import PROGRAMS, ROWS, Kind, Program
 
 import zerojax
+from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -263,6 +264,39 @@ def test_program(
             assert all(np.isfinite(x).all() for x in floats)
             return
         assert_same(program, got, dtype, k)
+
+
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.sweep), 4])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("gan_simultaneous", 3),
+        ("gan_simultaneous", 1),
+        ("mean_teacher", 3),
+        pytest.param("gan_weighted", 3, marks=pytest.mark.sweep),
+        pytest.param("early_average", 3, marks=pytest.mark.sweep),
+        ("target_copied", 2),
+        pytest.param("target_periodic", 3, marks=pytest.mark.sweep),
+        ("batch_norm", 3),
+        ("nnx_batch_norm", 3),
+    ],
+)
+def test_state_beside_the_parameters_is_sharded(
+    name: str, stage: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays as small as these too."""
+    program = PROGRAMS[name]
+    if k > 1 and program.accumulated.kind is not Kind.EQUAL:
+        k = 1
+    monkeypatch.setattr(rule, "SMALL", 0)
+    zero = zerojax.zero(
+        stage=stage, stage3_param_persistence_threshold=0, gradient_accumulation_steps=k
+    )
+    with jax.enable_x64(True):
+        state = start(name, "float64")
+        assert any(leaf.sharded for leaf in zero.plan(state).leaves["rest"])
+        got = follow(program, zero(program.step, **program.jit, **program.zero), state)
+        assert_same(program, got, "float64", k)
 
 
 def test_batch_statistics_of_micro_batches() -> None:

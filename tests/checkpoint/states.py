@@ -41,7 +41,7 @@ def create_linen(key: jax.Array) -> KeyedState:
         apply_fn=None,
         params=params,
         tx=optax.adamw(1e-3),
-        batch_stats={"mean": jnp.zeros(5)},
+        batch_stats={"mean": jnp.zeros(5), "wide": jnp.zeros((104, 100))},
         key=jax.random.split(key, 2),
         old_key=jax.random.PRNGKey(3),
     )

@@ -15,8 +15,10 @@ from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, warn_of_differences
 from zerojax.accumulation.split import Crossing, split
-from zerojax.collectives import Inserter, wanted
+from zerojax.collectives import Inserter, Shard, wanted
+from zerojax.collectives.gathering import plain
 from zerojax.plan import layout
+from zerojax.plan.layout import Spec
 
 _COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
@@ -83,6 +85,7 @@ class MicroBatches:
       k: Micro-batches in a step.
       blocks: Blocks of rows, one a process, of each of which every micro-batch has its share.
       inserter: Makes parameters whole where they are used.
+      want: The specs of those results that are sharded, None for the others.
       sharded: Gradients are reduce-scattered as soon as they are made.
       dtype: In which gradients are summed; None for their own, float32 at least.
 
@@ -99,6 +102,7 @@ class MicroBatches:
         k: int,
         blocks: int,
         inserter: Inserter,
+        want: Sequence[Spec | None] = (),
         *,
         sharded: bool,
         dtype: Any,
@@ -119,7 +123,8 @@ class MicroBatches:
         stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
         self._kinds = {i: analysis.kind(flat.outvars[i]).added for i in stacked}
         axis = inserter.axis
-        wants = wanted.trace_back(flat, [None] * len(flat.outvars), inserter.mesh)
+        self._want = [*want] or [None] * len(flat.outvars)
+        wants = wanted.trace_back(flat, self._want, inserter.mesh)
         if not sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)
@@ -151,8 +156,10 @@ class MicroBatches:
         def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
             passed, sums = state
             given = list(args)
-            for i, x in zip((*rows, *split.carry), (*slices, *passed), strict=True):
+            for i, x in zip(rows, slices, strict=True):
                 given[i] = x
+            for i, x in zip(split.carry, passed, strict=True):
+                given[i] = self._as_given(args[i], x)
             outs = run(split.micro, [*given, *first], replace, want)
             crossing, others = outs[:n], outs[n:]
             sums = [
@@ -161,10 +168,12 @@ class MicroBatches:
             ]
             combined = [x for i, x in enumerate(crossing) if i not in adding]
             end = len(others) - len(split.carry)
-            return (others[end:], sums), (combined, others[:end])
+            passes = zip(split.carry, others[end:], strict=True)
+            passed = [plain(self._as_given(args[i], x)) for i, x in passes]
+            return (passed, sums), (combined, others[:end])
 
         zeros = [self._zero(split.crossing[i], split.micro.outvars[i].aval) for i in adding]
-        start = [args[i] for i in split.carry], zeros
+        start = [plain(args[i]) for i in split.carry], zeros
         (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
         totals, series = iter(sums), iter(combined)
         crossing = [
@@ -175,7 +184,8 @@ class MicroBatches:
         ]
         last = [x[-1] for x in others[: split.n_last]]
         placeholders = [None if i in rows else x for i, x in enumerate(args)]
-        done = run(split.once, [*placeholders, *first, *crossing, *last], replace)
+        want = [self._want[i] for i in split.done]
+        done = run(split.once, [*placeholders, *first, *crossing, *last], replace, want)
         results = dict(zip(split.done, done, strict=True))
         results.update(zip(split.stacked, others[split.n_last :], strict=True))
         for i, kind in self._kinds.items():
@@ -184,6 +194,12 @@ class MicroBatches:
         for i in self._averaged:
             results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
+
+    def _as_given(self, argument: Any, value: jax.Array) -> Any:
+        """State that one micro-batch hands to the next, as the step's argument lies."""
+        if not isinstance(argument, Shard):
+            return value
+        return Shard(self._inserter.constrain(value, argument.spec), argument.spec)
 
     def _zero(self, x: Crossing, aval: Any) -> jax.Array:
         dtype = aval.dtype

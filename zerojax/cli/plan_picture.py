@@ -15,8 +15,8 @@ from zerojax.plan.table import size
 SUFFIXES = (".png", ".svg")
 _INK, _FAINT, _FULL = "#22272e", "#d8dce2", "#b3261e"
 _COLOURS = (
-    "#3b6fb6", "#d9622b", "#7a5ba6", "#8fb3e0", "#3f9b6d", "#e0a030", "#7d8794", "#aab2bd",
-    "#d8dce2",
+    "#3b6fb6", "#d9622b", "#7a5ba6", "#b9a5d6", "#8fb3e0", "#3f9b6d", "#e0a030", "#7d8794",
+    "#aab2bd", "#d8dce2",
 )  # fmt: skip
 
 

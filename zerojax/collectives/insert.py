@@ -158,7 +158,7 @@ class Inserter(Gatherer):
         """Runs an equation on shards where each device can do so on its own, else on them whole."""
         name = eqn.primitive.name
         if name in ("while", "cond") and (not self.keep or scope.replaces(eqn)):
-            return self._branch(eqn, self.all_whole(values, scope) if self.keep else values, scope)
+            return self._branch(eqn, self._gathered(values, scope) if self.keep else values, scope)
         if scope.replaces(eqn):
             raise NotImplementedError(
                 f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
@@ -231,20 +231,41 @@ class Inserter(Gatherer):
         ordered = dict(zip(here, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
+    def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+        """Operands of a choice or a loop, gathered before, for uses in there; and as shards, for
+        what works on those (an average that is updated in some steps)."""
+        return [
+            replace(v, whole=self.gather(v, scope, values)) if isinstance(v, Shard) else v
+            for v in values
+        ]
+
     def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
             return self._while(jaxprs.while_parts(eqn), values, scope)
         index, *operands = values
-        branches = [self._closed(b, operands, scope) for b in jaxprs.param(eqn, "branches")]
-        return lax.switch(index, branches)
+        specs: list[set[Spec]] = [set() for _ in eqn.outvars]
+        branches = [self._closed(b, operands, scope, specs) for b in jaxprs.param(eqn, "branches")]
+        chosen = zip(lax.switch(index, branches), specs, strict=True)
+        return [
+            Shard(self.constrain(o, spec := noted.pop()), spec) if len(noted) == 1 else o
+            for o, noted in chosen
+        ]
 
     def _closed(
-        self, jaxpr: Any, captured: Sequence[Any], scope: Scope
+        self,
+        jaxpr: Any,
+        captured: Sequence[Any],
+        scope: Scope,
+        specs: Sequence[set[Spec]] = (),
     ) -> Callable[..., list[Any]]:
-        """``jaxpr`` as a function of its last arguments, its first ones being ``captured``."""
+        """``jaxpr`` as a function of its last arguments, its first ones being ``captured``; it
+        notes the ``specs`` of those results that are shards."""
 
         def body(*args: Any) -> list[Any]:
             outs = self._run(jaxpr, (*captured, *args), scope.inner())
+            for o, noted in zip(outs, specs, strict=False):
+                if isinstance(o, Shard) and not o.host:
+                    noted.add(o.spec)
             return [plain(o) for o in outs]
 
         return body

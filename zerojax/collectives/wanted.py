@@ -18,12 +18,10 @@ from zerojax.collectives import propagate
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
 
-_PASSES = frozenset({
-    "add", "add_any", "convert_element_type", "copy", "copy_p", "div", "mul", "name", "neg",
-    "scatter", "scatter-mul", "select_n", "sharding_constraint", "sub",
-})  # fmt: skip
+_PASSES = ELEMENTWISE | LABELS | {"scatter", "scatter-mul"}
 
 
 def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any, Spec]:

@@ -17,15 +17,17 @@ from zerojax.plan.plan import Leaf, Plan, layout
 from zerojax.xla import lowered
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+EXTRA = "extra state"
 GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"
 BATCH, OTHER, GAPS = "batch", "other", "gaps"
-KINDS = (PARAMETERS, GRADIENTS, STATE, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
+KINDS = (PARAMETERS, GRADIENTS, STATE, EXTRA, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
 """In the order in which they are shown. Gaps lie between buffers that do not fit together."""
 
 # The first words of the names of a program's arguments.
 _ARGUMENTS = {
     f"{lowered.STATE}.params": PARAMETERS,
     f"{lowered.STATE}.opt_state": STATE,
+    f"{lowered.STATE}.rest": EXTRA,
     lowered.BATCH: BATCH,
     lowered.LOADED: STATE,
     lowered.WRITTEN: PARAMETERS,

@@ -61,6 +61,7 @@ class States:
     def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
         self._warned = False
+        self._told = set[str]()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
         self.placer = Placer(config, mesh)
 
@@ -141,7 +142,8 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        """How a state lies over the devices; warns once of arrays beyond a device's share.
+        """How a state lies over the devices; warns once of arrays beyond a device's share, and of
+        much extra state that is not sharded.
 
         Raises:
           ValueError: An axis of the mesh named "fsdp" is the user's own and cuts no parameter.
@@ -161,6 +163,9 @@ class States:
         if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
+        if (whole := plan.kept_whole) and whole not in self._told:
+            self._told.add(whole)
+            log.warning("%s.", whole)
         return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:

@@ -114,6 +114,13 @@ class Plan:
         )
 
     @property
+    def kept_whole(self) -> str:
+        """What each device holds of extra state that is not sharded, where that is much and there
+        are devices to share it, in a sentence; else empty."""
+        shared = self.config.stage > 0 and self.mesh.shape[self.axis] > 1
+        return table.kept_whole(self.leaves["rest"]) if shared else ""
+
+    @property
     def streamed(self) -> list[bool]:
         """Of each leaf of the optimizer state, whether it is an array: under offload those are
         updated in sub-groups, and numbers with the gradients."""
@@ -228,7 +235,8 @@ class Plan:
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
                 total += f", and {table.size(n_bytes)} of {where} for each"
-        title += f"\n{self.lost}" if self.lost else ""
+        for said in (self.lost, self.kept_whole):
+            title += f"\n{said}" if said else ""
         return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
 
     __str__ = table

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
+from zerojax.plan.extra_state import ExtraState, ParameterForm
 from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
@@ -70,10 +71,8 @@ def make_plan(
     param_tree = jax.tree.unflatten(tree, params)
     moments = {leaf.path: place.moments for leaf, place in zip(params, where, strict=True)}
     opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
-    rest_tree = {
-        name: _rest_leaves(name, value, parts.params, param_tree, mesh)
-        for name, value in parts.rest.items()
-    }
+    form = ParameterForm(tree, tuple(tuple(x.shape) for _, x in paths), tuple(params))
+    rest_tree = ExtraState(form, at_rest, mesh, config.stage).leaves(parts.rest)
 
     def specs(tree: Any, name: str = "spec") -> Any:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
@@ -163,39 +162,6 @@ def _optimizer_leaves(
     except (AttributeError, TypeError, ValueError):
         # Some transformations (adafactor) do not let optax see which leaf is whose.
         return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
-
-
-def _rest_leaves(name: str, value: Any, params: Any, leaves: Any, mesh: Mesh) -> Any:
-    """Extra state is replicated, but a copy of the parameters (an average, say) lies as they do."""
-
-    def shapes(t: Any) -> list[tuple[int, ...]]:
-        return [tuple(x.shape) for x in jax.tree.leaves(t)]
-
-    own: Any = jax.tree.structure(value)
-    if own == jax.tree.structure(params) and shapes(value) == shapes(params):
-        return jax.tree.map(
-            lambda x, leaf: Leaf.of(
-                leaf.path.replace("params", name, 1),
-                x,
-                layout.full(leaf.spec, x.ndim),
-                layout.full(leaf.whole, x.ndim),
-                leaf.reason,
-                mesh,
-            ),
-            value,
-            leaves,
-        )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: Leaf.of(
-            name + jax.tree_util.keystr(path),
-            x,
-            (None,) * x.ndim,
-            (None,) * x.ndim,
-            "extra state is replicated",
-            mesh,
-        ),
-        value,
-    )
 
 
 def _is_leaf(x: Any) -> bool:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from zerojax.plan import rule
+
+MUCH = 2**26
+"""Bytes of extra state that each device may hold whole without a word."""
 
 GROUPS = {
     "params": "parameters",
@@ -33,6 +39,24 @@ def size(n: float) -> str:
     return f"{n:.3g} TB"
 
 
+def kept_whole(rest: Sequence[Any]) -> str:
+    """What each device holds of extra state that is not sharded, in a sentence; empty where that is
+    less than ``MUCH``, or no stage would shard it.
+
+    Args:
+      rest: The leaves of the extra state.
+    """
+    whole = [leaf for leaf in rest if leaf.reason and not leaf.sharded and leaf.bytes]
+    held = sum(leaf.bytes_per_device for leaf in whole)
+    if held < MUCH:
+        return ""
+    largest = max(whole, key=lambda leaf: leaf.bytes_per_device)
+    return (
+        f"{size(held)} of state beside the parameters lies whole on each device: {len(whole)} "
+        f"arrays, the largest {largest.path} {largest.shape} ({largest.reason})"
+    )
+
+
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Rows of text as aligned columns; those numbered in ``right`` are flushed right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -50,19 +74,19 @@ def render(
     title: str,
     groups: Mapping[str, Sequence[Any]],
     notes: Sequence[str],
-    per_leaf: str = "params",
 ) -> str:
-    """A plan as text: every parameter, then the totals, then what changes the numbers.
+    """A plan as text: every parameter and every large array beside them, then the totals, then what
+    changes the numbers.
 
     Args:
       title: the first line.
       groups: the plan's leaves by group, see ``GROUPS``.
       notes: further lines.
-      per_leaf: the group that is shown leaf by leaf.
     """
     there = {leaf.place for leaves in groups.values() for leaf in leaves}
     places = [place for place in PLACES if place in there]
     away = places != ["device"]
+    listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > rule.SMALL)]
     rows = [("parameter", "shape", "dtype", "spec", "bytes/device", *(["in"] if away else []), WHY)]
     rows += [
         (
@@ -74,7 +98,7 @@ def render(
             *([leaf.place] if away else []),
             leaf.reason,
         )
-        for leaf in groups[per_leaf]
+        for leaf in listed
     ]
     heads = [PLACES[place] for place in places] if away else ["bytes/device"]
     totals = [("", "bytes in all", *heads)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,9 @@ from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
-from zerojax.step.call import Static, join
+from zerojax.step.call import join
+from zerojax.step.extra_state import wanted_specs
+from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.program import StepSetting
 from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
@@ -34,7 +35,7 @@ def evaluate_body(
     params: Sequence[Any],
     batch: Any,
     arrays: list[Any],
-    static: Static,
+    further: FurtherArguments,
     *,
     replace: Mapping[str, Any] | None = None,
     host: Host | None = None,
@@ -51,7 +52,7 @@ def evaluate_body(
       start: The state that the user's step sees. Its parameters may be shapes.
       params: The compute parameters, as :func:`enter` makes them.
       batch: Leaves [rows, ...], under accumulation [k, rows, ...].
-      arrays, static: The step's further arguments, see :func:`zerojax.step.call.divide`.
+      arrays, further: The step's further arguments, see :class:`StepSetting`.
       replace, host: For the inserter, in a step without accumulation.
 
     Raises:
@@ -62,20 +63,29 @@ def evaluate_body(
     low = DTYPES[config.compute_dtype]
     if low is not None and config.auto_cast:
         batch = cast(batch, low)
-    args, kwargs = join(arrays, static)
-    trace = functools.partial(
-        body.trace, lambda parts, batch: body(parts, tx, batch, args, kwargs), start
-    )
+    args, kwargs = join(arrays, further.static)
+    shards = enter_arguments(setting.inserter, arrays, further.specs)
+
+    def trace(batch: Any) -> tuple[Any, Any]:
+        closed, shapes = body.trace(
+            lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
+        )
+        return WithShards.of(closed, shards), shapes
+
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
-    given = [*params, *jax.tree.leaves((start._replace(params=None), batch))]
+    others = jax.tree.leaves((start.opt_state, start.step))
+    rest = enter_rest(setting.inserter, setting.plan, start.rest)
+    given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
+    # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
+    want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     if k == 1:
-        outs = setting.inserter(closed, given, replace, host=host)
+        outs = setting.inserter(closed, given, replace, want, host)
     else:
         micro_batches = MicroBatches(
             trace,
@@ -85,6 +95,7 @@ def evaluate_body(
             k,
             setting.layout.leaves.blocks,
             setting.inserter,
+            want,
             sharded=config.stage >= 2,
             dtype=DTYPES[config.grad_accum_dtype],
         )
@@ -98,6 +109,8 @@ def enter(
     leaves: Sequence[Leaf],
     values: Sequence[Any],
     reader: ParamReader | None = None,
+    *,
+    by_partition: bool = True,
 ) -> list[Any]:
     """What the inserter is given of a state's arrays, each from where the plan has it.
 
@@ -110,6 +123,7 @@ def enter(
       leaves: The arrays' leaves in the plan.
       values: The arrays. None for one that lies on disk, and for one that the body does not use.
       reader: Reads arrays from the disk, by their position in ``leaves``.
+      by_partition: Whether they have secondary shards (hpZ).
     """
     entered: list[Any] = []
     for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
@@ -120,7 +134,9 @@ def enter(
         if away and x is not None:
             x = unpadded(x, leaf.shape)
         cut = away or (leaf.sharded and x is not None)
-        secondary = None if away or inserter.share else plan.secondary_spec(leaf)
+        secondary = None
+        if by_partition and not away and not inserter.share:
+            secondary = plan.secondary_spec(leaf)
         if secondary is not None and x is not None:
             x, spec = inserter.secondary(x, spec, secondary), secondary
         entered.append(Shard(x, spec, host=away) if cut else x)
@@ -130,6 +146,20 @@ def enter(
         x if whole is None else dataclasses.replace(x, whole=whole)
         for x, whole in zip(entered, inserter.in_advance(entered, live), strict=True)
     ]
+
+
+def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> list[Any]:
+    """The same of the state beside the parameters, in its order.
+
+    Small arrays are gathered field by field: those of a field that is not used whole, an average
+    for one, are not gathered.
+    """
+    entered: list[Any] = []
+    for _, field in sorted(rest.items()):
+        values, first = jax.tree.leaves(field), len(entered)
+        leaves = plan.leaves["rest"][first : first + len(values)]
+        entered += enter(inserter, plan, leaves, values, by_partition=False)
+    return entered
 
 
 def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:

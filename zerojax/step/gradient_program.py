@@ -18,8 +18,8 @@ from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE
 from zerojax.plan.plan import layout
 from zerojax.plan.stored import pad
-from zerojax.step.call import Static, divide
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepSetting
 from zerojax.step.view import View, collecting, constrainer
@@ -74,7 +74,7 @@ class GradientProgram:
         free: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
-            named(self._run, STATE, BATCH, "arrays", "static"),
+            named(self._run, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             out_shardings=free._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
             compiler_options=streaming(plan.mesh),
@@ -90,7 +90,8 @@ class GradientProgram:
           DiskStateError: A parameter on the disk is not what was written.
         """
         self._reader.use(parts.params)
-        result: GradientResult = self._jitted(self._taken(parts), batch, *divide(args, kwargs))
+        given = self._setting.divide(args, kwargs)
+        result: GradientResult = self._jitted(self._taken(parts), batch, *given)
         # Reads and the update's writes share a queue; finish the reads first.
         self._reader.check((result.grads, result.out))
         return result
@@ -98,7 +99,8 @@ class GradientProgram:
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
         """The program, lowered for abstract or concrete arguments."""
         batch, plan = self._setting.layout.abstract(batch), self._setting.plan
-        traced = self._jitted.trace(self._taken(parts), batch, *divide(args, kwargs))
+        given = self._setting.divide(args, kwargs)
+        traced = self._jitted.trace(self._taken(parts), batch, *given)
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, plan.mesh))
 
     def _taken(self, parts: Parts) -> Parts:
@@ -108,7 +110,9 @@ class GradientProgram:
             opt_state=self._update.numbers(parts.opt_state),
         )
 
-    def _run(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> GradientResult:
+    def _run(
+        self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
+    ) -> GradientResult:
         setting, plan = self._setting, self._setting.plan
         rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
         opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
@@ -138,7 +142,7 @@ class GradientProgram:
             entered,
             batch,
             arrays,
-            static,
+            further,
             replace={GRADIENT: leaving} if whole else None,
             host=leaving.host() if whole else None,
         )

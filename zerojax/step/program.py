@@ -18,6 +18,7 @@ from zerojax.plan.places import offloads
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Rearranged
+from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit, Types
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
@@ -39,6 +40,7 @@ class StepSetting:
       layout: Where the batch goes.
       body: The user's step on a state taken apart.
       inserter: Makes parameters whole where the body uses them.
+      divide: Divides further arguments into arrays and the rest.
       tx, split, close, write_back: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
@@ -59,6 +61,7 @@ class StepSetting:
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
+        self.divide = ArgumentReader(plan)
         self.layout = BatchLayout(mesh, config.batch(batch_devices(mesh)))
         types = Types(plan, explicit) if explicit else None
         self.body = Body(function, opened, _once(config, self.layout.accumulation), types)

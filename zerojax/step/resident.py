@@ -11,8 +11,8 @@ import jax
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
-from zerojax.step.call import Static, divide
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.program import StepResult, StepSetting
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.state_parts import Parts
@@ -35,14 +35,16 @@ class ResidentStep:
             update = functools.partial(one_pass.update, shardings=shardings.params)
         self._tx = updating(advancing(setting.tx, update), self._to_shards)
         self._jitted = jax.jit(
-            named(self._step, STATE, BATCH, "arrays", "static"),
+            named(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
             compiler_options=options(plan.mesh),
         )
 
-    def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> StepResult:
+    def _step(
+        self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
+    ) -> StepResult:
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
         parts = setting.plan.without_padding(parts)
         compute, view = parts.params, View(opt=parts.opt_state)
@@ -53,7 +55,7 @@ class ResidentStep:
         start = parts._replace(params=compute, opt_state=view)
         plan = setting.plan
         entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
-        made, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, static)
+        made, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
         after: View = made.opt_state
         done = was_done(setting, parts.opt_state, after.opt)
         made = made._replace(
@@ -67,14 +69,16 @@ class ResidentStep:
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         plan = self.setting.plan
-        result: StepResult = self._jitted(plan.stored(parts), batch, *divide(args, kwargs))
+        given = self.setting.divide(args, kwargs)
+        result: StepResult = self._jitted(plan.stored(parts), batch, *given)
         return result._replace(parts=plan.shown(result.parts))
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program."""
         setting = self.setting
         parts = abstract(parts, setting.plan, at_rest=True)
-        traced = self._jitted.trace(parts, setting.layout.abstract(batch), *divide(args, kwargs))
+        batch = setting.layout.abstract(batch)
+        traced = self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
         reaches = reaches_host(setting.config)
         program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

@@ -1,0 +1,413 @@
+"""What state beside the parameters holds and sends, compiled for absent GPUs.
+
+    python -m benchmarks.extra_state                              # a few minutes on two cores
+    python -m benchmarks.extra_state --only DPO --devices 64
+    python -m benchmarks.extra_state --record benchmarks/records
+
+A frozen base with low-rank updates (linen and NNX), a second network with its own optimizer, and a
+language model beside its frozen copy, in a field and as a further argument of the step. Each is
+compiled at stage 3, and under plain ``jax.jit`` with all arrays sharded by ``in_shardings`` alone.
+Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from benchmarks.measure import COMPUTE_BYTES, fsdp_sharding
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from zerojax.hlo.traffic import collectives
+from zerojax.models.gpt import GPT, GPTConfig
+
+BF16, MEGA = jnp.bfloat16, 1e6
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+NOTE = (
+    "Compiled by XLA:GPU for absent H100s: bf16 compute with fp32 masters, Adam.\n"
+    "Traffic in units of 2P bytes: the network that the extra state is, once in bf16.\n"
+    "Plain jit: the same step, its state cut as at stage 3 by shardings alone."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Layers and width of the networks, width and vocabulary of the language model, rows of a
+    device, tokens of a row."""
+
+    layers: int
+    width: int
+    language_width: int
+    vocabulary: int
+    rows: int
+    tokens: int
+
+
+FULL = Sizes(
+    layers=24, width=2560, language_width=1536, vocabulary=32768, rows=2, tokens=1024
+)  # fmt: skip
+SMALL = Sizes(layers=2, width=512, language_width=512, vocabulary=2048, rows=2, tokens=128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training step with extra state.
+
+    Attributes:
+      create: ``create(key)`` is the state.
+      step: ``step(state, batch, ...)``, on one device.
+      batch: ``batch(devices)`` has the shapes of a batch.
+      network: ``network(state)`` has the arrays that the traffic is counted in.
+      further: ``further(state)`` is a further argument of the step; None where it has none.
+      nnx: Whether the state is a tuple of NNX objects, updated in place.
+    """
+
+    name: str
+    create: Callable[..., Any]
+    step: Callable[..., Any]
+    batch: Callable[[int], Any]
+    network: Callable[[Any], Any]
+    further: Callable[[Any], Any] | None = None
+    nnx: bool = False
+
+
+class BasedState(TrainState):
+    """Carries a frozen base."""
+
+    base: Any
+
+
+def low_rank(sizes: Sizes, rank: int = 8) -> Program:
+    """A stack of residual MLPs, which stay as they are, with low-rank updates."""
+    d, f = sizes.width, 4 * sizes.width
+
+    def create(key: jax.Array) -> BasedState:
+        layer = {"up": jnp.zeros((d, f)), "down": jnp.zeros((f, d))}
+        updates = {
+            name: {"a": jnp.zeros((n, rank)), "b": jnp.zeros((rank, m))}
+            for name, (n, m) in {"up": (d, f), "down": (f, d)}.items()
+        }
+        base, params = (
+            [jax.tree.map(jnp.copy, each) for _ in range(sizes.layers)] for each in (layer, updates)
+        )
+        return BasedState.create(apply_fn=None, params=params, base=base, tx=optax.adamw(1e-3))
+
+    def loss(params: Any, base: Any, x: jax.Array) -> jax.Array:
+        for frozen, updates in zip(base, params, strict=True):
+
+            def dense(x: jax.Array, name: str, frozen: Any = frozen, low: Any = updates) -> Any:
+                return x @ frozen[name].astype(BF16) + x @ low[name]["a"] @ low[name]["b"]
+
+            x = x + dense(nn.gelu(dense(x, "up")), "down")
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def step(state: BasedState, batch: jax.Array) -> Any:
+        low = jax.tree.map(lambda x: x.astype(BF16), state.params)
+        value, grads = jax.value_and_grad(loss)(low, state.base, batch.astype(BF16))
+        return state.apply_gradients(grads=grads), value
+
+    return Program("LoRA, base in a field", create, step, _features(sizes), lambda s: s.base)
+
+
+def low_rank_nnx(sizes: Sizes) -> Program:
+    """The same of flax's own layers, of which the optimizer trains the updates."""
+    d, f = sizes.width, 4 * sizes.width
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            layer = functools.partial(nnx.LoRALinear, lora_rank=8, dtype=BF16, rngs=rngs)
+            self.up = nnx.List([layer(d, f) for _ in range(sizes.layers)])
+            self.down = nnx.List([layer(f, d) for _ in range(sizes.layers)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for up, down in zip(self.up, self.down, strict=True):
+                x = x + down(nn.gelu(up(x)))
+            return x
+
+    def create(key: jax.Array) -> Any:
+        model = Model(nnx.Rngs(key))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.LoRAParam)
+
+    def step(model: Any, optimizer: Any, batch: jax.Array) -> Any:
+        def loss(model: Any) -> jax.Array:
+            return jnp.mean(jnp.square(model(batch.astype(BF16)).astype(jnp.float32)))
+
+        of = nnx.DiffState(0, nnx.LoRAParam)
+        value, grads = nnx.value_and_grad(loss, argnums=of)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def base(state: Any) -> Any:
+        return nnx.state(state[0], lambda path, x: path[-1] == "kernel")
+
+    return Program("LoRA, nnx.LoRALinear", create, step, _features(sizes), base, nnx=True)
+
+
+class Dense(nn.Module):
+    """[B, T, D] -> [B, T, out]."""
+
+    layers: int
+    width: int
+    out: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(BF16)
+        for _ in range(self.layers):
+            x = nn.gelu(nn.Dense(self.width, dtype=BF16)(x))
+        return nn.Dense(self.out, dtype=BF16)(x).astype(jnp.float32)
+
+
+class AdversarialState(TrainState):
+    """Carries a second network and its optimizer's state."""
+
+    critic: Any
+    critic_opt_state: Any
+
+
+def adversarial(sizes: Sizes) -> Program:
+    """A generator, and a critic that is trained in the same step."""
+    d, tx = sizes.width, optax.adam(1e-4)
+    layers = max(2, sizes.layers // 4)
+    generator, critic = Dense(layers, d, d), Dense(layers, d, 1)
+
+    def create(key: jax.Array) -> AdversarialState:
+        params, second = (
+            net.init(key, jnp.zeros((1, 1, d)))["params"] for net in (generator, critic)
+        )
+        return AdversarialState.create(
+            apply_fn=None, params=params, tx=tx, critic=second, critic_opt_state=tx.init(second)
+        )
+
+    def judged(critic_params: Any, x: jax.Array) -> jax.Array:
+        return critic.apply({"params": critic_params}, x)
+
+    def step(state: AdversarialState, batch: jax.Array) -> Any:
+        def critic_loss(params: Any) -> jax.Array:
+            made = generator.apply({"params": state.params}, batch)
+            return jnp.mean(nn.softplus(judged(params, made)) + nn.softplus(-judged(params, batch)))
+
+        judgement, slope = jax.value_and_grad(critic_loss)(state.critic)
+        updates, opt_state = tx.update(slope, state.critic_opt_state)
+
+        def loss(params: Any) -> jax.Array:
+            made = generator.apply({"params": params}, batch)
+            return jnp.mean(nn.softplus(-judged(state.critic, made)))
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        new = state.apply_gradients(grads=grads, critic_opt_state=opt_state)
+        return new.replace(critic=optax.apply_updates(state.critic, updates)), (value, judgement)
+
+    return Program("GAN", create, step, _features(sizes), lambda s: s.critic)
+
+
+class ReferredState(TrainState):
+    """Carries a frozen copy of its parameters."""
+
+    reference: Any = None
+
+
+def preference(sizes: Sizes, *, in_field: bool) -> Program:
+    """Direct preference optimization: a language model beside its frozen copy, pairs of rows.
+
+    Source: Rafailov et al. 2023, Direct Preference Optimization (arXiv:2305.18290).
+    """
+    model = GPT(
+        GPTConfig(
+            vocab_size=sizes.vocabulary, block_size=sizes.tokens, n_layer=sizes.layers,
+            n_head=sizes.language_width // 64, n_embd=sizes.language_width, scan=True, remat=True,
+        )
+    )  # fmt: skip
+
+    def create(key: jax.Array) -> ReferredState:
+        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        reference = jax.tree.map(jnp.copy, params) if in_field else None
+        return ReferredState.create(
+            apply_fn=None, params=params, reference=reference, tx=optax.adamw(1e-5)
+        )
+
+    def score(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+        chosen = jnp.take_along_axis(nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return jnp.sum(chosen[..., 0], -1)
+
+    def step(state: ReferredState, batch: Any, *further: Any) -> Any:
+        (reference,) = further or (state.reference,)
+        reference = jax.tree.map(lambda x: x.astype(BF16), reference)
+        frozen = [jax.lax.stop_gradient(score(reference, x)) for x in batch]
+
+        def loss(params: Any) -> jax.Array:
+            low = jax.tree.map(lambda x: x.astype(BF16), params)
+            better, worse = (score(low, x) - y for x, y in zip(batch, frozen, strict=True))
+            return -jnp.mean(nn.log_sigmoid(0.1 * (better - worse)))
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    def batch(devices: int) -> Any:
+        rows = jax.ShapeDtypeStruct((devices * sizes.rows, sizes.tokens), jnp.int32)
+        return rows, rows
+
+    name = f"DPO, the copy {'in a field' if in_field else 'an argument'}"
+    further = None if in_field else lambda state: state.params
+    return Program(name, create, step, batch, lambda s: s.params, further)
+
+
+def _features(sizes: Sizes) -> Callable[[int], Any]:
+    def batch(devices: int) -> Any:
+        shape = (devices * sizes.rows, sizes.tokens, sizes.width)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return batch
+
+
+def programs(sizes: Sizes) -> tuple[Program, ...]:
+    """All of them."""
+    return (
+        low_rank(sizes),
+        low_rank_nnx(sizes),
+        adversarial(sizes),
+        preference(sizes, in_field=True),
+        preference(sizes, in_field=False),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step costs, for each device.
+
+    Attributes:
+      stage: None for plain jit.
+      arrays: Elements of the network that the traffic is counted in.
+      units: By kind of collective, the bytes that go through it in a step, over 2P.
+      argument_bytes, temporary_bytes: Of the program.
+      seconds: Tracing and compiling.
+    """
+
+    name: str
+    stage: int | None
+    devices: int
+    arrays: int
+    units: dict[str, float]
+    argument_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
+    """Compiles one step and reads its costs off it.
+
+    Raises:
+      ImportError: The GPU compiler's wheels are not installed.
+    """
+    began = time.perf_counter()
+    lowered, arrays = _lowered(program, stage, devices)
+    compiled: Any = lowered.compile()
+    units: dict[str, float] = {}
+    for each in collectives(compiled.as_text()):
+        share = each.times * each.payload_bytes / (COMPUTE_BYTES * arrays)
+        units[each.kind] = units.get(each.kind, 0) + share
+    memory = compiled.memory_analysis()
+    return Cost(
+        name=program.name,
+        stage=stage,
+        devices=devices,
+        arrays=arrays,
+        units=units,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _lowered(program: Program, stage: int | None, devices: int) -> tuple[jax.stages.Lowered, int]:
+    mesh, batch = zerojax.topology("h100", devices), program.batch(devices)
+    if stage is None:
+        return _lowered_plain(program, mesh, batch)
+    zero = zerojax.zero(stage=stage, bf16=True, mesh=mesh)
+    state = zero.abstract_state(program.create, jax.random.key(0))
+    further = [] if program.further is None else [program.further(state)]
+    states = state if program.nnx else (state,)
+    return zero(program.step).lower(*states, batch, *further), _count(program.network(state))
+
+
+def _lowered_plain(program: Program, mesh: Any, batch: Any) -> tuple[jax.stages.Lowered, int]:
+    state = jax.eval_shape(program.create, jax.random.key(0))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    place = functools.partial(jax.tree.map, functools.partial(fsdp_sharding, mesh))
+    further = [] if program.further is None else [program.further(state)]
+    jitted = jax.jit(
+        program.step,
+        in_shardings=(place(state), rows, *map(place, further)),
+        out_shardings=(place(state), None),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, batch, *further), _count(program.network(state))
+
+
+def _count(arrays: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(arrays))
+
+
+def table(costs: Sequence[Cost]) -> list[list[str]]:
+    """A row of headings, and one for each cost."""
+    heads = ["program", "", "devices", "network M", *(f"{kind}s" for kind in KINDS)]
+    rows = [[*heads, "arguments MB", "temporaries MB", "seconds"]]
+    for each in costs:
+        rows.append([
+            each.name,
+            "plain jit" if each.stage is None else f"stage {each.stage}",
+            str(each.devices),
+            f"{each.arrays / MEGA:,.0f}",
+            *(f"{each.units.get(kind, 0):.2f}" for kind in KINDS),
+            f"{each.argument_bytes / MEGA:,.0f}",
+            f"{each.temporary_bytes / MEGA:,.0f}",
+            f"{each.seconds:.0f}",
+        ])  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.extra_state", description="Costs of extra state."
+    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="may be given repeatedly")
+    parser.add_argument("--devices", type=int, action="append", help="8 and 64 by default")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
+    options = parser.parse_args()
+    # Compiling for an absent GPU works only while JAX does not look for one.
+    jax.config.update("jax_platforms", "cpu")
+    out, costs = console(), []
+    for program in programs(FULL):
+        if options.only and not program.name.startswith(tuple(options.only)):
+            continue
+        for devices in options.devices or (8, 64):
+            for stage in (3, None):
+                if stage is None and program.nnx:
+                    continue
+                costs.append(compile_program(program, stage, devices))
+                out.print(", ".join(table(costs[-1:])[1]), highlight=False)
+    out.print(console_table(table(costs), title="Extra state", caption=NOTE))
+    if options.record:
+        stem = options.record / f"{datetime.date.today()}-extra_state"
+        write_json(stem.with_suffix(".json"), {"costs": [dataclasses.asdict(x) for x in costs]})
+        parts = [heading("State beside the parameters", ", no GPU"), NOTE]
+        stem.with_suffix(".md").write_text(
+            "\n\n".join([*parts, markdown_table(table(costs), texts=2)]) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

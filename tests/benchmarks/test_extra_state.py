@@ -1,0 +1,80 @@
+"""State beside the parameters on eight H100s: held and sent as parameters are."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from benchmarks.extra_state import SMALL, Cost, compile_program, programs, table
+
+LORA, NNX, GAN, DPO, ARGUMENT = programs(SMALL)
+gpu_compile = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+sweep = functools.partial(pytest.param, marks=pytest.mark.sweep)
+
+
+@functools.cache
+def cost(name: str, devices: int = 8) -> Cost:
+    program = next(each for each in programs(SMALL) if each.name == name)
+    return compile_program(program, 3, devices)
+
+
+class TestCompiled:
+    pytestmark = gpu_compile
+
+    @pytest.mark.parametrize("name", [LORA.name, sweep(NNX.name)])
+    def test_a_frozen_base_is_gathered_for_each_pass(self, name: str) -> None:
+        found = cost(name)
+        assert found.argument_bytes < 1.1 * 4 * found.arrays / 8 + 2e6
+        assert 1.5 < found.units["all-gather"] < 2.05
+        assert found.units.get("reduce-scatter", 0) < 0.05
+        assert found.units.get("all-to-all", 0) == 0
+
+    def test_a_second_networks_gradient_is_reduce_scattered(self) -> None:
+        """Twice: the critic sees real rows and made ones; and the generator's once."""
+        found = cost(GAN.name)
+        generator = 1.5  # its share of the critic, whose head has one output
+        assert found.units.get("all-reduce", 0) < 0.02
+        assert found.units["reduce-scatter"] < 2.05 + generator
+        assert found.units["all-gather"] < 6.1 + 3 * generator
+        assert found.argument_bytes < 1.1 * 12 * (1 + generator) * found.arrays / 8 + 2e6
+
+    @pytest.mark.parametrize(
+        ("name", "devices"), [sweep(DPO.name, 8), sweep(DPO.name, 64), sweep(ARGUMENT.name, 8)]
+    )
+    def test_a_reference_model_is_gathered_and_no_activation(self, name: str, devices: int) -> None:
+        """Two passes of the model forward and backward and of its copy forward are 6 gathers and 2
+        scatters. The tied table has two uses in each."""
+        found = cost(name, devices)
+        table = SMALL.vocabulary * SMALL.language_width / found.arrays
+        assert found.units["all-gather"] < 1.05 * (6 + 4 * table)
+        assert found.units["reduce-scatter"] < 1.05 * (2 + 2 * table)
+        assert found.units.get("all-to-all", 0) == 0
+        assert found.units.get("all-reduce", 0) < 0.2
+
+
+def test_the_table_says_what_was_measured() -> None:
+    three = Cost(
+        name="GAN",
+        stage=3,
+        devices=8,
+        arrays=50_000_000,
+        units={"all-gather": 1.7, "reduce-scatter": 1.0},
+        argument_bytes=2_500_000_000,
+        temporary_bytes=1_000_000,
+        seconds=12.4,
+    )
+    head, row, plain = table([three, dataclasses.replace(three, stage=None)])
+    assert dict(zip(head, row, strict=True)) == {
+        "program": "GAN",
+        "": "stage 3",
+        "devices": "8",
+        "network M": "50",
+        "all-gathers": "1.70",
+        "reduce-scatters": "1.00",
+        "all-reduces": "0.00",
+        "all-to-alls": "0.00",
+        "arguments MB": "2,500",
+        "temporaries MB": "1",
+        "seconds": "12",
+    }
+    assert plain[1] == "plain jit"

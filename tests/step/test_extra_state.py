@@ -1,0 +1,271 @@
+"""State beside the parameters in a step: the numbers of plain jit, from shards that stay shards."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, WIDTH, WIDE = 32, 16, 640
+"""Rows of a batch; a matrix [WIDTH, WIDE] is just large enough to be sharded."""
+TEACHER = optax.adam(1e-2)
+
+
+class State(TrainState):
+    """Carries a frozen base, a critic with its optimizer, an average, a memory of rows."""
+
+    base: Any
+    critic: Any
+    critic_opt_state: Any
+    average: Any
+    memory: Any
+
+
+def matrices(key: jax.Array, dtype: Any = None) -> Any:
+    a, b = jax.random.split(key)
+    return {
+        "into": jax.random.normal(a, (WIDTH, WIDE), dtype) / 4,
+        "out": jax.random.normal(b, (WIDE, WIDTH), dtype) / 25,
+    }
+
+
+def network(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["into"]) @ params["out"]
+
+
+def create(key: jax.Array) -> State:
+    one, two, three = jax.random.split(key, 3)
+    params, critic = matrices(one), {"net": matrices(two), "scale": jnp.ones(WIDTH)}
+    return State.create(
+        apply_fn=None,
+        params={"low": params["into"][:, :WIDTH] * 4, **params},
+        tx=optax.adamw(1e-2),
+        base=matrices(three),
+        critic=critic,
+        critic_opt_state=TEACHER.init(critic),
+        average={"of": {"low": params["into"][:, :WIDTH], **params}},
+        memory=jnp.zeros((WIDE, WIDTH)),
+    )
+
+
+def train_step(state: State, batch: Any, grad: Callable[..., Any] = jax.value_and_grad) -> Any:
+    x, y = batch["x"], batch["y"]
+
+    def judged(critic: Any) -> jax.Array:
+        made = jax.lax.stop_gradient(network(state.params, x))
+        score = network(critic["net"], made) * critic["scale"]
+        return jnp.mean((score - network(critic["net"], y)) ** 2) + jnp.mean(score)
+
+    judgement, slope = jax.value_and_grad(judged)(state.critic)
+    updates, critic_opt_state = TEACHER.update(slope, state.critic_opt_state, state.critic)
+    critic = optax.apply_updates(state.critic, updates)
+
+    def loss(params: Any) -> jax.Array:
+        made = network(params, network(state.base, x @ params["low"]))
+        taught = network(jax.lax.stop_gradient(state.average["of"]), x)
+        return jnp.mean((made - y) ** 2) + jnp.mean((made - taught) ** 2)
+
+    value, grads = grad(loss)(state.params)
+    new = state.apply_gradients(grads=grads)
+    average = optax.incremental_update(new.params, state.average["of"], 0.1)
+    return new.replace(
+        critic=critic,
+        critic_opt_state=critic_opt_state,
+        average={"of": average},
+        memory=0.9 * state.memory + jnp.mean(x, 0),
+    ), {"loss": value, "judgement": judgement}
+
+
+def batches(n: int = 3) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [
+        {name: rng.normal(size=(ROWS, WIDTH)).astype(np.float64) for name in "xy"} for _ in range(n)
+    ]
+
+
+@functools.cache
+def plain() -> Any:
+    state, step = jax.jit(create)(jax.random.key(0)), jax.jit(train_step)
+    for batch in batches():
+        state, metrics = step(state, batch)
+    return jax.tree.map(np.asarray, (vars(state), metrics))
+
+
+def near(got: Any, want: Any, tolerance: float) -> None:
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, a), b in pairs:
+        off = np.max(np.abs(np.asarray(a) - b)) / max(1e-3, np.max(np.abs(b)))
+        assert off < tolerance, f"{jax.tree_util.keystr(path)}: {off}"
+
+
+def fields(state: Any) -> Any:
+    own = ("params", "step", "base", "critic", "critic_opt_state", "average", "memory")
+    return {name: vars(state)[name] for name in own}
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float64(stage: int, k: int, in_float64: None) -> None:
+    zero = zerojax.zero(
+        stage=stage, stage3_param_persistence_threshold=0, gradient_accumulation_steps=k
+    )
+    state = zero.init(create, jax.random.key(0))
+    born = [x.sharding for x in jax.tree.leaves(state)]
+    step = zero(train_step)
+    for batch in batches():
+        state, metrics = step(state, batch)
+        assert [x.sharding for x in jax.tree.leaves(state)] == born
+    want, last = plain()
+    near(fields(state), {name: want[name] for name in fields(state)}, 1e-9)
+    near(metrics, last, 1e-9)
+    whole = state.memory.sharding.is_fully_replicated
+    assert whole == (stage < 3)
+    assert not state.critic_opt_state[0].mu["net"]["into"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("devices", [6, 7])
+def test_what_devices_do_not_divide(devices: int, in_float64: None) -> None:
+    """640 lies padded on 7 devices."""
+    zero = zerojax.zero(
+        stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(devices=devices)
+    )
+    state, step = zero.init(create, jax.random.key(0)), zero(train_step)
+    want, plain_step = create(jax.random.key(0)), jax.jit(train_step)
+    batch = {name: x[: 4 * devices] for name, x in batches()[0].items()}
+    for _ in range(2):
+        state, _ = step(state, batch)
+        want, _ = plain_step(want, batch)
+    near(fields(state), fields(jax.tree.map(np.asarray, want)), 1e-9)
+
+
+def unaveraged_step(state: State, batch: Any) -> Any:
+    """Under offload an average of the updated parameters is refused."""
+    new, metrics = train_step(state, batch)
+    return new.replace(average=state.average), metrics
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_beside_offloaded_parameters(k: int, in_float64: None) -> None:
+    both = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+    options = {"stage3_param_persistence_threshold": 0, "gradient_accumulation_steps": k}
+    zero = zerojax.zero(stage=3, **both, **options)
+    state, step = zero.init(create, jax.random.key(0)), zero(unaveraged_step)
+    want, plain_step = create(jax.random.key(0)), jax.jit(unaveraged_step)
+    for batch in batches(2):
+        state, _ = step(state, batch)
+        want, _ = plain_step(want, batch)
+    near(fields(state), fields(jax.tree.map(np.asarray, want)), 1e-9)
+    assert not state.base["into"].sharding.is_fully_replicated
+
+
+def test_a_skipped_step_leaves_everything(in_float64: None) -> None:
+    zero = zerojax.zero(stage=3, fp16=True, stage3_param_persistence_threshold=0)
+    state = zero.init(create, jax.random.key(0))
+    before = jax.tree.map(np.asarray, fields(state))
+    step = zero(functools.partial(train_step, grad=zerojax.value_and_grad))
+    batch = jax.tree.map(lambda x: x.astype(np.float32), batches()[0])
+    batch["x"][0, 0] = np.inf
+    state, _ = step(state, batch)
+    assert int(zerojax.telemetry(state)["skipped_steps"]) == 1
+    after = fields(state)
+    for name in ("base", "critic", "critic_opt_state", "average", "memory"):
+        near(after[name], before[name], 1e-12)
+
+
+def test_evaluated(in_float64: None) -> None:
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    state = zero.init(create, jax.random.key(0))
+
+    def score(state: State, batch: Any) -> jax.Array:
+        made = network(state.base, batch["x"]) + network(state.critic["net"], batch["y"])
+        return jnp.mean(made * state.memory.sum())
+
+    want = score(create(jax.random.key(0)), batches()[0])
+    np.testing.assert_allclose(zero.evaluate(score)(state, batches()[0]), want, rtol=1e-9)
+
+
+def teach_step(state: TrainState, batch: Any, teacher: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean((network(params, batch["x"]) - network(teacher["net"], batch["x"])) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+@pytest.mark.parametrize(("stage", "k"), [(3, 1), (3, 4), (2, 1)])
+def test_a_teacher_as_a_further_argument(stage: int, k: int, in_float64: None) -> None:
+    zero = zerojax.zero(
+        stage=stage, stage3_param_persistence_threshold=0, gradient_accumulation_steps=k
+    )
+
+    def start(key: jax.Array) -> TrainState:
+        return TrainState.create(apply_fn=None, params=matrices(key), tx=optax.adam(1e-2))
+
+    teacher = {"net": matrices(jax.random.key(3)), "scale": jnp.ones(3)}
+    state, want = zero.init(start, jax.random.key(0)), start(jax.random.key(0))
+    specs = zero.plan(state).params
+    placed = {
+        "net": jax.tree.map(
+            lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(zero.mesh, spec)),
+            teacher["net"],
+            specs,
+        ),
+        "scale": teacher["scale"],
+    }
+    step, plain_step = zero(teach_step), jax.jit(teach_step)
+    for batch in batches(2):
+        state, value = step(state, batch, placed)
+        want, wanted = plain_step(want, batch, teacher)
+        np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    near(state.params, jax.tree.map(np.asarray, want.params), 1e-9)
+    assert not placed["net"]["into"].is_deleted()
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        options: Any = {"lora_rank": 2, "rngs": rngs}
+        options |= dict.fromkeys(("param_dtype", "lora_param_dtype"), float)
+        self.into = nnx.LoRALinear(WIDTH, WIDE, **options)
+        self.norm = nnx.LayerNorm(WIDE, param_dtype=float, rngs=rngs)
+        self.out = nnx.LoRALinear(WIDE, WIDTH, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(jnp.tanh(self.norm(self.into(x))))
+
+
+def adapt_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def loss(model: Any) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    of = nnx.DiffState(0, nnx.LoRAParam)
+    value, grads = nnx.value_and_grad(loss, argnums=of)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def create_adapted() -> Any:
+    model = Adapted(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+
+def test_variables_that_the_optimizer_does_not_train(in_float64: None) -> None:
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    model, optimizer = zero.init(create_adapted)
+    plain_model, plain_optimizer = create_adapted()
+    step, plain_step = zero(adapt_step), nnx.jit(adapt_step)
+    for batch in batches():
+        value = step(model, optimizer, batch)
+        want = plain_step(plain_model, plain_optimizer, batch)
+        np.testing.assert_allclose(value, want, rtol=1e-9)
+    near(nnx.as_pure(nnx.state(model)), nnx.as_pure(nnx.state(plain_model)), 1e-9)
+    assert model.into.kernel[...].sharding.spec == jax.sharding.PartitionSpec(None, "data")

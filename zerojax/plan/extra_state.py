@@ -1,0 +1,123 @@
+"""State beside the parameters: an average, a frozen base, a second network and its moments.
+
+A copy of the parameters lies as they do. Of the rest, each array of more than ``SMALL`` elements
+is sharded by the rule for parameters: at stage 3 all, at stages 1 and 2 what an optimizer owns.
+Statistics, counters and keys stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.plan import layout, rule
+from zerojax.plan.plan import Leaf
+
+
+class ParameterForm(NamedTuple):
+    """The form of the parameters, to recognize their copies.
+
+    Attributes:
+      tree: ``jax.tree.structure`` of the parameters.
+      shapes: Of each, in order.
+      leaves: How each lies.
+    """
+
+    tree: Any
+    shapes: tuple[tuple[int, ...], ...]
+    leaves: tuple[Leaf, ...]
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` is a copy of the parameters, of whatever dtypes."""
+        same: bool = jax.tree.structure(value) == self.tree
+        return same and tuple(tuple(x.shape) for x in jax.tree.leaves(value)) == self.shapes
+
+
+class ExtraState:
+    """Plans the state beside the parameters.
+
+    Args:
+      params: The form of the parameters.
+      at_rest: The rule, ``(path, array, own spec) -> Leaf``.
+      mesh: The devices.
+      stage: Of ZeRO.
+    """
+
+    def __init__(
+        self,
+        params: ParameterForm,
+        at_rest: Callable[[str, Any, Any], Leaf],
+        mesh: Mesh,
+        stage: int,
+    ) -> None:
+        self._params, self._at_rest = params, at_rest
+        self._mesh, self._stage = mesh, stage
+
+    def leaves(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """How each array lies, in the form of ``rest``."""
+        return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
+
+    def _below(self, path: str, value: Any, of_optimizer: bool) -> Any:
+        """The leaves of one node of the state.
+
+        Args:
+          path: Where the node stands.
+          of_optimizer: Whether it belongs to an optimizer.
+        """
+        if self._params.holds(value):
+            return self._copy(path, value)
+        if jax.tree_util.all_leaves([value]):
+            return self._array(path, value, of_optimizer)
+        of_optimizer = of_optimizer or _is_optimizers(value)
+        children, tree = jax.tree_util.tree_flatten_with_path(
+            value, is_leaf=lambda x: x is not value
+        )
+        below = []
+        for keys, child in children:
+            key = jax.tree_util.keystr(keys)
+            below.append(self._below(path + key, child, of_optimizer or _names(key)))
+        return jax.tree.unflatten(tree, below)
+
+    def _copy(self, path: str, value: Any) -> Any:
+        arrays, tree = jax.tree.flatten(value)
+        copies = [
+            Leaf.of(
+                leaf.path.replace("params", path, 1),
+                x,
+                layout.full(leaf.spec, x.ndim),
+                layout.full(leaf.whole, x.ndim),
+                leaf.reason,
+                self._mesh,
+            )
+            for x, leaf in zip(arrays, self._params.leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, copies)
+
+    def _array(self, path: str, x: Any, of_optimizer: bool) -> Leaf:
+        if reason := self._why_whole(x, of_optimizer):
+            whole = (None,) * x.ndim
+            return Leaf.of(path, x, whole, whole, reason, self._mesh)
+        return self._at_rest(path, x, None)
+
+    def _why_whole(self, x: Any, of_optimizer: bool) -> str:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return "keys stay whole"
+        if x.size <= rule.SMALL:
+            return f"extra state of at most {rule.SMALL:,} elements stays whole"
+        if self._stage in (1, 2) and not of_optimizer:
+            return f"stage {self._stage} keeps extra state whole, stage 3 shards it"
+        return ""
+
+
+def _is_optimizers(value: Any) -> bool:
+    """Whether a node is the state of an optax transformation."""
+    return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
+
+
+def _names(key: str) -> bool:
+    """Whether a field or a key is called after an optimizer's state."""
+    return "opt_state" in key

@@ -1,0 +1,150 @@
+"""Further arguments of a step that lie as parameters do: a teacher, or a copy to compare with.
+
+They are gathered where the step uses them, as its parameters are. Rows of data are sharded along
+their first dimension, as many parameters are; so an argument counts as parameters where it is a
+copy of the step's own, or a tree of arrays that all lie as the rule shards parameters, some of them
+along another dimension than the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.collectives import Inserter, Shard
+from zerojax.devices.mesh import same_devices
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.plan import Plan
+from zerojax.plan.rule import shard_spec
+from zerojax.step.call import Static, divide, is_array
+from zerojax.xla import jaxprs
+
+
+class FurtherArguments(NamedTuple):
+    """Further arguments without their arrays; hashable, so that a jit can key on them.
+
+    Attributes:
+      static: What they are beside the arrays.
+      specs: Of each array that lies as a parameter does the spec; None for the others.
+    """
+
+    static: Static
+    specs: tuple[Spec | None, ...]
+
+
+class Lying(NamedTuple):
+    """How an array of an argument lies.
+
+    Attributes:
+      shape: Of the whole array.
+      spec: Of its sharding, where that is over the plan's axis; else None.
+    """
+
+    shape: tuple[int, ...]
+    spec: Spec | None
+
+
+class ArgumentReader:
+    """Tells which further arguments of a step lie as parameters do.
+
+    Args:
+      plan: PartitionSpec of every leaf.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._form: Any = jax.tree.structure(plan.params, is_leaf=_is_spec)
+        self._own = tuple(
+            Lying(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
+            for leaf in plan.leaves["params"]
+        )
+        # Asked for every array of every step.
+        self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], FurtherArguments]:
+        """The arrays of further arguments, and what is left of them."""
+        arrays, static = divide(args, kwargs)
+        specs: list[Spec | None] = []
+        for argument in (*args, *(x for _, x in sorted(kwargs.items()))):
+            specs += self._specs(argument)
+        return arrays, FurtherArguments(static, tuple(specs))
+
+    def _specs(self, argument: Any) -> Sequence[Spec | None]:
+        leaves, tree = jax.tree.flatten(argument)
+        arrays = [self._lying(x) for x in leaves if is_array(x)]
+        sharded = [x for x in arrays if x.spec is not None]
+        if sharded and (self._is_copy(tree, arrays) or self._by_rule(tuple(sharded))):
+            return [x.spec for x in arrays]
+        return [None] * len(arrays)
+
+    def _lying(self, x: Any) -> Lying:
+        sharding, shape = getattr(x, "sharding", None), tuple(np.shape(x))
+        named = isinstance(sharding, NamedSharding)
+        return Lying(shape, self._spec(sharding, len(shape)) if named else None)
+
+    def _spec_of(self, sharding: NamedSharding, ndim: int) -> Spec | None:
+        mesh: Any = sharding.mesh
+        there = self._plan.mesh
+        if not isinstance(mesh, Mesh) or not same_devices(layout.undivided(mesh), there):
+            return None
+        spec = layout.cutting(layout.full(sharding.spec, ndim), there)
+        return spec if layout.dimensions(spec, self._plan.axis) else None
+
+    def _is_copy(self, tree: Any, arrays: Sequence[Lying]) -> bool:
+        """Whether an argument is a copy of the parameters, each whole or as the plan has it."""
+        return tree == self._form and all(
+            x in (own, own._replace(spec=None)) for x, own in zip(arrays, self._own, strict=True)
+        )
+
+    def _rule(self, sharded: tuple[Lying, ...]) -> bool:
+        """Whether arrays lie as the rule shards parameters, and not as rows of data may."""
+        plan = self._plan
+        apart = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)
+        return apart and all(
+            shard_spec(x.shape, (None,) * len(x.shape), plan.mesh, plan.axis, 0).spec == x.spec
+            for x in sharded
+        )
+
+
+def enter_arguments(
+    inserter: Inserter, arrays: Sequence[Any], specs: Sequence[Spec | None]
+) -> dict[int, Shard]:
+    """By ``id`` of an array that lies as a parameter does: its shard."""
+    chosen = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if spec is not None]
+    shards = [Shard(x, spec) for x, spec in chosen]
+    wholes = inserter.in_advance(shards)
+    return {
+        id(x): dataclasses.replace(shard, whole=whole)
+        for (x, _), shard, whole in zip(chosen, shards, wholes, strict=True)
+    }
+
+
+class WithShards(NamedTuple):
+    """A traced step whose constants are shards, as far as they are such arguments.
+
+    Attributes:
+      jaxpr: The open jaxpr.
+      consts: Its constants.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, closed: Any, shards: dict[int, Shard]) -> WithShards:
+        """The step as it was traced on the arrays themselves."""
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        return cls(jaxpr, tuple(shards.get(id(x), x) for x in consts))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

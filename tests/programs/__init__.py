@@ -8,6 +8,7 @@ from programs import (
     optimizers,
     reinforcement,
     shapes,
+    tables,
     teachers,
     vision,
 )
@@ -23,6 +24,7 @@ FAMILIES = (
     losses,
     guards,
     shapes,
+    tables,
 )
 PROGRAMS = {program.name: program for family in FAMILIES for program in family.PROGRAMS}
 

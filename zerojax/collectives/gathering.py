@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zerojax.collectives import many
+from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.devices.mesh import REPLICA
@@ -41,6 +42,10 @@ class Scope:
       token: an array that the last gather was made for; the next one of the same shard waits for
         it.
       reduced: the gradients of each block of the backward pass, in order.
+      used_whole: by ``id``, the shards that something else than lookups uses whole in here.
+      rows: what was last looked up in a gathered table; the next such table waits for it.
+      adjacent: the gathers that an equation shares with those next to it; None where none does.
+      summed: gradients that are reduced once they are added up.
     """
 
     share: bool
@@ -50,6 +55,10 @@ class Scope:
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
     reduced: list[list[ReducedGradient]] = field(default_factory=list)
+    used_whole: set[int] = field(default_factory=set)
+    rows: jax.Array | None = None
+    adjacent: Wholes | None = None
+    summed: set[Any] = field(default_factory=set)
 
     def inner(self) -> Scope:
         return Scope(share=True, replace=self.replace, host=self.host)
@@ -119,8 +128,9 @@ class Gatherer:
             return shard.whole
         if shard.narrow is not None:  # half the bytes
             return self.gather(shard.narrow, scope, rest).astype(shard.value.dtype)
-        if id(shard) in scope.gathered:
-            return scope.gathered[id(shard)][1]
+        gathered = scope.gathered if scope.adjacent is None else scope.adjacent
+        if id(shard) in gathered:
+            return gathered[id(shard)][1]
         if shard.host:
             whole = self.whole(fetched(shard.value), shard.spec)
             if scope.share:
@@ -135,8 +145,8 @@ class Gatherer:
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
         whole = self.whole(value, shard.spec)
-        if scope.share:
-            scope.gathered[id(shard)] = shard, whole
+        if scope.share or scope.adjacent is not None:
+            gathered[id(shard)] = shard, whole
         return whole
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:

@@ -23,7 +23,18 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import gradients, loops, order, propagate, residuals, rounding, wanted
+from zerojax.collectives import (
+    adjacent,
+    gradients,
+    lookups,
+    loops,
+    order,
+    propagate,
+    residuals,
+    reuse,
+    rounding,
+    wanted,
+)
 from zerojax.collectives.entries import Entries
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
@@ -34,8 +45,8 @@ from zerojax.distributed import log
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
-from zerojax.trace import changes
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS
+from zerojax.trace import changes, marks
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 
@@ -92,7 +103,13 @@ class Inserter(Gatherer):
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
-        wants = wanted.trace_back(jaxpr, want, self.mesh)
+        goes_on = reuse.GoesOn(jaxpr, args, self.axis)
+        wants = wanted.trace_back(jaxpr, want, self.mesh, goes_on.gradients)
+        scope.used_whole |= goes_on.used_whole
+        together = adjacent.sums(jaxpr, wants, self.mesh)
+        scope.summed |= together.reduced
+        wants = {v: spec for v, spec in wants.items() if v not in together.added}
+        shared = {} if scope.share else adjacent.uses(jaxpr)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.find_sums(jaxpr)
         env: dict[Any, Any] = dict(
@@ -107,6 +124,7 @@ class Inserter(Gatherer):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
+            scope.adjacent = shared.get(id(eqn))
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
@@ -119,7 +137,9 @@ class Inserter(Gatherer):
                     outs = self._equation(eqn, values, scope, wants, leaving)
                 else:
                     outs = jaxprs.bind(eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(
+                (v, goes_on.as_shard(v, x, wants)) for v, x in zip(eqn.outvars, outs, strict=True)
+            )
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
@@ -134,12 +154,14 @@ class Inserter(Gatherer):
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
+        if marks.is_mark(eqn, marks.GRADIENT):
+            return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
             values[0] = lax.optimization_barrier(values[0])
-        if wanted.passes(eqn):
+        if wanted.passes(eqn) and eqn.outvars[0] not in scope.summed:
             return jaxprs.bind(eqn, values)
         outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
         reduced = [
@@ -181,7 +203,7 @@ class Inserter(Gatherer):
             and id(shards[0]) in scope.gathered
         ):
             return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
-        if name in rounding.REDUCTIONS:
+        if name in REDUCTIONS:
             return jaxprs.bind(eqn, [plain(v) for v in values])
         if spec := propagate.forward(eqn, shards[0].spec, self.mesh):
             return self._on_shards(eqn, values, spec)
@@ -193,6 +215,8 @@ class Inserter(Gatherer):
             through = [travelling(v) for v in values]
             outs = jaxprs.bind(eqn, [plain(v) for v in through])
             return list(map(arrived, values, map(like, through, outs)))
+        if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
+            return [rows]
         return jaxprs.bind(eqn, self.all_whole(values, scope))
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
@@ -215,7 +239,7 @@ class Inserter(Gatherer):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
         reduced = zip(outs, want, strict=True)
-        scope.reduced.append([ReducedGradient(o, w) for o, w in reduced if w is not None])
+        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in reduced if w is not None])
         return outs
 
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:

@@ -24,15 +24,10 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 CAST = "convert_element_type"
-REDUCTIONS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
-)
-"""These run on shards, each device reducing its own pieces first."""
-
 _ON_SHARDS = REDUCTIONS | {"shard_map"}
 _Dtypes = frozenset[Any]
 _NONE: _Dtypes = frozenset()

@@ -7,7 +7,7 @@ Followed backwards through the jaxpr, the constraint reaches the equations that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -24,7 +24,9 @@ from zerojax.xla import jaxprs
 _PASSES = ELEMENTWISE | LABELS | {"scatter", "scatter-mul"}
 
 
-def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any, Spec]:
+def trace_back(
+    jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, others: Mapping[Any, Spec] | None = None
+) -> dict[Any, Spec]:
     """For each variable that is, or goes into, a gradient: the spec of its shard.
 
     The spec of a gradient that stays whole is the user's own of the parameter.
@@ -33,7 +35,9 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any,
       jaxpr: an open jaxpr.
       outs: the spec wanted of each of its results, None where there is none.
       mesh: of all specs.
+      others: the specs of further gradients, see :mod:`zerojax.collectives.reuse`.
     """
+    others = others or {}
     wants = {
         v: spec
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
@@ -49,6 +53,9 @@ def trace_back(jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Any,
             # user's, of activations as a rule.
             out = eqn.outvars[0]
             wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
+        for out in eqn.outvars:
+            if out in others:
+                wants.setdefault(out, others[out])
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:

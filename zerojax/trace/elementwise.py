@@ -12,3 +12,8 @@ ELEMENTWISE = frozenset({
 
 LABELS = frozenset({"name", "sharding_constraint", "copy", "copy_p"})
 """Say something of a value, and leave it as it is."""
+
+REDUCTIONS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
+)
+"""Of an array in pieces each device reduces its own, and XLA the rest."""

@@ -1,0 +1,112 @@
+"""Products next to each other that one gather serves, and whose gradients one sum reduces.
+
+What differentiates a product has two products for it: of a product with a matrix, one with each
+tangent. A matrix would be gathered for either at stage 3, and a gradient reduced of either, because
+no whole one may wait for a use that comes later. Here the other use comes at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
+
+from zerojax.collectives import propagate
+from zerojax.collectives.shard import Shard
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+NEAR = 16
+"""The most equations between uses that are next to each other."""
+
+_PRODUCTS = frozenset([prims.dot_general_p, prims.conv_general_dilated_p])
+_MOVES = propagate.BACKWARD.keys() | {"convert_element_type", "neg"}
+
+Wholes = dict[int, tuple[Shard, jax.Array]]
+"""By ``id``, a shard and the same whole."""
+
+
+def uses(jaxpr: Any) -> dict[int, Wholes]:
+    """For each product, by ``id`` of its equation, that uses an operand as another one does nearby:
+    where they share gathers. None of them waits for the other's result."""
+    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    firsts: dict[Any, tuple[int, Any]] = {}
+    shared: dict[int, Wholes] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive not in _PRODUCTS:
+            continue
+        numbers = str(jaxprs.param(eqn, "dimension_numbers"))
+        operands = jaxprs.variables(eqn.invars)
+        for at, v in enumerate(operands):
+            first, other = firsts.get((v, at, numbers), (None, None))
+            if first is None or i - first > NEAR or any(made.get(x, -1) > first for x in operands):
+                firsts[v, at, numbers] = i, eqn
+            else:
+                shared[id(eqn)] = shared.setdefault(id(other), {})
+    return shared
+
+
+class Sums(NamedTuple):
+    """Gradients that are added up whole, and reduced then.
+
+    Attributes:
+      reduced: The sums.
+      added: What they are made from, back to products, and is not reduced.
+    """
+
+    reduced: set[Any]
+    added: set[Any]
+
+
+def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
+    """Sums of products next to each other. Of those farther apart all, if together they have no
+    more elements than the largest gradient; they wait whole for each other.
+
+    Args:
+      jaxpr: An open jaxpr.
+      wants: See :func:`zerojax.collectives.wanted.trace_back`.
+      mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
+    """
+    made = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    used = Counter(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars))
+    used.update(jaxprs.variables(jaxpr.outvars))
+    near, far = Sums(set(), set()), Sums(set(), set())
+    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        if eqn.primitive.name != "add_any" or (out := eqn.outvars[0]) not in wants:
+            continue
+        if layout.padded(out.aval.shape, wants[out], mesh) != out.aval.shape:
+            continue
+        if out in near.added | far.added or (terms := _terms(eqn, made, used)) is None:
+            continue
+        chosen = near if i - min(made[v][0] for v in terms) <= NEAR else far
+        chosen.reduced.add(out)
+        chosen.added.update(terms)
+    largest = max((v.aval.size for v in wants), default=0)
+    if sum(v.aval.size for v in far.reduced) > largest:
+        return near
+    return Sums(near.reduced | far.reduced, near.added | far.added)
+
+
+def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int]) -> Any:
+    """The variables from which a sum is made, back to products; None where one of them is made
+    otherwise, or used besides."""
+    terms: set[Any] = set()
+    left = jaxprs.variables(eqn.invars)
+    if len(left) != len(eqn.invars):
+        return None
+    while left:
+        v = left.pop()
+        if v not in made or used[v] != 1:
+            return None
+        terms.add(v)
+        maker = made[v][1]
+        if maker.primitive.name == "add_any" or maker.primitive.name in _MOVES:
+            left += jaxprs.variables(maker.invars)
+        elif maker.primitive not in _PRODUCTS:
+            return None
+    return terms

@@ -1,0 +1,83 @@
+"""Rows looked up in a table that stays sharded.
+
+A lookup reads a few rows of a table, one a token. Gathered, all of the table would be sent to
+every device, and lie there whole. Instead each device looks up the rows of all tokens in its own
+shard, and the rows are sent. Of a table whose rows are sharded, a device has zeros for a row that
+lies elsewhere, so that the sum over the devices is the row: XLA partitions a lookup in this way
+where the table is pinned to its shard. Pieces of a table whose columns are sharded change places
+first, in an all-to-all of a shard's size.
+
+Tables that are gathered, because more rows are looked up than they have, are so one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
+
+from zerojax.collectives.gathering import Gatherer, Scope
+from zerojax.collectives.shard import Shard
+from zerojax.devices.mesh import batch_devices
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+
+def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -> jax.Array | None:
+    """The rows that an equation looks up in a sharded table; None where it is no lookup, or where
+    the table is whole anyway."""
+    table, *indices = values
+    if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
+        return None
+    if table.whole is not None or (scope.share and id(table) in scope.used_whole):
+        return None
+    stored = table.narrow or table  # half the bytes
+    if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
+        pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
+        (rows,) = jaxprs.bind(eqn, [pinned, *indices])
+        return rows.astype(table.value.dtype)
+    if scope.share or table.value.size <= eqn.outvars[0].aval.size / batch_devices(gatherer.mesh):
+        return None
+    held = table
+    if scope.rows is not None:
+        value, _ = lax.optimization_barrier((stored.value, scope.rows))
+        held = Shard(value, stored.spec)
+    whole = gatherer.gather(held, scope, indices).astype(table.value.dtype)
+    scope.seen[id(table)] = table
+    (scope.rows,) = jaxprs.bind(eqn, [whole, *indices])
+    return scope.rows
+
+
+def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
+    """The spec of a table while rows of it are looked up, which shards rows.
+
+    None where fewer elements are moved to gather the table, and where the equation does not look
+    up rows, or the table is sharded along two dimensions, or unevenly.
+
+    Args:
+      eqn: A gather.
+      spec: Of the table, its first operand.
+      mesh, axis: The devices, and the axis over which ZeRO shards.
+    """
+    shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
+    if len(dims) != 1 or layout.padded(shape, spec, mesh) != shape:
+        return None
+    picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
+    (cut,), size = dims, eqn.invars[0].aval.size
+    pieces = layout.parts(spec[cut], mesh)
+    moved = eqn.outvars[0].aval.size * pieces / batch_devices(mesh)
+    if cut not in picked:
+        free = [d for d in picked if spec[d] is None and shape[d] % pieces == 0]
+        if not free:
+            return None
+        row = max(free, key=lambda d: shape[d])
+        names = [a for a in layout.axes(spec[cut]) if layout.whole_axis(a) == axis]
+        spec, moved = layout.without(spec, axis), moved + size / pieces
+        for name in names:
+            spec = layout.within(spec, row, name)
+    return spec if moved < size else None

@@ -1,0 +1,146 @@
+"""Gradients that the body goes on with, because another gradient is made of them.
+
+The optimizer's gradients are reduce-scattered where they are made. So are those from which the
+step makes another one: the vector of a Hessian-vector product, the gradient in a penalty, the way
+to the worst point nearby. What is scattered goes on as a shard, is worked on element by element as
+such, and is gathered where it is needed whole, like a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives import propagate
+from zerojax.collectives.shard import HostStack, Shard
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
+from zerojax.trace import marks
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.xla import jaxprs
+
+_SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
+_MOVES = LABELS | propagate.FORWARD.keys() | {"convert_element_type", "neg"}
+
+
+def used_whole(jaxpr: Any, outs: Collection[Any] = ()) -> set[Any]:
+    """The variables of a jaxpr that an equation needs whole, in whatever layout and scale. Lookups
+    are left out, and what the optimizer does with its gradients.
+
+    Args:
+      jaxpr: An open jaxpr.
+      outs: Its results that are needed whole.
+    """
+    whole = set(outs)
+    for eqn in reversed(jaxpr.eqns):
+        if marks.is_mark(eqn, marks.GRADIENT):
+            whole.difference_update(eqn.outvars)
+            continue
+        if eqn.primitive.name in REDUCTIONS:
+            continue
+        operands, size = jaxprs.variables(eqn.invars), _size(eqn)
+        if eqn.primitive.name in _SAME_SIZE:
+            alike = [v for v in operands if v.aval.size == size]
+            if not alike:
+                whole.update(operands)  # a broadcast
+            elif not whole.isdisjoint(eqn.outvars):
+                whole.update(alike)
+        elif inside := _inside(eqn):
+            for body in inside:
+                inner = used_whole(
+                    body, {v for v, o in zip(body.outvars, eqn.outvars, strict=True) if o in whole}
+                )
+                skip = len(eqn.invars) - len(body.invars)  # the index of a choice
+                pairs = zip(eqn.invars[skip:], body.invars, strict=True)
+                whole.update(jaxprs.variables(v for v, x in pairs if x in inner))
+        else:
+            lookup = eqn.primitive is prims.gather_p
+            whole.update(jaxprs.variables(eqn.invars[1:]) if lookup else operands)
+    return whole
+
+
+class GoesOn:
+    """The gradients with which a jaxpr goes on, and which are cut for it.
+
+    Args:
+      jaxpr: An open jaxpr.
+      args: What it is given, some of it :class:`Shard`.
+      axis: The shard axis.
+
+    Attributes:
+      gradients: By variable the spec of its shard, of those that have the shape of a sharded
+        parameter. Only placement hangs on them: of what is taken for a gradient by mistake the
+        numbers stay the same.
+      used_whole: By ``id``, the shards among ``args`` that something else than lookups needs whole.
+    """
+
+    def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
+        self._whole, self._axis = used_whole(jaxpr), axis
+        params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
+        self.used_whole = {id(x) for v, x in params.items() if v in self._whole}
+        specs: dict[tuple[int, ...], set[Spec]] = {}
+        for v, x in params.items():
+            if not is_small(v.aval.shape, x.spec, axis):
+                specs.setdefault(v.aval.shape, set()).add(x.spec)
+        only = {shape: some.pop() for shape, some in specs.items() if len(some) == 1}
+        sums = _sums(jaxpr, params, transposed=False) if only else set()
+        self.gradients = {v: only[v.aval.shape] for v in sums & self._whole if v.aval.shape in only}
+
+    def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
+        """The value of a variable, as a shard where it is a gradient that is used whole."""
+        if v not in self._whole or v not in wants or isinstance(value, Shard | HostStack):
+            return value
+        spec = wants[v]
+        if is_small(v.aval.shape, spec, self._axis) or not layout.dimensions(spec, self._axis):
+            return value
+        return Shard(value, spec)
+
+
+def _sums(jaxpr: Any, params: Collection[Any], *, transposed: bool) -> set[Any]:
+    """The variables that differentiation makes by a product, a convolution or a sum of rows, of
+    operands that are no parameters; also in another layout or dtype."""
+    weights, sums = set(params), set()
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, jaxprs.variables(eqn.invars)
+        if name in _SAME_SIZE:
+            size = _size(eqn)
+            if any(v in weights and v.aval.size == size for v in operands):
+                weights.update(eqn.outvars)
+            if operands and (name == "add_any" or name in _MOVES) and sums.issuperset(operands):
+                sums.update(eqn.outvars)
+        elif inside := _inside(eqn):
+            for body in inside:
+                skip = len(eqn.invars) - len(body.invars)
+                pairs = zip(eqn.invars[skip:], body.invars, strict=True)
+                given = {x for v, x in pairs if not isinstance(v, core.Literal) and v in weights}
+                inner = _sums(body, given, transposed=transposed or jaxprs.is_transposed(eqn))
+                results = zip(body.outvars, eqn.outvars, strict=True)
+                sums.update(o for v, o in results if v in inner)
+        elif (
+            _adds_rows(eqn)
+            and weights.isdisjoint(operands)
+            and (transposed or jaxprs.is_transposed(eqn))
+        ):
+            sums.update(eqn.outvars)
+    return sums
+
+
+def _adds_rows(eqn: Any) -> bool:
+    if eqn.primitive is prims.scatter_add_p:
+        return bool(jaxprs.param(eqn, "dimension_numbers").update_window_dims)
+    return eqn.primitive in (prims.dot_general_p, prims.conv_general_dilated_p)
+
+
+def _inside(eqn: Any) -> list[Any]:
+    """The open jaxprs of a call, a choice or a loop over a known number of steps."""
+    if eqn.primitive is prims.scan_p:
+        return [jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]]
+    return jaxprs.bodies(eqn)
+
+
+def _size(eqn: Any) -> int:
+    return eqn.outvars[0].aval.size if eqn.outvars else 0

@@ -82,6 +82,24 @@ def test_the_json_holds_every_figure() -> None:
     assert told["remedies"] is None
 
 
+def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """An H100 has 84.9 GB: of four fifths the arguments, and 95% of the rest."""
+    begins = 10 * GB + 0.95 * (0.8 * 84942979072 - 10 * GB)
+
+    def told(peak: float, again: int = 0) -> str:
+        memory = {"activations": int(peak)}
+        found = forecast(cost(memory=memory, arguments=10 * GB, again=again))
+        assert found.spare == pytest.approx(begins - peak, abs=2)
+        return " ".join(printed(planned(found), capsys))
+
+    assert "again" not in told(0.94 * begins)
+    near = told(begins - GB)
+    assert "warning: 1 GB more, and XLA computes values again" in near
+    assert "needs more than 65.1 GB of this device" in near
+    assert "warning: XLA computes 7 values again" in told(begins + GB, again=7)
+    assert "again" not in told(begins + GB)  # and fits, as was compiled
+
+
 def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
     small = cost("update [1]", memory={"parameters": GB}, seconds=0.25, traffic=())
     found = forecast(cost("gradients"), small, host_bytes=7 * GB, disk_bytes=2 * GB)

@@ -42,9 +42,9 @@ class MadeUp:
         return zerojax.zero(choice.config(config, 8)).plan(jax.eval_shape(create))
 
     def tried(self, choice: Choice) -> Any:
-        headroom = self.room - int(self.factor * self.plan(choice).live.bytes)
+        spare = self.room - int(self.factor * self.plan(choice).live.bytes)
         self.asked += [choice.live] if choice.live else []
-        return SimpleNamespace(headroom=headroom, fits=headroom >= 0)
+        return SimpleNamespace(spare=spare, fits=spare >= 0)
 
 
 @pytest.mark.parametrize(

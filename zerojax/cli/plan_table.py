@@ -12,9 +12,12 @@ from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import changes
+from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
 _BAR = 30
+NEAR = 0.95
+"""The share of the memory above which XLA recomputes, from which on a plan warns."""
 
 
 def show(planned: Planned) -> None:
@@ -112,6 +115,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     elif not forecast.whole:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     yield from forecast.plan.live.notes
+    yield from _about_recomputing(forecast)
     if forecast.host_bytes:
         yield f"host memory, for each device: {size(forecast.host_bytes)}"
     if forecast.disk_bytes:
@@ -122,6 +126,24 @@ def _about_memory(planned: Planned) -> Iterator[str]:
             f"The step takes {share:.0%} of the device's memory, "
             "and JAX preallocates 75% unless told otherwise: set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={planned.fraction:.2f}"
+        )
+
+
+def _about_recomputing(forecast: Forecast) -> Iterator[str]:
+    """That XLA computes values again to save memory, or is about to."""
+    most, again = forecast.recomputes_above, sum(each.again for each in forecast.programs)
+    if most is None:
+        return
+    begins = f"XLA does so where a program needs more than {size(most)} of this device"
+    if again:
+        yield (
+            f"warning: XLA computes {again} values again to save memory, which takes time; "
+            f"{begins}: take what the step should compute again (remat), or a smaller micro-batch"
+        )
+    elif NEAR * most < forecast.peak.bytes <= most:
+        yield (
+            f"warning: {size(most - forecast.peak.bytes)} more, and XLA computes values again to "
+            f"save memory, which takes time; {begins}"
         )
 
 

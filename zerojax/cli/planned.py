@@ -83,6 +83,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
             "reserve": planned.reserve,
             "program": forecast.peak.name,
             "mem_fraction": planned.fraction,
+            "recomputes_above": forecast.recomputes_above,
             "host": forecast.host_bytes,
             "disk": forecast.disk_bytes,
         },
@@ -100,6 +101,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
                 "host": each.host,
                 "times": each.times,
                 "seconds": each.seconds,
+                "computed_again": each.again,
                 "compile_seconds": each.compile_seconds,
             }
             for each in forecast.programs

@@ -35,6 +35,7 @@ from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traff
 from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
+from zerojax.hlo.rematerialised import computed_again
 from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
@@ -60,7 +61,7 @@ class Measurement:
       between: Those of an update's arguments that lie on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory beside arguments and results.
-      seconds, forward, traffic, compile_seconds: As in :class:`ProgramCost`.
+      seconds, forward, traffic, again, compile_seconds: As in :class:`ProgramCost`.
       compiled: False where XLA refused the program for its memory; ``memory`` is then the least
         that the program needs.
     """
@@ -74,6 +75,7 @@ class Measurement:
     seconds: float = 0.0
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
+    again: int = 0
     compile_seconds: float = 0.0
     compiled: bool = True
 
@@ -103,7 +105,11 @@ def measure(
     traffic = tuple(_traffic(sent, copied, spent, nodes))
     measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
     return dataclasses.replace(
-        measured, seconds=spent.seconds, forward=spent.forward, traffic=traffic
+        measured,
+        seconds=spent.seconds,
+        forward=spent.forward,
+        traffic=traffic,
+        again=computed_again(program),
     )
 
 
@@ -233,6 +239,8 @@ def forecast(
                 seconds=one.seconds,
                 forward=one.forward,
                 traffic=one.traffic,
+                arguments=one.arguments,
+                again=one.again,
                 times=times,
                 compile_seconds=one.compile_seconds,
                 compiled=one.compiled,

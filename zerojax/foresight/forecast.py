@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from zerojax.devices.rates import Rates
-from zerojax.devices.topology import GPUS_PER_HOST
+from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
+from zerojax.hlo.rematerialised import begins_above
 from zerojax.plan.plan import Plan
 
 
@@ -63,6 +64,9 @@ class ProgramCost:
         backward pass repeats.
       traffic: Collectives, then copies.
       compile_seconds: Time of the compile, on this machine.
+      arguments: Bytes of its arguments on the device.
+      again: Instructions with which XLA computes a value again to save memory, see
+        :mod:`zerojax.hlo.rematerialised`.
       times: Runs in a step.
       compiled: False where XLA refused the program for its memory; ``memory`` is then the least
         that the program needs.
@@ -75,6 +79,8 @@ class ProgramCost:
     forward: float
     traffic: tuple[Traffic, ...]
     compile_seconds: float
+    arguments: int = 0
+    again: int = 0
     times: int = 1
     compiled: bool = True
 
@@ -125,6 +131,19 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.headroom >= 0 and all(each.compiled for each in self.programs)
+
+    @property
+    def recomputes_above(self) -> int | None:
+        """Bytes at the peak above which XLA computes values again; None where XLA never does."""
+        if self.rates.kind not in device_kinds()["gpu"]:
+            return None
+        return begins_above(self.rates.memory, self.peak.arguments)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that the step may take more and still fit, with nothing computed again."""
+        most = self.recomputes_above
+        return self.headroom if most is None else min(self.headroom, most - self.peak.bytes)
 
     @property
     def seconds(self) -> float:

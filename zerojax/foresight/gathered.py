@@ -16,8 +16,9 @@ TRIES = 2
 def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
     """A choice with as many parameters gathered over an update as the devices have room for.
 
-    The memory that the choice leaves free tells how many that should be. They are compiled; where
-    they take more than that, fewer are, in proportion.
+    The memory that the choice leaves free tells how many that should be, short of where XLA would
+    compute values again. They are compiled; where they take more than that, fewer are, in
+    proportion.
 
     Args:
       trials: The trials of the step on the devices.
@@ -31,7 +32,7 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
     base = trials.tried(choice)
     if base is None or not base.fits:
         return None
-    room = base.headroom
+    room = base.spare
     for _ in range(TRIES):
         larger = dataclasses.replace(choice, live=_fitting(trials, choice, room))
         if not larger.live:
@@ -39,9 +40,9 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
         forecast = trials.tried(larger)
         if forecast is None:
             return None
-        if forecast.fits:
+        if forecast.fits and forecast.spare >= 0:
             return Trial(larger, forecast)
-        room = room * room // (room - forecast.headroom)
+        room = room * room // (room - forecast.spare)
     return None
 
 

@@ -181,7 +181,8 @@ def adversarial(sizes: Sizes) -> Program:
     """A generator, and a critic that is trained in the same step."""
     d, tx = sizes.width, optax.adam(1e-4)
     layers = max(2, sizes.layers // 4)
-    generator, critic = Dense(layers, d, d), Dense(layers, d, 1)
+    generator: Any = Dense(layers, d, d)
+    critic: Any = Dense(layers, d, 1)
 
     def create(key: jax.Array) -> AdversarialState:
         params, second = (
@@ -191,7 +192,7 @@ def adversarial(sizes: Sizes) -> Program:
             apply_fn=None, params=params, tx=tx, critic=second, critic_opt_state=tx.init(second)
         )
 
-    def judged(critic_params: Any, x: jax.Array) -> jax.Array:
+    def judged(critic_params: Any, x: jax.Array) -> Any:
         return critic.apply({"params": critic_params}, x)
 
     def step(state: AdversarialState, batch: jax.Array) -> Any:
@@ -224,7 +225,7 @@ def preference(sizes: Sizes, *, in_field: bool) -> Program:
 
     Source: Rafailov et al. 2023, Direct Preference Optimization (arXiv:2305.18290).
     """
-    model = GPT(
+    model: Any = GPT(
         GPTConfig(
             vocab_size=sizes.vocabulary, block_size=sizes.tokens, n_layer=sizes.layers,
             n_head=sizes.language_width // 64, n_embd=sizes.language_width, scan=True, remat=True,

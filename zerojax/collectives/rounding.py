@@ -48,13 +48,13 @@ def is_rounded(value: Any) -> bool:
 def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     """``args`` of a jaxpr with those shards gathered rounded that are needed whole only so.
 
-    Small ones are left as they are, and at stage 3 all.
+    Those that are not gathered in advance are left as they are, and small ones.
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     uses = _Uses(gatherer.mesh, gatherer.axis)
     entered = []
     for v, x in zip(jaxpr.invars, args, strict=True):
-        if gatherer.keep and _is_large(x, gatherer.axis):
+        if _is_large(x, gatherer.axis):
             dtype = uses.rounding(jaxpr, v, x.spec)
             if dtype is not None:
                 whole = gatherer.whole(x.value.astype(dtype), x.spec)

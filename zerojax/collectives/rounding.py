@@ -44,7 +44,7 @@ def is_rounded(value: Any) -> bool:
 def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     """``args`` of a jaxpr with those shards gathered rounded that are needed whole only so.
 
-    Small ones are left as they are.
+    Those that are not gathered in advance are left as they are, and small ones.
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     uses = _Uses(gatherer.mesh, gatherer.axis)

@@ -41,6 +41,7 @@ class Choice:
       accumulation: Micro-batches an update.
       remat: Whether a block keeps its input only; None for a model without that option.
       offload: What lies in host memory.
+      xla: Options of XLA, by the names of the config's fields, beside those of the config.
     """
 
     stage: int
@@ -48,12 +49,14 @@ class Choice:
     accumulation: int = 1
     remat: bool | None = None
     offload: Offload = "none"
+    xla: tuple[tuple[str, bool | int | str], ...] = ()
 
     def __str__(self) -> str:
         words = [f"stage {self.stage}", f"micro-batch {self.micro}"]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += ["remat"] if self.remat else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        words += [f"{name}={value}" for name, value in self.xla]
         return ", ".join(words)
 
     @property
@@ -90,6 +93,7 @@ class Choice:
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
         """A config with these settings, all others as before; elasticity becomes batch sizes."""
         optimizer, param = self.held
+        xla: dict[str, Any] = dict(self.xla)
         return dataclasses.replace(
             before,
             stage=self.stage,
@@ -99,6 +103,7 @@ class Choice:
             if optimizer
             else None,
             offload_param=(before.offload_param or OffloadParam()) if param else None,
+            **xla,
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -109,10 +114,12 @@ class Choice:
             device = section.get("device")
             if offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
+        xla = {**(before.get("xla") or {}), **dict(self.xla)}
         return {
             **before,
             **({} if elastic(before) else self._batch(world)),
             "zero_optimization": zero,
+            **({"xla": xla} if xla else {}),
         }
 
     def _batch(self, world: int) -> dict[str, Any]:

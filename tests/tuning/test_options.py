@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from flax import linen as nn
 
@@ -15,6 +16,8 @@ from zerojax.config import load
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.trials import Trial
 from zerojax.tuning.options import CANDIDATES, search_options
+from zerojax.tuning.workload import workload
+from zerojax.xla import compat
 
 CHOICE = Choice(stage=3, micro=1)
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
@@ -80,26 +83,47 @@ def test_a_choice_is_written_as_a_config(candidate: dict[str, Any]) -> None:
 class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
-        x = nn.Embed(512, 256)(tokens)
-        for _ in range(2):
-            x = nn.relu(nn.Dense(256)(x))
-        return nn.Dense(512)(x)
+        return nn.Dense(128)(nn.Embed(128, 1024)(tokens))
 
 
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> None:
+    zero = zerojax.zero(
+        stage=3,
+        offload_optimizer=offload,
+        xla_gpu_enable_pipelined_collectives=True,
+        xla_gpu_reduce_scatter_combine_threshold_bytes=7,
+        mesh=zerojax.topology("h100", 8),
+    )
+    made = workload(Model, zero, 8, 16)
+    state = zero.abstract_state(made.create_state, jax.random.key(0))
+    lowered = zero(made.train_step).lower(state, made.batch)
+    options = compat.compiler_options(lowered)
+    assert options["xla_gpu_enable_pipelined_collectives"] is True
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 7
+
+
+@pytest.mark.sweep
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_every_candidate_compiles_and_the_step_takes_the_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    config = {
+        "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+    }
     said: list[str] = []
 
     def search() -> zerojax.tuning.fit.Fitted:
         return zerojax.fit(
-            {**config, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}},
+            config,
             Model,
-            seq=64,
+            seq=16,
             mesh=zerojax.topology("h100", 8),
             xla=True,
             note=said.append,

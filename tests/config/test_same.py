@@ -78,6 +78,18 @@ FIELDS = {
     ),
     "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
     "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
+    **{
+        name: ({"xla": {name: value}}, value)
+        for name, value in {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_all_gather_combine_threshold_bytes": 1 << 27,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
+            "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
+            "xla_gpu_enable_pipelined_collectives": True,
+            "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+        }.items()
+    },
     "optimizer": (
         {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.95]}}},
         OptimizerConfig(type="Lion", params={"betas": (0.9, 0.95)}),

@@ -36,6 +36,17 @@ class TestMesh:
         assert mesh.axis_names == ("data", "model")
         assert mesh.devices.shape == (2, 4)
 
+    def test_two_of_a_kind_have_the_same_devices(self) -> None:
+        one, other = topology("h100", 8), topology("h100", 8)
+        assert one == other
+        groups = topology("h100", 8, axes={"data": 2, "model": 4})
+        assert groups.devices.flat[3] is one.devices.flat[3]
+        assert topology("a100", 8) != one
+        # A program may have specs on one mesh and arrays on another.
+        x, out = (NamedSharding(mesh, PartitionSpec("data")) for mesh in (one, other))
+        shape = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=x)
+        jax.jit(lambda x: 2 * x, out_shardings=out).lower(shape).compile()
+
     @pytest.mark.parametrize("replicas", [4, "hosts"])
     def test_replica_groups_of_whole_hosts(self, replicas: Any) -> None:
         mesh = topology("h100", 32, replicas=replicas)

@@ -92,6 +92,10 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "sharding_constraint": (constrained, "sharding"),
     "reshard": (resharded, "dst_sharding"),
     "dot_general": (lambda x: x @ x.T, "dimension_numbers out_sharding"),
+    "ragged_dot_general": (
+        lambda x: lax.ragged_dot(x, x[None, 0, :, None], jnp.array([len(x)])),
+        "ragged_dot_dimension_numbers",
+    ),
     "conv_general_dilated": (
         convolved,
         "dimension_numbers batch_group_count feature_group_count",

@@ -41,6 +41,9 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
+    xla: Annotated[
+        bool, typer.Option("--xla", help="Then search options of XLA for the fastest, for GPUs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat, offload and what stays gathered.
@@ -48,14 +51,15 @@ def fit(
     The fastest is the one with the most tokens a second.
 
     Every choice in the ranking was compiled and fits. ~/.cache/zerojax remembers what was compiled
-    before for the same step and devices.
+    before for the same step and devices. --devices here are those of this machine; with --xla the
+    fastest choice is run on them.
 
     Exits with 0, with 3 where nothing fits, and with 2 for bad input.
     """
     if out is not None and (out.is_dir() or not os.access(out.resolve().parent, os.W_OK)):
         typer.echo(f"--out {out}: no file can be written there", err=True)
         raise typer.Exit(2)
-    compile_only()
+    compile_only(devices)
     looked = (0, 0)
     with steps_bar() as progress:
         task = progress.add_task("reading", total=None)
@@ -81,6 +85,7 @@ def fit(
                 auto=stand_ins(auto or []),
                 compiles=compiles,
                 seconds=60 * minutes,
+                xla=xla,
                 note=note,
                 done=done,
             )
@@ -130,17 +135,20 @@ def _row(trial: Trial) -> dict[str, Any]:
     return {
         "choice": dataclasses.asdict(trial.choice),
         "stay_gathered": of.plan.live.bytes,
-        "tokens_per_second": of.tokens_per_second,
+        "tokens_per_second": trial.tokens_per_second,
         "mfu": of.mfu,
         "peak": of.peak.bytes,
         "headroom": of.headroom,
         "host": of.host_bytes,
         "seconds": of.seconds,
+        "measured": trial.measured,
     }
 
 
 def _show(trials: Sequence[Trial], title: str) -> None:
-    settings = ("stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered")
+    settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
+    options = any(each.choice.xla for each in trials)
+    settings += ["XLA"] if options else []
     table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"
     for each in trials:
@@ -152,9 +160,16 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             {None: "", False: "no", True: "yes"}[choice.remat],
             choice.offload,
             size(of.plan.live.bytes) if of.plan.live else "",
-            f"{of.tokens_per_second:,.0f}",
-            f"{of.mfu:.1%}",
+            *(["\n".join(_short(name, x) for name, x in choice.xla)] if options else ()),
+            f"{each.tokens_per_second:,.0f}",
+            f"{of.mfu * of.seconds / each.seconds:.1%}",
             size(of.peak.bytes),
             size(of.host_bytes),
         )
     terminal.console().print(table)
+
+
+def _short(name: str, value: bool | int | str) -> str:
+    """An option of XLA in a narrow column."""
+    shown = str(value).removeprefix("WHILE_LOOP_UNROLLING_")
+    return f"{name.removeprefix('xla_gpu_').removeprefix('enable_')} {shown}"

@@ -59,7 +59,7 @@ def plan(
 
     Exits with 0 where the step fits, with 3 where it does not, and with 2 for bad input.
     """
-    compile_only()
+    compile_only(devices)
     with spinner() as progress:
         task = progress.add_task("reading", total=None)
 

@@ -5,10 +5,17 @@ from typing import Annotated
 import jax
 import typer
 
+from zerojax.foresight.devices import HERE
+
 Model = Annotated[
     str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
 ]
-Devices = Annotated[str, typer.Option(metavar="KIND:N", help="As h100:8; they need not be there.")]
+Devices = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND:N", help="As h100:8, which need not be there; here for those of this machine."
+    ),
+]
 Network = Annotated[
     str | None,
     typer.Option(
@@ -24,7 +31,10 @@ Auto = Annotated[
 ]
 
 
-def compile_only() -> None:
-    """Set up JAX before its first use: no search for GPUs, no cache of compiled programs."""
+def compile_only(devices: str) -> None:
+    """Set up JAX before its first use, unless the devices exist: no search for GPUs, no cache of
+    compiled programs."""
+    if devices == HERE:
+        return
     jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would look for GPUs
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what is not run

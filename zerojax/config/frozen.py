@@ -9,6 +9,7 @@ from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
+from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.sections import (
     OFFLOAD,
@@ -105,6 +106,8 @@ class ZeroConfig:
       offload_param: The place of parameters, at stage 3; None for the accelerator.
       sub_group_size: The largest number of elements in one update under offload.
       cpu_checkpointing: Whether residuals of rematerialised blocks in a scan wait in host memory.
+      xla_gpu_enable_latency_hiding_scheduler, ... (all that begin so): Options of XLA's GPU
+        compiler for the step, by XLA's names; None for zerojax's choice.
       optimizer, scheduler: The parts of `zero.optimizer()`.
       steps_per_print: Updates from one printed line to the next; None (or 0) for no lines.
       wall_clock_breakdown: Whether the lines have the time of a step on the device.
@@ -149,6 +152,13 @@ class ZeroConfig:
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000
     cpu_checkpointing: bool = False
+    xla_gpu_enable_latency_hiding_scheduler: bool | None = None
+    xla_gpu_all_gather_combine_threshold_bytes: int | None = None
+    xla_gpu_reduce_scatter_combine_threshold_bytes: int | None = None
+    xla_gpu_all_reduce_combine_threshold_bytes: int | None = None
+    xla_gpu_enable_pipelined_collectives: bool | None = None
+    xla_gpu_enable_while_loop_unrolling: str | None = None
+    xla_gpu_experimental_parallel_collective_overlap_limit: int | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     steps_per_print: int | None = None
@@ -233,6 +243,12 @@ class ZeroConfig:
     def skips_overflow(self) -> bool:
         """Whether updates with a gradient that is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
+
+    @property
+    def xla_options(self) -> dict[str, bool | int | str]:
+        """The options of XLA that are given, by XLA's names."""
+        given = {key.field: getattr(self, key.field) for key in XLA if key.field}
+        return {name: value for name, value in given.items() if value is not None}
 
     def batch(self, world: int) -> BatchSizes:
         """The batch sizes on `world` data-parallel devices.

@@ -64,6 +64,8 @@ def topology(
 ) -> Mesh:
     """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
 
+    Two meshes of as many devices of one kind have the same devices.
+
     Args:
       name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``,
         ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
@@ -136,14 +138,22 @@ def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
         )
     hosts = max(1, devices // GPUS_PER_HOST)
     try:
-        described = topologies.get_topology_desc(
+        return _described(
             platform="cuda",
             target_config=_target_config(figures),
             topology=f"1x{hosts}x{devices // hosts}",  # partitions x hosts x GPUs a host
         )
     except NotImplementedError as error:
         raise RuntimeError(_plugin_remedy(name)) from error
-    return described.devices
+
+
+@functools.cache
+def _described(**description: str) -> Sequence[jax.Device]:
+    """The devices of a topology, which are the same for the same description.
+
+    JAX makes new ones each time, and refuses arrays and specs that lie on others.
+    """
+    return topologies.get_topology_desc(**description).devices
 
 
 def _target_config(figures: Mapping[str, Any]) -> str:
@@ -182,9 +192,7 @@ def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
         raise ImportError(f"compiling for {name!r} needs libtpu: pip install 'zerojax[tpu]'")
     torus = "x".join(map(str, _torus(devices, figures["torus_rank"])))
     with _libtpu_unlocked():
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{name.lower()}:{torus}"
-        ).devices
+        return _described(platform="tpu", topology_name=f"{name.lower()}:{torus}")
 
 
 @contextlib.contextmanager

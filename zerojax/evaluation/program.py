@@ -24,6 +24,7 @@ from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import Rearranged, Static, divide, join
 from zerojax.step.evaluate_body import enter
+from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
@@ -165,6 +166,7 @@ class EvaluationProgram:
         rows = rows_of(batch)
         traced = self._traced(batch, arrays, static)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
+        warn_of_ragged_products(self.function.__name__, jaxpr, self._placer.devices)
         read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
         used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
         filled: Division | None = None

@@ -44,6 +44,7 @@ class Choice:
       offload: What lies in host memory.
       live: Elements of parameters that stay gathered over an update, at the most; 0 below stage 3
         and for parameters that are offloaded.
+      xla: Options of XLA, by the names of the config's fields, beside those of the config.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class Choice:
     remat: bool | None = None
     offload: Offload = "none"
     live: int = 0
+    xla: tuple[tuple[str, bool | int | str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.drops:
@@ -63,6 +65,7 @@ class Choice:
         words += ["remat"] if self.remat else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         words += [f"{self.live:,} elements gathered"] if self.live else []
+        words += [f"{name}={value}" for name, value in self.xla]
         return ", ".join(words)
 
     @property
@@ -105,6 +108,7 @@ class Choice:
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
         """A config with these settings, all others as before; elasticity becomes batch sizes."""
         optimizer, param = self.held
+        xla: dict[str, Any] = dict(self.xla)
         return dataclasses.replace(
             before,
             stage=self.stage,
@@ -115,6 +119,7 @@ class Choice:
             if optimizer
             else None,
             offload_param=(before.offload_param or OffloadParam()) if param else None,
+            **xla,
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -127,10 +132,12 @@ class Choice:
             device = section.get("device")
             if offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
+        xla = {**(before.get("xla") or {}), **dict(self.xla)}
         return {
             **before,
             **({} if elastic(before) else self._batch(world)),
             "zero_optimization": zero,
+            **({"xla": xla} if xla else {}),
         }
 
     def _batch(self, world: int) -> dict[str, Any]:

@@ -10,20 +10,27 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates, kind_of, rates, rates_of
 from zerojax.devices.topology import topology, torus
 
 _FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+(?:x\d+)*))?")
 
 
+HERE = "here"
+"""The name of the devices that exist."""
+
+
 def parse_devices(text: str) -> tuple[Mesh, Rates]:
-    """The mesh and the rates of ``KIND:N``, or ``KIND:AxB`` for a torus of TPUs.
+    """The mesh and the rates of ``KIND:N``, ``KIND:AxB`` for a torus of TPUs, or ``here``.
 
     Raises:
       ValueError: The text has another form, the kind is unknown, or the number fills no whole
         hosts.
       ImportError: The compiler's wheels are not installed.
     """
+    if text == HERE:
+        return (there := all_devices()), rates_here(there)
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")

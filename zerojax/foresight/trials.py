@@ -31,10 +31,25 @@ class BuiltStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A choice that was compiled, and its forecast."""
+    """A choice that was compiled, and its forecast.
+
+    Attributes:
+      measured: Seconds of a step that was run; None where none was.
+    """
 
     choice: Choice
     forecast: Forecast
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: measured, else predicted."""
+        return self.forecast.seconds if self.measured is None else self.measured
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of all devices together, as measured, else as predicted."""
+        return self.forecast.tokens / self.seconds
 
 
 class Trials:

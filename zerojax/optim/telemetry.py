@@ -19,7 +19,8 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
-      ``grad_norm`` (of the last step: global L2, unscaled, before clipping; inf if skipped),
+      ``grad_norm`` (of the last step: global L2, unscaled, before clipping, without parameters that
+      the optimizer freezes; inf if skipped),
       ``learning_rate`` (of the last step; NaN if unknown) and ``step`` (steps taken, skipped ones
       included).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import ZeroConfig
+from zerojax.optim.frozen import uses
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
@@ -23,8 +25,8 @@ class ZeroOptState(NamedTuple):
       inner: The state of the wrapped transformation.
       steps: int32 [], steps taken, skipped ones included.
       skipped: int32 [], steps that changed nothing, because a gradient was not finite.
-      grad_norm: float32 [], global L2 norm of the last gradient, unscaled and before clipping;
-        inf if the step was skipped.
+      grad_norm: float32 [], global L2 norm of the last gradient, unscaled, before clipping and
+        without frozen parameters; inf if the step was skipped.
       learning_rate: float32 [], the rate of the last step; NaN if unknown.
       loss_scale: The state of the loss scale; None without one.
     """
@@ -51,8 +53,8 @@ def wrap(
 ) -> ZeroTransformation:
     r"""Adds a loss scale, the skipping of overflowed steps, clipping and telemetry to an optimizer.
 
-    With loss scale :math:`s` (1 without one) and :math:`n = \lVert g / s \rVert_2` over all leaves
-    and shards, in float32,
+    With loss scale :math:`s` (1 without one) and :math:`n = \lVert g / s \rVert_2` in float32, over
+    all shards of all leaves that ``tx`` uses,
 
     .. math:: g \leftarrow g / s \cdot \min(1, c / (n + 10^{-6}))
 
@@ -60,6 +62,10 @@ def wrap(
     or with ``skip_nonfinite``, a step whose :math:`n` is not finite changes neither parameters nor
     the state of ``tx``, its schedule included, and counts as skipped. One NaN or inf anywhere makes
     :math:`n` NaN or inf on every device.
+
+    A leaf is not used where ``tx`` makes no update and no state of it: that of a parameter under
+    ``optax.set_to_zero``, as if ``jax.lax.stop_gradient`` held the parameter still. (DeepSpeed
+    counts the parameters that require a gradient.) A norm within ``tx`` uses all that it reads.
 
     Args:
       tx: Any optax transformation.
@@ -119,8 +125,12 @@ def wrap(
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
+        used = uses(lambda g: inner_tx.update(g, state.inner, params, **extra), grads)
         # Gradients that have left the device come with their square sums.
-        norm = global_norm(grads) if square_sums is None else norm_of(square_sums)
+        if square_sums is None:
+            norm = global_norm([*compress(jax.tree.leaves(grads), used)])
+        else:
+            norm = norm_of([*compress(square_sums, used)])
         if gradient_clipping:
             factor = clip_factor(norm)
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)

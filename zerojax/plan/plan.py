@@ -39,6 +39,7 @@ from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_ho
 from zerojax.plan.rule import is_small
 from zerojax.plan.stored import pad, shown, stored
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla.compiler import GPUS
 
 DTYPES: dict[str | None, Any] = {
     None: None,
@@ -231,6 +232,9 @@ class Plan:
             if note.status in ("default", "resolved", "no effect")
         ]
         notes += [*self._far(), *self.live.notes]
+        platform = self.mesh.devices.flat[0].platform
+        if self.config.xla_options and platform not in GPUS:
+            notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
         total = f"state at rest: {table.size(self.bytes_per_device)} per device"
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):

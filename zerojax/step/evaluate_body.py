@@ -21,9 +21,11 @@ from zerojax.step.call import join
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.program import StepSetting
+from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
 from zerojax.trace.loss_scaling import replacements
+from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -75,9 +77,11 @@ def evaluate_body(
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
+    warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
+    closed = without_unused_gradients(closed)
     others = jax.tree.leaves((start.opt_state, start.step))
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
@@ -87,8 +91,13 @@ def evaluate_body(
     if k == 1:
         outs = setting.inserter(closed, given, replace, want, host)
     else:
+
+        def trace_used(batch: Any) -> tuple[Any, Any]:
+            closed, shapes = trace(batch)
+            return without_unused_gradients(closed), shapes
+
         micro_batches = MicroBatches(
-            trace,
+            trace_used,
             closed,
             batch,
             roles_of(body.name, start, batch, shapes),

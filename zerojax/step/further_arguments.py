@@ -145,6 +145,10 @@ class WithShards(NamedTuple):
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         return cls(jaxpr, tuple(shards.get(id(x), x) for x in consts))
 
+    def replace(self, *, jaxpr: Any) -> WithShards:
+        """Another open jaxpr with the same constants, as a closed jaxpr has it."""
+        return self._replace(jaxpr=jaxpr)
+
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)

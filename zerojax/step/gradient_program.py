@@ -34,8 +34,8 @@ class GradientResult(NamedTuple):
     """What the program makes.
 
     Attributes:
-      grads: The gradients in the order of the parameters; those of parameters that wait in host
-        memory for the step leave for host memory, too.
+      grads: The gradients in the order of the parameters, None where the update does not use one;
+        those of parameters that wait in host memory for the step leave for host memory, too.
       scalars, shared: See :meth:`OptimizerUpdate.prelude`.
       rest, step, out: Of the user's step.
       done: bool [], the gradients are finite, so that the update is to be made; None where every
@@ -68,7 +68,7 @@ class GradientProgram:
     def __init__(self, setting: StepSetting, update: OptimizerUpdate) -> None:
         self._setting, self._update, plan = setting, update, setting.plan
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
-        self._tx = collecting(constrainer(plan.on_device(grads)))
+        self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
         self._reader = ParamReader(setting.config.offload_param)
         shardings = plan.shardings()
         free: Any = GradientResult._make([None] * len(GradientResult._fields))
@@ -77,7 +77,7 @@ class GradientProgram:
             named(self._run, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             out_shardings=free._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
-            compiler_options=streaming(plan.mesh),
+            compiler_options=streaming(plan.mesh, plan.config.xla_options),
         )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> GradientResult:
@@ -159,8 +159,8 @@ class GradientProgram:
         done = was_done(setting, opt, after)
         return GradientResult(
             grads=[
-                pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded)
-                for g, leaf in zip(grads, plan.compute, strict=True)
+                pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded) if used else None
+                for g, leaf, used in zip(grads, plan.compute, self._update.uses, strict=True)
             ],
             scalars=scalars,
             shared=shared,

@@ -64,6 +64,7 @@ class OptimizerUpdate:
     Attributes:
       by_groups: The update as a function of flat arrays.
       grad_dtypes: In which gradients are to come, one a parameter.
+      uses: Whether the update is made of a parameter's gradient, one a parameter.
     """
 
     def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
@@ -101,8 +102,12 @@ class OptimizerUpdate:
             plan,
             on_host=optimizer is not None and optimizer.compute_on == "host",
         )
+        separated = self.by_groups.separated
+        read = {i for cluster in separated.clusters for i in cluster.inputs}
+        read |= separated.read_by_prelude
+        self.uses = [i in read for i in range(len(params))]
         # Results begin with the parameters.
-        self._shared = [at - len(params) for at in self.by_groups.separated.shared]
+        self._shared = [at - len(params) for at in separated.shared]
 
     def _grad_dtype(self, leaf: Leaf) -> Any:
         if self._setting.layout.accumulation == 1:

@@ -39,7 +39,7 @@ class ResidentStep:
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
-            compiler_options=options(plan.mesh),
+            compiler_options=options(plan.mesh, plan.config.xla_options),
         )
 
     def _step(

@@ -7,7 +7,7 @@ values, whatever that code does with the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.optim.wrap import ZeroTransformation
 from zerojax.trace.changes import change
-from zerojax.trace.marks import GRADIENT
+from zerojax.trace.marks import GRADIENT, UNUSED
 
 
 class View(NamedTuple):
@@ -91,9 +91,15 @@ def updating(advance: Advance, to_shards: Constrain) -> Any:
     return optax.GradientTransformationExtraArgs(_no_init, update)
 
 
-def collecting(to_shards: Constrain) -> Any:
+def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
     """An optimizer that only keeps the gradient, in ``View.grads``, in the dtype that it finds
-    there. It returns ``View.updates``."""
+    there. It returns ``View.updates``.
+
+    Args:
+      to_shards: Constrains a gradient tree to its shards.
+      uses: Whether the update is made of a parameter's gradient, one a parameter. Zeros stand for
+        the others.
+    """
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         if extra:
@@ -101,11 +107,16 @@ def collecting(to_shards: Constrain) -> Any:
                 f"apply_gradients passes {sorted(extra)} to the optimizer, whose update comes "
                 "after the step under offload: train without offload."
             )
-        grads = to_shards(as_gradients(grads))
+        used = jax.tree.unflatten(jax.tree.structure(grads), uses)
+        grads = to_shards(as_gradients(jax.tree.map(_or_zeros, grads, used)))
         grads = jax.tree.map(lambda old, g: g.astype(old.dtype), view.grads, grads)
         return view.updates, view._replace(grads=to_shards(grads))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
+
+
+def _or_zeros(gradient: Any, used: bool) -> Any:
+    return gradient if used else jnp.zeros_like(checkpoint_name(gradient, UNUSED))
 
 
 def _no_init(params: Any) -> Any:

@@ -20,6 +20,8 @@ from zerojax.xla import jaxprs
 
 GRADIENT = "zerojax gradient"
 """What reaches the optimizer."""
+UNUSED = "zerojax unused gradient"
+"""What reaches the optimizer and is left there, where the update comes after the step."""
 SEED = "zerojax loss scale"
 """The number that the loss is multiplied with before the backward pass: 1, to be replaced."""
 LOSS = "zerojax loss"

@@ -17,6 +17,7 @@ from zerojax.devices.topology import device_kinds
 from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure
 from zerojax.foresight.forecast import Traffic
+from zerojax.xla import compat
 
 VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -29,8 +30,9 @@ KEPT = 2000
 class Cache:
     """A :data:`zerojax.foresight.costs.Measure` that measures each program once on this machine.
 
-    A program is known by its lowered text, which holds the number of devices, by their figures, and
-    by the versions of the compiler and of zerojax. A remembered measurement has 0 compile seconds.
+    A program is known by its lowered text, which holds the number of devices, by their figures, by
+    the options of the compiler, and by the versions of the compiler and of zerojax. A remembered
+    measurement has 0 compile seconds.
 
     Args:
       folder: Where they are kept; None for ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or
@@ -92,7 +94,10 @@ def _key(
     flags = [os.environ.get(name) for name in FLAGS]
     speeds = dataclasses.replace(rates, memory=0)  # free memory differs from run to run
     figures = dataclasses.asdict(speeds), sorted(known.params), known.vocabulary, device_kinds()
-    digest.update(repr((figures, nodes, flags, [_version(name) for name in VERSIONS])).encode())
+    options = sorted(compat.compiler_options(lowered).items())
+    digest.update(
+        repr((options, figures, nodes, flags, [_version(name) for name in VERSIONS])).encode()
+    )
     return digest.hexdigest()[:32]
 
 

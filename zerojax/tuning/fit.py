@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.json_file import read_json
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import are_there, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
@@ -23,9 +24,11 @@ from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
+from zerojax.tuning.options import search_options
 from zerojax.tuning.search import COMPILES, SECONDS, search
 from zerojax.tuning.space import left_open
 from zerojax.tuning.study import Study
+from zerojax.xla.compiler import GPUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Fitted:
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
       choice: Its settings; ``remat`` is an option of the model, which no config has.
-      ranking: Every choice that was compiled and fits, most tokens a second first.
+      ranking: Every choice that was compiled and fits, most tokens a second first. With ``xla``
+        first the fastest under several options of XLA.
       compiled: How many programs were compiled.
       remembered: How many programs the cache knew.
     """
@@ -59,6 +63,7 @@ def fit(
     auto: Mapping[str, Any] | None = None,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
+    xla: bool = False,
     note: Callable[[str], None] | None = None,
     done: Callable[[int, int], None] = lambda modes, of: None,
 ) -> Fitted:
@@ -83,14 +88,17 @@ def fit(
       auto: What stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
       compiles: How many choices are compiled at the most.
       seconds: How long the search takes at the most, in seconds.
+      xla: Whether the fastest choice is then compiled under several options of XLA
+        (:mod:`zerojax.tuning.options`), and run under them where the devices are GPUs that exist.
+        The config has the fastest options in its section "xla".
       note: Called with what is compiled next; None prints it on stderr.
       done: Called with how many modes (stage, remat, offload) are done, and how many there are.
 
     Raises:
       ConfigError: The config is wrong, or the rows do not divide among the devices.
       OutOfMemoryError: No choice that was compiled fits.
-      ValueError: Nothing is known of such devices or of the network, or the model is unknown or no
-        language model.
+      ValueError: Nothing is known of such devices or of the network, the model is unknown or no
+        language model, or ``xla`` is asked for devices that are no GPUs.
 
     Example::
 
@@ -105,6 +113,9 @@ def fit(
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh
     rates = (rates_here(mesh) if rates is None else rates).over(network)
+    if xla and mesh.devices.flat[0].platform not in GPUS:
+        raise ValueError(f"xla: its options are for GPUs, and the devices are {rates.kind}")
+    until = time.monotonic() + seconds
     world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
@@ -126,6 +137,13 @@ def fit(
         raise OutOfMemoryError(
             f"nothing fits {mesh.size} x {rates.kind}: take more devices, or a model whose blocks "
             "are rematerialised (one that takes `remat`)"
+        )
+    if xla:
+        run = study.run if are_there(mesh) else None
+        left = until - time.monotonic()
+        ranking = (
+            *search_options(study, ranking[0], fixed.get("xla") or (), left, run),
+            *ranking[1:],
         )
     chosen = ranking[0].choice
     return Fitted(chosen.json(fixed, world), chosen, ranking, cache.misses, cache.hits)

@@ -49,7 +49,7 @@ def search(
         low, high, at_size = 0, len(sizes), 0  # sizes below low fit, those from high on do not
         while low < high:
             if not left or time.monotonic() >= until:
-                return _ranked(fitting)
+                return ranked(fitting)
             choice = space.choice(mode, sizes[at_size])
             if trials.hopeless(choice):
                 high = at_size
@@ -66,7 +66,7 @@ def search(
                     high = at_size
             at_size = min(at_size, high - 1)
     if space.live is None:
-        fastest = [each.choice for each in _ranked(fitting) if each.choice.drops][:REFINED]
+        fastest = [each.choice for each in ranked(fitting) if each.choice.drops][:REFINED]
         for choice in fastest:
             if left < TRIES or time.monotonic() >= until:
                 break
@@ -74,13 +74,12 @@ def search(
             left -= TRIES
             fitting += [filled] if filled else []
     done(len(modes), len(modes))
-    return _ranked(fitting)
+    return ranked(fitting)
 
 
-def _ranked(trials: Sequence[Trial]) -> list[Trial]:
-    return sorted(
-        trials, key=lambda x: x.forecast.seconds / (x.choice.micro * x.choice.accumulation)
-    )
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, most rows a second first."""
+    return sorted(trials, key=lambda x: x.seconds / (x.choice.micro * x.choice.accumulation))
 
 
 def _less(fitting: Choice, mode: Choice) -> bool:

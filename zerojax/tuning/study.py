@@ -13,15 +13,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zerojax.api import zero
+from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.devices.mesh import batch_devices, in_groups
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
+from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
-from zerojax.tuning.workload import workload
+from zerojax.tuning.running import seconds_of_a_step
+from zerojax.tuning.workload import Workload, workload
 
 
 class Study(Trials):
@@ -68,6 +70,22 @@ class Study(Trials):
         given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
         super().__init__(self._from_model, given, rates, note, measured)
 
+    def run(self, choice: Choice) -> float | None:
+        """Seconds of a step of a choice, run on the devices; None where it does not run there."""
+        decorated = zero(choice.config(self._config, self.world), mesh=self._mesh)
+        made = self._workload(decorated, choice)
+        self._note(f"{choice}: running")
+        try:
+            return seconds_of_a_step(decorated, made)
+        except (jax.errors.JaxRuntimeError, OutOfMemoryError) as error:
+            self._note(f"{choice}: {type(error).__name__}: {error}")
+            return None
+
+    def _workload(self, decorated: Zero, choice: Choice) -> Workload:
+        rows = choice.micro * choice.accumulation * self.world
+        options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
+        return workload(bound(self._function, options), decorated, rows, self._seq)
+
     def _from_model(self, choice: Choice) -> BuiltStep:
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
@@ -75,9 +93,7 @@ class Study(Trials):
             # device a parameter lies in host memory in either case.
             config = dataclasses.replace(config, offload_param=OffloadParam())
         decorated = zero(config, mesh=self._mesh)
-        rows = choice.micro * choice.accumulation * self.world
-        options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
-        made = workload(bound(self._function, options), decorated, rows, self._seq)
+        made = self._workload(decorated, choice)
         state = decorated.abstract_state(made.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)

@@ -50,6 +50,12 @@ def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
     return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)
 
 
+def compiler_options(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """The options of XLA that a program will be compiled with, of which its text has none."""
+    lowering: Any = lowered._lowering
+    return dict(lowering._compiler_options_kvs)
+
+
 class JitOptions(NamedTuple):
     """What ``jax.jit`` was told beside the function.
 

@@ -13,26 +13,39 @@ BUCKET = 32 * 2**20
 # before the next begins, and before the computation that is to hide it.
 COPIES = 64
 
+GPUS = ("gpu", "cuda")
+"""The platforms of GPUs, as devices name them."""
 
-def options(mesh: Mesh) -> dict[str, int | bool | str] | None:
-    """Compiler options for the mesh's platform, None where there are none to set."""
+Options = dict[str, int | bool | str]
+"""Values by XLA's names."""
+
+
+def options(mesh: Mesh, chosen: Options | None = None) -> Options | None:
+    """Compiler options for the mesh's platform, None where there are none to set.
+
+    Args:
+      mesh: The devices.
+      chosen: Options for GPUs that go before ours.
+    """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         # One collective at a time: where a device waits in two, another may find no thread, and
         # XLA ends the process after 40 seconds.
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    if platform not in ("gpu", "cuda"):
+    if platform not in GPUS:
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece.
-    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
+    ours = {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
+    return {**ours, **(chosen or {})}
 
 
-def streaming(mesh: Mesh) -> dict[str, int | bool | str] | None:
+def streaming(mesh: Mesh, chosen: Options | None = None) -> Options | None:
     """The same for a program that copies between device and host memory as it computes."""
     base = options(mesh)
     if base is None or mesh.devices.flat[0].platform == "cpu":
         return base
-    return base | {
+    ours = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_async_compute_limit": COPIES,
     }
+    return {**base, **ours, **(chosen or {})}

@@ -12,8 +12,9 @@ from zerojax.config.keys.others import OTHERS, REPORTS
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.keys.training import OFFLOAD, SHARDING, TRAINING
 from zerojax.config.keys.training import OLD_SWITCHES as OLD_SWITCHES
+from zerojax.config.keys.xla import XLA
 
-_ROWS = (*TRAINING, *SHARDING, *OFFLOAD, *REPORTS, *OTHERS)
+_ROWS = (*TRAINING, *SHARDING, *OFFLOAD, *XLA, *REPORTS, *OTHERS)
 
 KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 """Every key, by its dotted path."""

@@ -1,0 +1,76 @@
+"""The section of XLA's options, which XLA itself knows on both versions of jax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.config.keys.xla import XLA
+from zerojax.xla.compiler import options, streaming
+
+VALUES: dict[str, Any] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 29,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 29,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 29,
+    "xla_gpu_enable_pipelined_collectives": True,
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
+def test_every_option_has_a_value_here() -> None:
+    assert {key.path for key in XLA} == {f"xla.{name}" for name in VALUES}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_xla_knows_the_option(name: str) -> None:
+    """The options of all platforms are one message, so that any compiler reads these."""
+    lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(3))
+    lowered.compile(compiler_options={name: VALUES[name]})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"xla_gpu_enable_latency_hiding": True}, "did you mean `xla.xla_gpu_enable_latency_hid"),
+        ({"xla_gpu_enable_while_loop_unrolling": "DOUBLE"}, "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"),
+        ({"xla_gpu_enable_pipelined_collectives": 1}, "expected true or false or null, got 1"),
+    ],
+)
+def test_what_xla_would_not_take(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({"xla": section})
+
+
+def test_the_configs_options_go_before_ours() -> None:
+    config = load({"xla": VALUES})
+    assert config.xla_options == VALUES
+    assert ZeroConfig().xla_options == {}
+    cpus: Any = zerojax.mesh()
+    assert options(cpus, VALUES) == options(cpus)  # which has none for GPUs
+
+
+def test_the_plan_says_where_they_have_no_effect() -> None:
+    zero = zerojax.zero(stage=3, xla_gpu_enable_pipelined_collectives=True)
+    state = zero.abstract_state(_create)
+    assert "options for GPUs, without effect on devices of 'cpu'" in str(zero.plan(state))
+    assert "options for GPUs" not in str(zerojax.zero(stage=3).plan(state))
+
+
+def _create() -> Any:
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_on_gpus() -> None:
+    mesh = zerojax.topology("h100", 8)
+    for make in (options, streaming):
+        ours, both = make(mesh), make(mesh, {"xla_gpu_enable_pipelined_collectives": True})
+        assert both == (ours or {}) | {"xla_gpu_enable_pipelined_collectives": True}

@@ -1,0 +1,292 @@
+"""A base that the optimizer freezes: as if ``stop_gradient`` held it still."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.hlo.traffic import collectives
+from zerojax.models.gpt import GPT, GPTConfig
+
+ROWS, WIDTH, STEPS = 32, 16, 3
+CLIPPING = 0.05
+"""Below the norm of the gradient that moves, far below that of all."""
+
+
+def by_name(still: str) -> Callable[[Any], Any]:
+    """Labels: parameters whose path has ``still`` in it are frozen."""
+
+    def label(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "still" if still in jax.tree_util.keystr(path) else "moves", params
+        )
+
+    return label
+
+
+def frozen(still: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.partition({"moves": tx, "still": optax.set_to_zero()}, by_name(still))
+
+
+ADAM = frozen("base", optax.adamw(1e-2))
+
+
+def held(params: Any) -> Any:
+    """The parameters, the frozen ones under ``stop_gradient``."""
+    labels = by_name("base")(params)
+    return jax.tree.map(
+        lambda label, p: p if label == "moves" else jax.lax.stop_gradient(p), labels, params
+    )
+
+
+class Adapted(nn.Module):
+    """Two layers with low-rank adapters. The second result's derivative by the base is infinite."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for i in range(2):
+            down = nn.Dense(2, use_bias=False, name=f"down_{i}")(x)
+            x = jnp.tanh(nn.Dense(WIDTH, name=f"base_{i}")(x))
+            x = x + nn.Dense(WIDTH, name=f"up_{i}")(down)
+        zero = self.param("base_zero", nn.initializers.zeros, (WIDTH, WIDTH))
+        return x, jnp.sqrt(jnp.sum(zero))
+
+
+def create(tx: optax.GradientTransformation, dtype: Any) -> Callable[[jax.Array], TrainState]:
+    def create_state(key: jax.Array) -> TrainState:
+        model = Adapted()
+        params = model.init(key, jnp.ones((1, WIDTH)))["params"]
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return create_state
+
+
+def step(stop: bool, infinite: bool = False) -> Callable[..., Any]:
+    """A step; with ``stop`` the base is under ``stop_gradient``, with ``infinite`` the gradient of
+    the base is not finite."""
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def loss_fn(params: Any) -> jax.Array:
+            y, root = state.apply_fn({"params": held(params) if stop else params}, batch["x"])
+            # Multiplied by a mean, so that accumulation can divide it.
+            more = root.astype(jnp.float32) * jnp.mean(batch["x"]) if infinite else 0.0
+            return jnp.mean(jnp.square(y - batch["y"]).astype(jnp.float32)) + more
+
+        loss, grads = zerojax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    return train_step
+
+
+def batches(dtype: Any, scale: float = 1.0) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [
+        {name: (scale * rng.normal(size=(ROWS, WIDTH))).astype(dtype) for name in "xy"}
+        for _ in range(STEPS)
+    ]
+
+
+def run(zero: zerojax.Zero, function: Any, create_state: Any, data: list[Any]) -> Any:
+    decorated, state = zero(function), zero.init(create_state, jax.random.key(0))
+    for batch in data:
+        state, _ = decorated(state, batch)
+    return state
+
+
+@pytest.mark.usefixtures("quick_compile")
+class TestEquality:
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sweep), 2, 3])
+    def test_plain_jit_with_stop_gradient(self, stage: int, accumulation: int) -> None:
+        with jax.enable_x64(True):
+            zero = zerojax.zero(
+                stage=stage,
+                gradient_clipping=CLIPPING,
+                gradient_accumulation_steps=accumulation,
+                stage3_param_persistence_threshold=0,
+            )
+            got = run(zero, step(False), create(ADAM, jnp.float64), batches(np.float64))
+            tx = zerojax.wrap(ADAM, gradient_clipping=CLIPPING)
+            want = create(tx, jnp.float64)(jax.random.key(0))
+            plain = jax.jit(step(True))
+            for batch in batches(np.float64):
+                want, _ = plain(want, batch)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+                (got.params, zerojax.telemetry(got)["grad_norm"]),
+                (want.params, want.opt_state.grad_norm),
+            )
+            assert want.opt_state.grad_norm > CLIPPING  # clipped
+
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_a_norm_of_the_users_own_is_of_all(self, accumulation: int) -> None:
+        with jax.enable_x64(True):
+            tx = optax.chain(optax.clip_by_global_norm(CLIPPING), frozen("base", optax.sgd(1.0)))
+            zero = zerojax.zero(
+                stage=3,
+                gradient_accumulation_steps=accumulation,
+                stage3_param_persistence_threshold=0,
+            )
+            got = run(zero, step(False), create(tx, jnp.float64), batches(np.float64))
+            ends = []
+            for stop in (False, True):
+                want = create(tx, jnp.float64)(jax.random.key(0))
+                plain = jax.jit(step(stop))
+                for batch in batches(np.float64):
+                    want, _ = plain(want, batch)
+                ends.append(want.params)
+            close = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, 1e-9)), got.params, ends[0])
+            assert all(jax.tree.leaves(close))
+            differs = jax.tree.map(lambda a, b: not jnp.allclose(a, b, 1e-3), *ends)
+            assert any(jax.tree.leaves(differs))
+
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_nnx(self, accumulation: int) -> None:
+        class Model(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs) -> None:
+                self.base = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+                self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+
+            def __call__(self, x: jax.Array, stop: bool) -> jax.Array:
+                kernel = self.base.kernel[...]
+                x = jnp.tanh(x @ (jax.lax.stop_gradient(kernel) if stop else kernel))
+                return self.up(x)
+
+        def train_step(model: Model, optimizer: nnx.Optimizer, batch: Any, stop: bool) -> Any:
+            def loss_fn(model: Model) -> jax.Array:
+                return jnp.mean((model(batch["x"], stop) - batch["y"]) ** 2)
+
+            loss, grads = nnx.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+            return {"loss": loss}
+
+        def make(tx: Any) -> tuple[Model, nnx.Optimizer]:
+            model = Model(nnx.Rngs(0))
+            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        with jax.enable_x64(True):
+            zero = zerojax.zero(
+                stage=3,
+                gradient_clipping=CLIPPING,
+                gradient_accumulation_steps=accumulation,
+                stage3_param_persistence_threshold=0,
+            )
+            decorated = zero(train_step, static_argnums=3)
+            model, optimizer = zero.init(lambda: make(ADAM))
+            want, other = make(zerojax.wrap(ADAM, gradient_clipping=CLIPPING))
+            plain = nnx.jit(train_step, static_argnums=3)
+            for batch in batches(np.float64):
+                decorated(model, optimizer, batch, False)
+                plain(want, other, batch, True)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+                nnx.state(model),
+                nnx.state(want),
+            )
+
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_only_what_moves_overflows(self, accumulation: int) -> None:
+        """A gradient of the base that is not finite skips no step, one of the adapters does."""
+        zero = zerojax.zero(
+            stage=3,
+            fp16=True,
+            initial_scale_power=4,
+            gradient_clipping=CLIPPING,
+            gradient_accumulation_steps=accumulation,
+            stage3_param_persistence_threshold=0,
+        )
+        make, data = create(ADAM, jnp.float32), batches(np.float16)
+        got = run(zero, step(False, infinite=True), make, data)
+        want = run(zero, step(True, infinite=True), make, data)
+        assert zerojax.telemetry(got)["skipped_steps"] == 0
+        jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
+        skipped = run(zero, step(False), make, batches(np.float16, 1e4))
+        assert zerojax.telemetry(skipped)["skipped_steps"] == STEPS
+        before = zero.init(make, jax.random.key(0))
+        jax.tree.map(np.testing.assert_array_equal, skipped.params, before.params)
+
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    @pytest.mark.parametrize(
+        "sections", [("offload_optimizer",), ("offload_optimizer", "offload_param")], ids=len
+    )
+    def test_offload(self, sections: tuple[str, ...], accumulation: int) -> None:
+        """The update comes after the step, and takes no gradient of the base."""
+        with jax.enable_x64(True):
+            config = {
+                "stage": 3,
+                "gradient_clipping": CLIPPING,
+                "gradient_accumulation_steps": accumulation,
+                "stage3_param_persistence_threshold": 0,
+            }
+            make, data = create(ADAM, jnp.float64), batches(np.float64)
+            away = zerojax.zero(**config, **dict.fromkeys(sections, "cpu"))
+            got = run(away, step(False, infinite=True), make, data)
+            want = run(zerojax.zero(**config), step(True), make, data)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+                (got.params, zerojax.telemetry(got)["grad_norm"]),
+                (want.params, zerojax.telemetry(want)["grad_norm"]),
+            )
+            given = (away.abstract_state(make, jax.random.key(0)), data[0])
+            first = next(away(step(False)).programs(*given)).lowered
+            made = jax.tree.leaves(first.out_info.grads)
+            assert len(made) == 6  # of 11 parameters
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(
+    ("scan", "accumulation"), [(True, 1), pytest.param(False, 1, marks=pytest.mark.sweep),
+                               pytest.param(True, 4, marks=pytest.mark.sweep)]
+)  # fmt: skip
+def test_gradients_of_the_base_are_not_made(scan: bool, accumulation: int) -> None:
+    """Attention's input products alone are trained, 18% of the parameters."""
+    model = GPT(
+        GPTConfig(
+            vocab_size=2048, block_size=256, n_embd=512, n_layer=4, n_head=8, scan=scan, remat=True
+        )
+    )
+    tx = optax.partition(
+        {"moves": optax.adamw(1e-3), "still": optax.set_to_zero()},
+        lambda params: jax.tree.map(
+            lambda label: "moves" if label == "still" else "still", by_name("c_attn")(params)
+        ),
+    )
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 256), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def loss_fn(params: Any) -> jax.Array:
+            logits = state.apply_fn({"params": params}, batch[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    zero = zerojax.zero(
+        stage=3,
+        bf16=True,
+        gradient_clipping=1.0,
+        gradient_accumulation_steps=accumulation,
+        mesh=zerojax.topology("h100", 8),
+    )
+    state = zero.abstract_state(create_state, jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((8 * accumulation, 257), jnp.int32)
+    text = zero(train_step).lower(state, batch).compile().as_text()
+    reduced = sum(
+        each.times * each.payload_bytes for each in collectives(text) if "reduce" in each.kind
+    )
+    sizes = jax.tree_util.tree_leaves_with_path(state.params)
+    trained = sum(x.size for path, x in sizes if "c_attn" in jax.tree_util.keystr(path))
+    assert reduced < 1.1 * accumulation * 2 * trained

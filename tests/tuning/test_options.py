@@ -1,0 +1,144 @@
+"""The search for options of XLA, on made-up forecasts and on a small model compiled for GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from flax import linen as nn
+
+import zerojax
+from zerojax.config import load
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.trials import Trial
+from zerojax.tuning.options import CANDIDATES, search_options
+from zerojax.tuning.workload import workload
+from zerojax.xla import compat
+
+CHOICE = Choice(stage=3, micro=1)
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+class MadeUp:
+    """Trials in which the scheduler saves time, and combined collectives do not fit."""
+
+    def __init__(self) -> None:
+        self.seen: list[Choice] = []
+
+    def tried(self, choice: Choice) -> Any:
+        self.seen.append(choice)
+        options = dict(choice.xla)
+        if "xla_gpu_enable_pipelined_collectives" in options:
+            return None
+        fits = "xla_gpu_all_gather_combine_threshold_bytes" not in options
+        return SimpleNamespace(seconds=1.0 if SCHEDULER in options else 2.0, fits=fits, tokens=8)
+
+
+BEST: Any = Trial(CHOICE, SimpleNamespace(seconds=2.0, fits=True, tokens=8))
+
+
+def test_what_fits_is_ranked_by_the_forecast() -> None:
+    trials: Any = MadeUp()
+    ranking = search_options(trials, BEST, (), 100.0)
+    assert [each.seconds for each in ranking] == [1.0, 1.0, 2.0]
+    assert ranking[-1].choice == CHOICE
+    assert len(trials.seen) == 1 + len(CANDIDATES)
+
+
+def test_by_running() -> None:
+    trials: Any = MadeUp()
+    times = iter([3.0, None, 5.0])
+    ranking = search_options(trials, BEST, (), 100.0, lambda choice: next(times))
+    assert [each.seconds for each in ranking] == [3.0, 5.0]
+    assert ranking[0].choice == CHOICE  # whatever the forecast says
+
+
+def test_what_the_config_has_stays() -> None:
+    trials: Any = MadeUp()
+    search_options(trials, BEST, (SCHEDULER,), 100.0)
+    assert all(SCHEDULER not in dict(choice.xla) for choice in trials.seen)
+    assert len(set(trials.seen)) == len(trials.seen) < 1 + len(CANDIDATES)
+
+
+def test_out_of_time() -> None:
+    trials: Any = MadeUp()
+    assert [each.choice for each in search_options(trials, BEST, (), -1.0)] == [CHOICE]
+    assert len(trials.seen) == 1
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_a_choice_is_written_as_a_config(candidate: dict[str, Any]) -> None:
+    choice = Choice(stage=3, micro=1, xla=tuple(candidate.items()))
+    made = choice.json({"xla": {"xla_gpu_enable_while_loop_unrolling": None}}, 8)
+    config = load(json.loads(json.dumps(made)))
+    assert config.xla_options == candidate
+    assert choice.config(load({}), 8).xla_options == candidate
+    assert "xla" not in Choice(stage=3, micro=1).json({}, 8)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        return nn.Dense(128)(nn.Embed(128, 1024)(tokens))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> None:
+    zero = zerojax.zero(
+        stage=3,
+        offload_optimizer=offload,
+        xla_gpu_enable_pipelined_collectives=True,
+        xla_gpu_reduce_scatter_combine_threshold_bytes=7,
+        mesh=zerojax.topology("h100", 8),
+    )
+    made = workload(Model, zero, 8, 16)
+    state = zero.abstract_state(made.create_state, jax.random.key(0))
+    lowered = zero(made.train_step).lower(state, made.batch)
+    options = compat.compiler_options(lowered)
+    assert options["xla_gpu_enable_pipelined_collectives"] is True
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 7
+
+
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_every_candidate_compiles_and_the_step_takes_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {
+        "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+    }
+    said: list[str] = []
+
+    def search() -> zerojax.tuning.fit.Fitted:
+        return zerojax.fit(
+            config,
+            Model,
+            seq=16,
+            mesh=zerojax.topology("h100", 8),
+            xla=True,
+            note=said.append,
+        )
+
+    fitted = search()
+    under = [each for each in fitted.ranking if each.choice.xla]
+    assert {each.choice.xla for each in under} == {tuple(each.items()) for each in CANDIDATES}
+    assert not [text for text in said if "Error" in text]
+    assert fitted.choice == fitted.ranking[0].choice
+    assert fitted.config.get("xla", {}) == dict(fitted.choice.xla)
+    again = search()  # one program under seven sets of options, each remembered
+    assert (again.compiled, again.config) == (0, fitted.config)
+
+
+def test_no_options_for_cpus() -> None:
+    with pytest.raises(ValueError, match="xla: its options are for GPUs"):
+        zerojax.fit({}, Model, rates=zerojax.devices.rates.rates("h100"), xla=True)

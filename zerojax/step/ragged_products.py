@@ -1,0 +1,50 @@
+"""A warning of products by groups of rows that XLA runs whole on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.accumulation.lines import line
+from zerojax.distributed import log
+from zerojax.xla import jaxprs
+
+
+def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
+    """Warns of the ``jax.lax.ragged_dot`` of a step whose groups are of the global batch.
+
+    Where a group begins depends on the rows of all devices, so XLA's partitioner gathers the rows
+    and each device multiplies them all. Under ``zero.per_device`` the groups are of one device.
+
+    Args:
+      name: The step's.
+      jaxpr: The step's, open.
+      devices: How many share the batch.
+    """
+    places = {line(jaxprs.source(eqn).traceback): None for eqn in _of_all_rows(jaxpr)}
+    if devices == 1 or not places:
+        return
+    known = ", ".join(place for place in places if place) or "a line that is not known"
+    log.warning(
+        "%s: jax.lax.ragged_dot at %s runs whole on each of the %d devices, as under any jit: its "
+        "groups are made of the rows of all devices. Put the sort and the products into a function "
+        "of one device's rows, zero.per_device(experts, whole=[...]); docs/mixture-of-experts.md "
+        "has one.",
+        name,
+        known,
+        devices,
+    )
+
+
+def _of_all_rows(jaxpr: Any) -> Iterator[Any]:
+    """The products by groups that no ``shard_map`` holds, and that have no dimension of batches:
+    rows that are sorted each by itself stay on their device."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ragged_dot_general":
+            numbers = jaxprs.param(eqn, "ragged_dot_dimension_numbers").dot_dimension_numbers
+            _, (batch, _) = numbers
+            if not batch:
+                yield eqn
+        elif eqn.primitive.name != "shard_map":
+            for inside in jaxprs.inner(eqn):
+                yield from _of_all_rows(inside)

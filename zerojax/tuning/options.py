@@ -1,0 +1,76 @@
+"""The search for the options of XLA under which a step is fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.trials import Trial, Trials
+from zerojax.tuning.search import ranked
+from zerojax.xla.compiler import Options
+
+_SCHEDULER: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+_PIPELINED: Options = {"xla_gpu_enable_pipelined_collectives": True}
+_BUFFERED: Options = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+_TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+
+
+def _combined(bytes_: int) -> Options:
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": bytes_ for kind in kinds}
+
+
+_LAYER = _combined(2**29)
+"""A layer of a 7B's parameters, in bfloat16, is 405 MB: its collectives become one."""
+
+CANDIDATES: tuple[Options, ...] = (
+    _SCHEDULER,
+    _LAYER,
+    _SCHEDULER | _LAYER,
+    _SCHEDULER | _TOGETHER,
+    _SCHEDULER | _PIPELINED,
+    _SCHEDULER | _PIPELINED | _BUFFERED,
+)
+"""What is compared with zerojax's own options: what others found to matter, alone and together."""
+
+
+def search_options(
+    trials: Trials,
+    best: Trial,
+    fixed: Collection[str],
+    seconds: float,
+    run: Callable[[Choice], float | None] | None = None,
+) -> list[Trial]:
+    """A choice under each candidate that fits, and under none, most rows a second first.
+
+    Args:
+      trials: The trials of the step on the devices.
+      best: The choice.
+      fixed: Options that the config has, which stay.
+      seconds: How long the search takes at the most, in seconds.
+      run: Seconds of a step that is run, None where it cannot be; for devices that exist.
+    """
+    until = time.monotonic() + seconds
+    fitting: list[Trial] = []
+    for choice in (best.choice, *_under_options(best.choice, fixed)):
+        if fitting and time.monotonic() >= until:
+            break
+        forecast = trials.tried(choice)
+        if forecast is None or not forecast.fits:
+            continue
+        measured = None if run is None else run(choice)
+        if run is None or measured is not None:
+            fitting.append(Trial(choice, forecast, measured))
+    return ranked(fitting) or [best]
+
+
+def _under_options(choice: Choice, fixed: Collection[str]) -> Iterator[Choice]:
+    """The choice under each different candidate."""
+    known = {choice}
+    for candidate in CANDIDATES:
+        options = tuple((name, value) for name, value in candidate.items() if name not in fixed)
+        if (under := dataclasses.replace(choice, xla=options)) not in known:
+            known.add(under)
+            yield under

@@ -1,0 +1,51 @@
+"""What the results of a jaxpr are not made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.interpreters import partial_eval
+
+from zerojax.xla import jaxprs
+
+
+def used_arguments(closed: Any) -> list[bool]:
+    """For each argument of a jaxpr, whether a result or an effect may be made from it.
+
+    Calls, loops and choices are looked into.
+    """
+    return list(partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed)[0], True)[1])
+
+
+def live(jaxpr: Any) -> list[bool]:
+    """For each equation of an open jaxpr, whether a result or an effect is made from what it makes.
+
+    Calls, loops and choices are taken for one equation, which uses all that it is given.
+    """
+    needed, alive = {*jaxprs.variables(jaxpr.outvars)}, []
+    for eqn in reversed(jaxpr.eqns):
+        alive.append(bool(eqn.effects) or not needed.isdisjoint(eqn.outvars))
+        if alive[-1]:
+            needed.update(jaxprs.variables(eqn.invars))
+    return alive[::-1]
+
+
+def without_unused(jaxpr: Any, whole: Callable[[Any], bool]) -> Any:
+    """An open jaxpr that makes nothing, in calls and loops neither, that no result is made from.
+
+    Args:
+      jaxpr: Keeps its arguments and results.
+      whole: Whether an equation keeps all its operands, if any result of it is used.
+    """
+    needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
+    for eqn in reversed(jaxpr.eqns):
+        used = [v in needed for v in eqn.outvars]
+        if not whole(eqn) and eqn.primitive in partial_eval.dce_rules:
+            eqn = partial_eval.dce_rules[eqn.primitive](used, eqn)[1]
+        elif not any(used) and not eqn.effects:
+            eqn = None
+        if eqn is not None:
+            kept.append(eqn)
+            needed.update(jaxprs.variables(eqn.invars))
+    return jaxpr.replace(eqns=kept[::-1])

@@ -258,7 +258,7 @@ def preference(sizes: Sizes, *, in_field: bool) -> Program:
         return state.apply_gradients(grads=grads), value
 
     def batch(devices: int) -> Any:
-        rows = jax.ShapeDtypeStruct((devices * sizes.rows, sizes.tokens), jnp.int32)
+        rows = jax.ShapeDtypeStruct((devices * sizes.rows, sizes.tokens + 1), jnp.int32)
         return rows, rows
 
     name = f"DPO, the copy {'in a field' if in_field else 'an argument'}"

@@ -6,12 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import Spec, abstract, gathers, scatters
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, reuse
+from zerojax.hlo.traffic import collectives
 from zerojax.trace.marks import GRADIENT
 
 MESH = zerojax.mesh()
@@ -92,3 +95,68 @@ def test_an_activation_of_a_parameters_shape_is_no_gradient() -> None:
     closed = jax.make_jaxpr(step)(*abstract((N, N), (N, N)))
     goes_on = reuse.GoesOn(closed.jaxpr, [Shard(W, ("data", None)), X], "data")
     assert goes_on.gradients == {}
+
+
+LAYERS, WIDTH = 3, 512
+
+
+def deep(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def lowered(gradient: Callable[[Any, Any], Any]) -> jax.stages.Lowered:
+    mesh = zerojax.topology("h100", 8)
+    zero = zerojax.zero(stage=3, bf16=True, mesh=mesh)
+
+    def create() -> TrainState:
+        params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+
+    @zero
+    def step(state: TrainState, x: jax.Array) -> TrainState:
+        grads = gradient(state.params, x.astype(state.params[0].dtype))
+        return state.apply_gradients(grads=grads)
+
+    return step.lower(zero.abstract_state(create), jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32))
+
+
+def deep_hessian(params: Any, x: Any) -> Any:
+    g = jax.grad(deep)(params, x)
+    _, curved = jax.jvp(lambda p: jax.grad(deep)(p, x), (params,), (g,))
+    return jax.tree.map(lambda g, c: g + 0.1 * c, g, curved)
+
+
+def deep_penalty(params: Any, x: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        value, grads = jax.value_and_grad(deep)(params, x)
+        return value + optax.tree.norm(grads, squared=True)
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(
+    ("gradient", "gathers", "scatters"),
+    [
+        # Forward and backward, both again with the gradient beside the parameters; the first
+        # layer's input has no cotangent. Two gradients.
+        (deep_hessian, 3 * LAYERS + 3 * (LAYERS - 1), 2 * LAYERS),
+        # Forward and backward, both differentiated, the latter with the gradient too. The first
+        # gradient, and parts of the other one that are made far apart.
+        (deep_penalty, 2 * LAYERS + 3 * (LAYERS - 1), 3 * LAYERS - 1),
+    ],
+)
+def test_what_is_sent_is_the_theory(
+    gradient: Callable[..., Any], gathers: int, scatters: int
+) -> None:
+    compiled: Any = lowered(gradient).compile()
+    units: dict[str, float] = {}
+    for each in collectives(compiled.as_text()):
+        share = each.times * each.payload_bytes / (2 * WIDTH * WIDTH)
+        units[each.kind] = units.get(each.kind, 0) + share
+    assert units.pop("all-gather") == pytest.approx(gathers, rel=0.05)
+    assert units.pop("reduce-scatter") == pytest.approx(scatters, rel=0.05)
+    assert sum(units.values()) < 0.05

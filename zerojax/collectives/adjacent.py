@@ -33,21 +33,19 @@ Wholes = dict[int, tuple[Shard, jax.Array]]
 
 def uses(jaxpr: Any) -> dict[int, Wholes]:
     """For each product, by ``id`` of its equation, that uses an operand as another one does nearby:
-    where they share gathers. None of them waits for the other's result."""
+    where they share gathers. None of them waits for the other's result, as the backward pass does
+    for the forward pass."""
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     firsts: dict[Any, tuple[int, Any]] = {}
     shared: dict[int, Wholes] = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive not in _PRODUCTS:
-            continue
-        numbers = str(jaxprs.param(eqn, "dimension_numbers"))
-        operands = jaxprs.variables(eqn.invars)
-        for at, v in enumerate(operands):
-            first, other = firsts.get((v, at, numbers), (None, None))
-            if first is None or i - first > NEAR or any(made.get(x, -1) > first for x in operands):
-                firsts[v, at, numbers] = i, eqn
+        operands = jaxprs.variables(eqn.invars) if eqn.primitive in _PRODUCTS else []
+        for v in operands:
+            at, first = firsts.get(v, (-1, None))
+            if first is None or i - at > NEAR or any(made.get(x, -1) > at for x in operands):
+                firsts[v] = i, eqn
             else:
-                shared[id(eqn)] = shared.setdefault(id(other), {})
+                shared[id(eqn)] = shared.setdefault(id(first), {})
     return shared
 
 

@@ -27,6 +27,11 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
+_TIMES = 2
+"""How many times the elements of its rows a table must have to stay sharded: the indices are
+gathered too, each device masks the rows of all, and where tokens are the same everywhere the sum
+of their rows is an all-reduce."""
+
 
 def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -> jax.Array | None:
     """The rows that an equation looks up in a sharded table; None where it is no lookup, or where
@@ -41,7 +46,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
-    if scope.share or table.value.size <= eqn.outvars[0].aval.size / batch_devices(gatherer.mesh):
+    if scope.share or table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None
     held = table
     if scope.rows is not None:
@@ -56,8 +61,8 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
 def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
     """The spec of a table while rows of it are looked up, which shards rows.
 
-    None where fewer elements are moved to gather the table, and where the equation does not look
-    up rows, or the table is sharded along two dimensions, or unevenly.
+    None where hardly fewer elements are moved than gathering the table moves, and where the
+    equation does not look up rows, or the table is sharded along two dimensions, or unevenly.
 
     Args:
       eqn: A gather.
@@ -70,7 +75,7 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
     (cut,), size = dims, eqn.invars[0].aval.size
     pieces = layout.parts(spec[cut], mesh)
-    moved = eqn.outvars[0].aval.size * pieces / batch_devices(mesh)
+    moved = _TIMES * _looked_up(eqn, mesh, pieces)
     if cut not in picked:
         free = [d for d in picked if spec[d] is None and shape[d] % pieces == 0]
         if not free:
@@ -81,3 +86,11 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
         for name in names:
             spec = layout.within(spec, row, name)
     return spec if moved < size else None
+
+
+def _looked_up(eqn: Any, mesh: Mesh, devices: int) -> float:
+    """Elements that so many devices look up together: their part of the tokens [rows, positions],
+    or all of them where rows are not to be told from positions, which are the same everywhere."""
+    ids, size = eqn.invars[1].aval.shape, eqn.outvars[0].aval.size
+    by_rows = len(ids) > 2 and ids[0] % batch_devices(mesh) == 0
+    return size * devices / batch_devices(mesh) if by_rows else size

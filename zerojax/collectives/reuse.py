@@ -103,7 +103,8 @@ class GoesOn:
 def _sums(jaxpr: Any, params: Collection[Any], *, transposed: bool) -> set[Any]:
     """The variables that differentiation makes by a product, a convolution or a sum of rows, of
     operands that are no parameters; also in another layout or dtype."""
-    weights, sums = set(params), set[Any]()
+    weights: set[Any] = set(params)
+    sums: set[Any] = set()
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, jaxprs.variables(eqn.invars)
         if name in _SAME_SIZE:

@@ -1,0 +1,85 @@
+"""Which products share a gather, and which gradients are added up before they are reduced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import Spec, abstract
+
+import zerojax
+from zerojax.collectives import adjacent, wanted
+
+MESH = zerojax.mesh()
+SPEC: Spec = ("data", None)
+
+
+def groups(function: Callable[..., Any]) -> int:
+    """How many products share the gather of a matrix with another one."""
+    jaxpr = jax.make_jaxpr(function)(*abstract((16, 16), (4, 16))).jaxpr
+    uses, w = adjacent.uses(jaxpr), jaxpr.invars[0]
+    found = [id(uses[id(e)]) for e in jaxpr.eqns if id(e) in uses and any(v is w for v in e.invars)]
+    return sum(found.count(group) > 1 for group in found)
+
+
+def sums(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[int, int]:
+    """How many sums are reduced, and how many products go into them."""
+    jaxpr = jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr
+    outs = [SPEC if v.aval.shape[0] > 1 else None for v in jaxpr.outvars]
+    wants = wanted.trace_back(jaxpr, outs, MESH)
+    found = adjacent.sums(jaxpr, wants, MESH)
+    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    return len(found.reduced), sum(e.outvars[0] in found.added for e in products)
+
+
+def test_a_product_and_its_tangent_share() -> None:
+    assert groups(lambda w, x: jax.jvp(lambda x: x @ w, (x,), (x + 1,))) == 2
+
+
+def test_products_that_wait_for_each_other_do_not() -> None:
+    assert groups(lambda w, x: jnp.tanh(x @ w) @ w) == 0
+    assert groups(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w))) == 0
+
+
+def test_products_far_apart_do_not() -> None:
+    def function(w: Any, x: Any) -> Any:
+        one = x @ w
+        for _ in range(adjacent.NEAR):
+            one = jnp.tanh(one)
+        return one + x @ w
+
+    assert groups(function) == 0
+
+
+def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T))
+
+
+def test_two_uses_of_a_matrix_are_reduced_once() -> None:
+    assert sums(jax.grad(twice), (16, 8), (4, 16)) == (1, 2)
+
+
+def test_a_padded_gradient_is_reduced_where_it_is_made() -> None:
+    assert sums(jax.grad(twice), (17, 8), (4, 17)) == (0, 0)
+
+
+@pytest.mark.parametrize(("towers", "found"), [(1, (1, 2)), (3, (0, 0))])
+def test_few_gradients_wait_for_others_that_are_made_far_apart(
+    towers: int, found: tuple[int, int]
+) -> None:
+    """A deep model that is run on two inputs would have all its gradients whole."""
+
+    def tower(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = x @ w
+            for _ in range(adjacent.NEAR):
+                x = jnp.tanh(x)
+        return jnp.sum(x)
+
+    def both(*args: Any) -> Any:
+        *ws, x, y = args
+        return tower(ws, x) + tower(ws, y)
+
+    grads = jax.grad(both, argnums=tuple(range(towers)))
+    assert sums(grads, *[(16, 16)] * towers, (4, 16), (4, 16)) == found

@@ -34,8 +34,8 @@ class TestCompiled:
         ("scan", "module_casts", "accumulation"),
         [
             (True, True, 8),
-            (False, True, 1),
             (False, False, 8),
+            pytest.param(False, True, 1, marks=pytest.mark.sweep),
             pytest.param(True, True, 1, marks=pytest.mark.sweep),
             pytest.param(False, True, 8, marks=pytest.mark.sweep),
             pytest.param(True, False, 8, marks=pytest.mark.sweep),
@@ -242,7 +242,7 @@ def zero_for(stage: int, accumulation: int, **more: Any) -> zerojax.Zero:
 
 
 @pytest.mark.usefixtures("quick_compile", "in_float64")
-@pytest.mark.parametrize("accumulation", [1, 4, 8])
+@pytest.mark.parametrize("accumulation", [1, 4, pytest.param(8, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 2, 3])
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
 def test_the_numbers_of_plain_jit(

@@ -85,7 +85,6 @@ FIELDS = {
             "xla_gpu_all_gather_combine_threshold_bytes": 1 << 27,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
             "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
-            "xla_gpu_enable_pipelined_collectives": True,
             "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
             "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         }.items()

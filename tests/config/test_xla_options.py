@@ -18,7 +18,6 @@ VALUES: dict[str, Any] = {
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 29,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 29,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 29,
-    "xla_gpu_enable_pipelined_collectives": True,
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
@@ -40,7 +39,7 @@ def test_xla_knows_the_option(name: str) -> None:
     [
         ({"xla_gpu_enable_latency_hiding": True}, "did you mean `xla.xla_gpu_enable_latency_hid"),
         ({"xla_gpu_enable_while_loop_unrolling": "DOUBLE"}, "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"),
-        ({"xla_gpu_enable_pipelined_collectives": 1}, "expected true or false or null, got 1"),
+        ({"xla_gpu_enable_latency_hiding_scheduler": 1}, "expected true or false or null, got 1"),
     ],
 )
 def test_what_xla_would_not_take(section: dict[str, Any], message: str) -> None:
@@ -57,7 +56,7 @@ def test_the_configs_options_go_before_ours() -> None:
 
 
 def test_the_plan_says_where_they_have_no_effect() -> None:
-    zero = zerojax.zero(stage=3, xla_gpu_enable_pipelined_collectives=True)
+    zero = zerojax.zero(stage=3, xla_gpu_enable_latency_hiding_scheduler=True)
     state = zero.abstract_state(_create)
     assert "options for GPUs, without effect on devices of 'cpu'" in str(zero.plan(state))
     assert "options for GPUs" not in str(zerojax.zero(stage=3).plan(state))
@@ -72,5 +71,5 @@ def _create() -> Any:
 def test_on_gpus() -> None:
     mesh = zerojax.topology("h100", 8)
     for make in (options, streaming):
-        ours, both = make(mesh), make(mesh, {"xla_gpu_enable_pipelined_collectives": True})
-        assert both == (ours or {}) | {"xla_gpu_enable_pipelined_collectives": True}
+        ours, both = make(mesh), make(mesh, {"xla_gpu_enable_latency_hiding_scheduler": True})
+        assert both == (ours or {}) | {"xla_gpu_enable_latency_hiding_scheduler": True}

@@ -32,7 +32,7 @@ class MadeUp:
     def tried(self, choice: Choice) -> Any:
         self.seen.append(choice)
         options = dict(choice.xla)
-        if "xla_gpu_enable_pipelined_collectives" in options:
+        if "xla_gpu_experimental_parallel_collective_overlap_limit" in options:
             return None
         fits = "xla_gpu_all_gather_combine_threshold_bytes" not in options
         return SimpleNamespace(seconds=1.0 if SCHEDULER in options else 2.0, fits=fits, tokens=8)
@@ -93,7 +93,7 @@ def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> N
     zero = zerojax.zero(
         stage=3,
         offload_optimizer=offload,
-        xla_gpu_enable_pipelined_collectives=True,
+        xla_gpu_enable_latency_hiding_scheduler=True,
         xla_gpu_reduce_scatter_combine_threshold_bytes=7,
         mesh=zerojax.topology("h100", 8),
     )
@@ -101,7 +101,7 @@ def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> N
     state = zero.abstract_state(made.create_state, jax.random.key(0))
     lowered = zero(made.train_step).lower(state, made.batch)
     options = compat.compiler_options(lowered)
-    assert options["xla_gpu_enable_pipelined_collectives"] is True
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 7
 
 
@@ -135,7 +135,7 @@ def test_every_candidate_compiles_and_the_step_takes_the_fastest(
     assert not [text for text in said if "Error" in text]
     assert fitted.choice == fitted.ranking[0].choice
     assert fitted.config.get("xla", {}) == dict(fitted.choice.xla)
-    again = search()  # one program under seven sets of options, each remembered
+    again = search()  # one program under each set of options, each remembered
     assert (again.compiled, again.config) == (0, fitted.config)
 
 

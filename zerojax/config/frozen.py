@@ -156,7 +156,6 @@ class ZeroConfig:
     xla_gpu_all_gather_combine_threshold_bytes: int | None = None
     xla_gpu_reduce_scatter_combine_threshold_bytes: int | None = None
     xla_gpu_all_reduce_combine_threshold_bytes: int | None = None
-    xla_gpu_enable_pipelined_collectives: bool | None = None
     xla_gpu_enable_while_loop_unrolling: str | None = None
     xla_gpu_experimental_parallel_collective_overlap_limit: int | None = None
     optimizer: OptimizerConfig | None = None

@@ -12,7 +12,6 @@ from zerojax.tuning.search import ranked
 from zerojax.xla.compiler import Options
 
 _SCHEDULER: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
-_PIPELINED: Options = {"xla_gpu_enable_pipelined_collectives": True}
 _BUFFERED: Options = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 _TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
@@ -30,8 +29,8 @@ CANDIDATES: tuple[Options, ...] = (
     _LAYER,
     _SCHEDULER | _LAYER,
     _SCHEDULER | _TOGETHER,
-    _SCHEDULER | _PIPELINED,
-    _SCHEDULER | _PIPELINED | _BUFFERED,
+    _SCHEDULER | _BUFFERED,
+    _SCHEDULER | _LAYER | _BUFFERED,
 )
 """What is compared with zerojax's own options: what others found to matter, alone and together."""
 

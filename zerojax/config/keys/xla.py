@@ -24,11 +24,6 @@ _OPTIONS: tuple[tuple[str, ValueKind, str], ...] = (
     ("xla_gpu_reduce_scatter_combine_threshold_bytes", SIZE, _COMBINED),
     ("xla_gpu_all_reduce_combine_threshold_bytes", SIZE, _COMBINED),
     (
-        "xla_gpu_enable_pipelined_collectives",
-        FLAG,
-        "true: a loop starts collectives of its next iteration",
-    ),
-    (
         "xla_gpu_enable_while_loop_unrolling",
         _UNROLLING,
         "how loops are unrolled; DOUBLE_BUFFER lets two iterations overlap",

@@ -113,10 +113,12 @@ def test_guide_loads_with_every_key_noted():
         scheduler=config.scheduler,
         steps_per_print=2000,
         stage3_gather_16bit_weights_on_model_save=True,
+        overlap_comm=True,
     )
     notes = {note.key: note for note in config.notes}
     assert len(notes) == len(config.notes)
-    assert notes["zero_optimization.overlap_comm"].status == "left to XLA"
+    assert notes["zero_optimization.contiguous_gradients"].status == "left to XLA"
+    assert notes["zero_optimization.overlap_comm"].status == "honoured"
     assert notes["steps_per_print"].status == "honoured"
     assert notes["fp16.loss_scale"].status == "no effect"
     assert notes["zero_optimization.stage"].status == "honoured"

@@ -115,6 +115,8 @@ class Gatherer:
         A scope that shares gathers has one of each parameter."""
         if shard.whole is not None:
             return shard.whole
+        if shard.early is not None and shard.early.dtype == shard.value.dtype:
+            return shard.early
         if shard.narrow is not None:  # half the bytes
             return self.gather(shard.narrow, scope, rest).astype(shard.value.dtype)
         if id(shard) in scope.gathered:

@@ -24,8 +24,9 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import gradients, loops, many, order, propagate, residuals, wanted
+from zerojax.collectives.ahead import REDUCTIONS, Ahead, follow
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
-from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
+from zerojax.collectives.host import Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.devices.mesh import batch_devices
 from zerojax.distributed import log
@@ -35,10 +36,6 @@ from zerojax.plan.stored import pad
 from zerojax.trace import changes
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
-
-_REDUCTIONS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
-)
 
 
 class Inserter(Gatherer):
@@ -53,6 +50,7 @@ class Inserter(Gatherer):
         no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
+      overlap: loops gather one iteration ahead.
     """
 
     def __init__(
@@ -63,9 +61,10 @@ class Inserter(Gatherer):
         keep: bool,
         share: bool = False,
         away: int | None = None,
+        overlap: bool = True,
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
-        self.share = share or keep
+        self.share, self.overlap = share or keep, overlap
         self.smallest = None if away is None else away * batch_devices(mesh)
         self._unused = away is not None  # until something leaves, or that has been said
 
@@ -183,7 +182,7 @@ class Inserter(Gatherer):
             and id(shards[0]) in scope.gathered
         ):
             return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             return jaxprs.bind(eqn, [plain(v) for v in values])
         if spec := propagate.forward(eqn, shards[0].spec, self.mesh):
             return self._on_shards(eqn, values, spec)
@@ -200,6 +199,8 @@ class Inserter(Gatherer):
         """Runs an equation on shards; its results have this spec."""
         outs = jaxprs.bind(eqn, [plain(v) for v in values])
         wholes: Sequence[Any] = [None] * len(outs)
+        if len(values) == 1 and (early := follow(eqn, values[0].early)) is not None:
+            return [Shard(self.constrain(outs[0], spec), spec, early=early)]
         if all(many.is_whole(v, self.axis) or _is_number(v) for v in values):
             # On the whole ones too; otherwise a cast of them would be gathered by itself.
             wholes = jaxprs.bind(eqn, [v.whole if isinstance(v, Shard) else v for v in values])
@@ -280,7 +281,7 @@ class Inserter(Gatherer):
             self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        ahead = Ahead(xs, length, reverse, self.constrain)
+        ahead = Ahead(eqn, xs, self, gathers=self.overlap and not self.keep)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
@@ -289,14 +290,8 @@ class Inserter(Gatherer):
 
         def body(state: tuple[Any, Any, Any], at: tuple[Any, Any]) -> tuple[Any, Any]:
             (carry, totals, come), (index, rest) = state, at
-            coming = ahead.fetch(index)
-            sliced = [
-                Shard(s, x.spec[1:])
-                if isinstance(x, Shard) and is_sharded(x.spec, self.axis)
-                else s
-                for s, x in zip(ahead.merged(come, rest), xs, strict=True)
-            ]
-            now = dict(zip(kept, carry, strict=True))
+            coming, sliced = ahead.read(index), ahead.operands(come, rest)
+            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             outs = self._run(jaxpr, (*consts, *carried, *sliced), scope.inner(), inside)
             ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]
@@ -370,4 +365,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _like(value: Any, new: jax.Array) -> Any:
-    return Shard(new, value.spec) if isinstance(value, Shard) else new
+    return Shard(new, value.spec, early=value.early) if isinstance(value, Shard) else new

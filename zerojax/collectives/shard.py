@@ -17,6 +17,7 @@ class Shard:
     ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
     the value gathered in advance (stages 1 and 2), None where it is gathered at each use.
     ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
+    ``early`` is the value gathered an iteration ahead, in the dtype in which it is needed whole.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see
@@ -29,6 +30,7 @@ class Shard:
     host: bool = False
     sums: jax.Array | None = None
     narrow: Shard | None = None
+    early: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,6 +92,7 @@ class ZeroConfig:
       stage3_param_persistence_threshold: The elements below which a parameter stays whole.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
+      overlap_comm: False leaves the schedule of collectives to XLA, and gathers no layer ahead.
       mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
         group; -1 (or 0) for one group of all devices.
       zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
@@ -137,6 +138,7 @@ class ZeroConfig:
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
+    overlap_comm: bool | None = None
     mics_shard_size: int = -1
     zero_hpz_partition_size: int = 1
     offload_optimizer: OffloadOptimizer | None = None

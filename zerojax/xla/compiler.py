@@ -14,8 +14,20 @@ BUCKET = 32 * 2**20
 COPIES = 64
 
 
-def options(mesh: Mesh) -> dict[str, int | bool | str] | None:
-    """Compiler options for the mesh's platform, None where there are none to set."""
+# Bytes of a result, gathered or reduced, up to which XLA combines collectives by itself.
+COMBINED = 30 * 2**20
+
+
+def options(
+    mesh: Mesh, *, overlap: bool = True, layer: int = 0
+) -> dict[str, int | bool | str] | None:
+    """Compiler options for the mesh's platform, None where there are none to set.
+
+    Args:
+      mesh: The devices.
+      overlap: Collectives run beside computation, where the platform would not by itself.
+      layer: Bytes that are gathered ahead, together; 0 where nothing is.
+    """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         # One collective at a time: where a device waits in two, another may find no thread, and
@@ -23,13 +35,24 @@ def options(mesh: Mesh) -> dict[str, int | bool | str] | None:
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     if platform not in ("gpu", "cuda"):
         return None
-    # XLA counts the result of a reduce-scatter, which is one device's piece.
-    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
+    # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
+    # many devices has a price, whatever it moves: half a layer's gradients go together.
+    waiting = max(BUCKET, layer // 2) // mesh.devices.size
+    chosen: dict[str, int | bool | str] = {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": waiting
+    }
+    if overlap:
+        # Otherwise XLA waits for each collective where it starts, before Hopper.
+        chosen["xla_gpu_enable_latency_hiding_scheduler"] = True
+    if layer > COMBINED:
+        # Collectives run one at a time: of two that are gathered ahead the first is waited for.
+        chosen["xla_gpu_all_gather_combine_threshold_bytes"] = layer
+    return chosen
 
 
 def streaming(mesh: Mesh) -> dict[str, int | bool | str] | None:
     """The same for a program that copies between device and host memory as it computes."""
-    base = options(mesh)
+    base = options(mesh, overlap=False)
     if base is None or mesh.devices.flat[0].platform == "cpu":
         return base
     return base | {

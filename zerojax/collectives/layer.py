@@ -17,6 +17,9 @@ from jax.sharding import PartitionSpec
 from zerojax.collectives.ahead import LEAST
 from zerojax.plan.plan import Leaf, Plan
 
+ROWS = 2**20
+"""Bytes below which what looks like a layer is a row of a matrix."""
+
 
 def layer_bytes(plan: Plan) -> int:
     """Bytes of the largest layer of stacked parameters, as the step computes with them; 0 where
@@ -25,7 +28,8 @@ def layer_bytes(plan: Plan) -> int:
         return 0
     paths = jax.tree.leaves_with_path(plan.params, is_leaf=lambda x: isinstance(x, PartitionSpec))
     named = [(path, leaf) for (path, _), leaf in zip(paths, plan.compute, strict=True)]
-    return _largest(named, 0)
+    largest = _largest(named, 0)
+    return largest if largest >= ROWS else 0
 
 
 def _largest(named: Sequence[tuple[tuple[Any, ...], Leaf]], depth: int) -> int:

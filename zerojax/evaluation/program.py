@@ -110,11 +110,7 @@ class EvaluationProgram:
             compiler_options=(
                 streaming(plan.mesh)
                 if reaches_host(self._config)
-                else options(
-                    plan.mesh,
-                    overlap=self._config.overlap_comm is not False,
-                    layer=layer_bytes(plan),
-                )
+                else options(plan.mesh, layer=layer_bytes(plan))
             ),
         )
 

@@ -40,11 +40,7 @@ class ResidentStep:
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
-            compiler_options=options(
-                plan.mesh,
-                overlap=setting.config.overlap_comm is not False,
-                layer=layer_bytes(plan),
-            ),
+            compiler_options=options(plan.mesh, layer=layer_bytes(plan)),
         )
 
     def _step(self, parts: Parts, batch: Any, arrays: list[Any], static: Static) -> StepResult:

@@ -18,15 +18,12 @@ COPIES = 64
 COMBINED = 30 * 2**20
 
 
-def options(
-    mesh: Mesh, *, overlap: bool = True, layer: int = 0
-) -> dict[str, int | bool | str] | None:
+def options(mesh: Mesh, *, layer: int = 0) -> dict[str, int | bool | str] | None:
     """Compiler options for the mesh's platform, None where there are none to set.
 
     Args:
       mesh: The devices.
-      overlap: Collectives run beside computation, where the platform would not by itself.
-      layer: Bytes that are gathered ahead, together; 0 where nothing is.
+      layer: Bytes that a loop gathers ahead; 0 where nothing is.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
@@ -41,7 +38,7 @@ def options(
     chosen: dict[str, int | bool | str] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": waiting
     }
-    if overlap:
+    if layer:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         chosen["xla_gpu_enable_latency_hiding_scheduler"] = True
     if layer > COMBINED:
@@ -52,7 +49,7 @@ def options(
 
 def streaming(mesh: Mesh) -> dict[str, int | bool | str] | None:
     """The same for a program that copies between device and host memory as it computes."""
-    base = options(mesh, overlap=False)
+    base = options(mesh)
     if base is None or mesh.devices.flat[0].platform == "cpu":
         return base
     return base | {

@@ -96,7 +96,7 @@ def test_the_record_has_theory_beside_each_figure():
     for headings, row in (memory, traffic):
         assert len(headings) == len(row)
     assert memory[1][4:6] == ["1,232", "1,230"]
-    assert traffic[1][5] == "4,535 / 4,305"
+    assert traffic[1][5] == "4,642 / 4,305"
     assert traffic[1][6] == "-"  # a single host
     assert markdown({"stages": [found]}).count("\n| stage 3, scan |") == 2
 
@@ -144,7 +144,7 @@ def test_groups_change_nothing_of_what_stage_0_sends():
 
 
 def test_the_scanned_program_does_not_grow_with_its_depth():
-    few, many = (lowered(replace(SCANNED, n_layer=n)) for n in (12, 48))
+    few, many = (lowered(replace(SCANNED, n_layer=n)) for n in (16, 48))
     assert many.count("\n") < 1.02 * few.count("\n")
 
 

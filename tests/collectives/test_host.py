@@ -5,11 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax import lax
 from jaxprs import equations
 
-from zerojax.collectives.host import Ahead, Host, entry, fetched, on_host, sent
+from zerojax.collectives.host import Host, entry, fetched, on_host, sent
 from zerojax.collectives.shard import HostStack, Shard
 
 STACK = np.arange(12, dtype="float32").reshape(4, 3)
@@ -23,10 +21,6 @@ class Twice:
 
     def entry(self, index: Any) -> jax.Array:
         return jnp.asarray(2 * STACK)[index]
-
-
-def kept(x: jax.Array, spec: Any) -> jax.Array:
-    return x
 
 
 def test_what_lies_there() -> None:
@@ -65,29 +59,3 @@ def test_a_gradient_leaves_with_its_sum() -> None:
     row, total = jax.jit(host.send)(jnp.arange(3.0))
     np.testing.assert_array_equal(row, [0, 1, 2])
     assert total == 5
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_each_iteration_has_its_entries(reverse: bool) -> None:
-    xs = [
-        jnp.asarray(STACK),
-        HostStack(jnp.asarray(STACK)),
-        Shard(Twice(), (None, None), host=True),  # type: ignore[arg-type]
-        Shard(jnp.asarray(STACK), (None, "data")),
-    ]
-    ahead = Ahead(xs, len(STACK), reverse, kept)
-
-    def body(come: Any, at: Any) -> Any:
-        index, rest = at
-        return ahead.fetch(index), ahead.merged(come, rest)
-
-    loop = (ahead.order(), ahead.rest())
-    _, got = lax.scan(body, ahead.first(), loop, length=len(STACK), reverse=reverse)
-    for y, factor in zip(got, [1, 1, 2, 1], strict=True):
-        np.testing.assert_array_equal(y, factor * STACK)
-
-
-def test_without_any_there_is_nothing_to_order() -> None:
-    ahead = Ahead([jnp.asarray(STACK)], len(STACK), False, kept)
-    assert ahead.order() is None
-    assert ahead.first() == []

@@ -53,7 +53,7 @@ def test_every_key_given_has_its_row_in_order(name):
 def test_what_became_of_each_kind():
     rows, _ = rows_of(
         {
-            "zero_optimization": {"stage": 2, "overlap_comm": True},
+            "zero_optimization": {"stage": 2, "contiguous_gradients": True},
             "fp16": {"hysteresis": 3},
             "bf16": {"enabled": "auto"},
             "optimizer": {"type": "adam", "params": {"betas": [0.8, 0.9], "eps": "auto"}},
@@ -62,7 +62,7 @@ def test_what_became_of_each_kind():
     )
     assert {key: (row.became, row.resolved) for key, row in rows.items()} == {
         "zero_optimization.stage": ("honoured", 2),
-        "zero_optimization.overlap_comm": ("left to XLA", None),
+        "zero_optimization.contiguous_gradients": ("left to XLA", None),
         "fp16.hysteresis": ("no effect", None),
         "bf16.enabled": ("resolved", False),
         "optimizer.type": ("honoured", "adam"),

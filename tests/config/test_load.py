@@ -115,10 +115,12 @@ def test_guide_loads_with_every_key_noted():
         stage3_max_live_parameters=1_000_000_000,
         stage3_max_reuse_distance=1_000_000_000,
         stage3_gather_16bit_weights_on_model_save=True,
+        overlap_comm=True,
     )
     notes = {note.key: note for note in config.notes}
     assert len(notes) == len(config.notes)
-    assert notes["zero_optimization.overlap_comm"].status == "left to XLA"
+    assert notes["zero_optimization.contiguous_gradients"].status == "left to XLA"
+    assert notes["zero_optimization.overlap_comm"].status == "honoured"
     assert notes["steps_per_print"].status == "honoured"
     assert notes["fp16.loss_scale"].status == "no effect"
     assert notes["zero_optimization.stage"].status == "honoured"

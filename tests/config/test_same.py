@@ -62,6 +62,7 @@ FIELDS = {
         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
         True,
     ),
+    "overlap_comm": ({"zero_optimization": {"overlap_comm": False}}, False),
     "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
     "zero_hpz_partition_size": ({"zero_optimization": {"zero_hpz_partition_size": 8}}, 8),
     "offload_optimizer": (

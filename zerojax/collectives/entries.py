@@ -43,17 +43,25 @@ class Entries:
         self.read = [narrowest(x) for x in xs]
         self.rounded = [x.rounded if isinstance(x, Shard) else None for x in xs]
         self._whole: list[tuple[Any, Any]] = []
+        self._brief = False  # whether an iteration has something whole that dies with it
         self._forms: dict[int, _Form] = {}
 
-    def operands(self, entries: Sequence[Any], rounded: Sequence[Any]) -> list[Any]:
-        """One iteration's operands, of its entries of ``read`` and ``rounded``."""
+    def operands(
+        self, entries: Sequence[Any], rounded: Sequence[Any], ahead: Sequence[Any]
+    ) -> list[Any]:
+        """One iteration's operands, of its entries of ``read`` and ``rounded``, and those that were
+        gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`; None for the others."""
         self._whole = list(zip(rounded, self.rounded, strict=True))
-        return list(map(self._operand, self._xs, entries, rounded))
+        self._brief = any(x is not None for x in ahead)
+        known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
+        return list(map(self._operand, self._xs, entries, known))
 
-    def _operand(self, x: Any, entry: jax.Array, rounded: jax.Array | None) -> Any:
+    def _operand(self, x: Any, entry: jax.Array, known: jax.Array | None) -> Any:
         if not isinstance(x, Shard):
             return entry
-        shard = widened(Shard(entry, x.spec[1:], rounded=rounded), widenings(x))
+        own = known is not None and known.dtype == entry.dtype
+        whole, rounded = (known, None) if own else (None, known)
+        shard = widened(Shard(entry, x.spec[1:], whole, rounded=rounded), widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: Any) -> Any:
@@ -63,7 +71,7 @@ class Entries:
         whole = None
         if y.whole is not None:
             whole = next((stack for entry, stack in self._whole if entry is y.whole), None)
-            if whole is None:
+            if whole is None and not self._brief:
                 return y.whole
         self._forms[i] = _Form(y.spec, widenings(y), whole)
         return plain(narrowest(y))

@@ -1,13 +1,14 @@
 """Parameters that come in from host memory where they are used, gradients that leave for it.
 
 In a loop over layers a layer's parameters come in one iteration ahead, while the layer before is
-at work, forward and backward. A layer's gradients leave in the iteration that makes them. What a
-rematerialised block there keeps (:mod:`zerojax.collectives.residuals`) does both.
+at work, forward and backward (:mod:`zerojax.collectives.ahead`). A layer's gradients leave in the
+iteration that makes them. What a rematerialised block there keeps
+(:mod:`zerojax.collectives.residuals`) does both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,52 +93,3 @@ class Host:
     def send(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """One row of a gradient on its way to the host, and its square sum."""
         return sent(x), jnp.sum(self.sums(x[None]))
-
-
-class Ahead:
-    """The stacks in host memory that a loop reads, each read one iteration ahead.
-
-    Args:
-      xs: what the loop reads, stacked along the first dimension; some of it in host memory, a
-        :class:`Shard` or :class:`HostStack`.
-      length, reverse: of the loop.
-      constrain: pins an array to a spec.
-    """
-
-    def __init__(
-        self, xs: Sequence[Any], length: int, reverse: bool, constrain: Callable[..., jax.Array]
-    ) -> None:
-        self._xs, self._length, self._reverse = xs, length, reverse
-        self._constrain = constrain
-        self._hosts = [x for x in xs if on_host(x)]
-
-    def order(self) -> jax.Array | None:
-        """int [length], for each iteration the one that comes after it; its own for the last.
-        None where nothing has to come in."""
-        if not self._hosts:
-            return None
-        step = -1 if self._reverse else 1
-        return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
-
-    def fetch(self, index: Any) -> list[jax.Array]:
-        """The entries of the host stacks at ``index``, on the device."""
-        entries = []
-        for x in self._hosts:
-            value = entry(x.value, index)
-            entries.append(
-                value if isinstance(x, HostStack) else self._constrain(value, x.spec[1:])
-            )
-        return entries
-
-    def first(self) -> list[jax.Array]:
-        """What the first iteration needs."""
-        return self.fetch(self._length - 1 if self._reverse else 0)
-
-    def rest(self) -> list[Any]:
-        """What the loop itself reads: the stacks that are on the device."""
-        return [x.value if isinstance(x, Shard) else x for x in self._xs if not on_host(x)]
-
-    def merged(self, come: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """One iteration's entries of all stacks, in the order of ``xs``."""
-        came, here = iter(come), iter(rest)
-        return [next(came) if on_host(x) else next(here) for x in self._xs]

@@ -35,9 +35,10 @@ from zerojax.collectives import (
     rounding,
     wanted,
 )
+from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.entries import Entries
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
-from zerojax.collectives.host import Ahead, Host, on_host, sent, unpadded
+from zerojax.collectives.host import Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, travelling
 from zerojax.devices.mesh import batch_devices
@@ -62,6 +63,7 @@ class Inserter(Gatherer):
         no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
+      overlap: loops gather one iteration ahead.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class Inserter(Gatherer):
         keep: bool,
         share: bool = False,
         away: int | None = None,
+        overlap: bool = True,
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
-        self.share = share or keep
+        self.share, self.overlap = share or keep, overlap
         self.smallest = None if away is None else away * batch_devices(mesh)
         self._unused = away is not None  # until something leaves, or that has been said
 
@@ -223,7 +226,7 @@ class Inserter(Gatherer):
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         whole, rounded = rounding.follow(eqn, values, self.axis)
-        narrow = values[0].narrow if rounding.moves(eqn.primitive.name) else None
+        narrow = values[0].narrow if propagate.moves(eqn.primitive.name) else None
         if narrow is not None:
             (narrow,) = self._on_shards(eqn, [narrow], spec)
         return [Shard(self.constrain(out, spec), spec, whole, narrow=narrow, rounded=rounded)]
@@ -234,7 +237,9 @@ class Inserter(Gatherer):
         inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
-        values = self.all_known(values, scope)
+        if self.keep or not scope.share:
+            # In a loop what is whole for an iteration stays a shard, and is stacked as one.
+            values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(), want)
@@ -326,7 +331,7 @@ class Inserter(Gatherer):
         ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(xs, self.axis)
-        ahead = Ahead(entries.read, length, reverse, self.constrain)
+        ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
@@ -334,9 +339,9 @@ class Inserter(Gatherer):
 
         def body(state: tuple[Any, Any, Any], at: tuple[Any, Any, Any]) -> tuple[Any, Any]:
             (carry, totals, come), (index, rest, rounded) = state, at
-            coming = ahead.fetch(index)
-            sliced = entries.operands(ahead.merged(come, rest), rounded)
-            now = dict(zip(kept, carry, strict=True))
+            coming = ahead.read(index)
+            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
+            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             outs = self._run(jaxpr, (*consts, *carried, *sliced), scope.inner(), inside)
             ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]

@@ -47,6 +47,14 @@ def hold_until(
     ]
 
 
+def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
+    """``values``, the largest floating array among them not before ``done``, which is whole."""
+    sizes = [v.size if _is_float(v) else 0 for v in values]
+    at = sizes.index(max(sizes, default=0)) if any(sizes) else None
+    wait = impossible(_element(done))
+    return [_choose(wait, v) if i == at else v for i, v in enumerate(values)]
+
+
 def _held(v: Any, wait: jax.Array, constrain: Callable[..., jax.Array]) -> Any:
     if isinstance(v, Shard):
         return Shard(constrain(_choose(wait, v.value), v.spec), v.spec)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.trace.elementwise import LABELS
 from zerojax.xla.jaxprs import param
 
 
@@ -91,6 +92,11 @@ def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     keep its piece, or the equation is none of these."""
     rule = FORWARD.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, spec, mesh)
+
+
+def moves(name: str) -> bool:
+    """Whether a primitive has one operand, whose elements it leaves as they are."""
+    return name in FORWARD or name in LABELS
 
 
 def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:

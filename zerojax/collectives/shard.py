@@ -18,8 +18,9 @@ class Shard:
     the value gathered in advance (stages 1 and 2; at stage 3 what stays gathered), None where it is
     gathered at each use.
     ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
-    ``rounded`` is the value cast to a smaller dtype, in which alone the body needs it whole, and
-    gathered in advance; see :mod:`zerojax.collectives.rounding`.
+    ``rounded`` is the value cast to a smaller dtype, in which the body needs it whole, and gathered
+    in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
+    ahead, see :mod:`zerojax.collectives.ahead`.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see

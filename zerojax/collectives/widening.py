@@ -36,23 +36,45 @@ def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     return shard
 
 
+def whole_of(shard: Shard) -> jax.Array | None:
+    """A shard whole, if it was gathered in advance, or what it was cast from."""
+    if shard.whole is not None or shard.narrow is None:
+        return shard.whole
+    whole = whole_of(shard.narrow)
+    return None if whole is None else whole.astype(shard.value.dtype)
+
+
 def travelling(value: Any) -> Any:
-    """What passes a barrier for a value: of a shard that was gathered in advance what was gathered,
-    of one that was widened what was cast."""
-    if isinstance(value, Shard) and value.rounded is not None:
-        return value.rounded
-    if isinstance(value, Shard) and value.whole is not None:
-        return value.whole
-    return narrowest(value)
+    """What passes a barrier for a value: of a shard that was widened what was cast, and of one that
+    was gathered in advance what was gathered."""
+    source = _source(value)
+    known = _gathered(source)
+    return source if known is None else known
 
 
 def arrived(value: Any, new: Any) -> Any:
     """``value`` again, given what :func:`travelling` has become behind the barrier."""
-    if isinstance(value, Shard) and value.rounded is not None:
-        return Shard(value.value, value.spec, rounded=new)
-    if isinstance(value, Shard) and value.whole is not None:
-        return Shard(value.value, value.spec, new)
-    return widened(new, widenings(value)) if isinstance(new, Shard) else new
+    source = _source(value)
+    if not isinstance(source, Shard):
+        return new
+    if source.rounded is not None:
+        new = Shard(source.value, source.spec, rounded=new)
+    elif source.whole is not None:
+        new = Shard(source.value, source.spec, new)
+    return new if source is value else widened(new, widenings(value))
+
+
+def _source(value: Any) -> Any:
+    """The narrowest of a shard, unless only ``value`` itself was gathered in advance."""
+    source = narrowest(value)
+    return value if _gathered(source) is None and _gathered(value) is not None else source
+
+
+def _gathered(value: Any) -> jax.Array | None:
+    """What was gathered of a shard in advance."""
+    if not isinstance(value, Shard):
+        return None
+    return value.whole if value.rounded is None else value.rounded
 
 
 def like(value: Any, new: jax.Array) -> Any:

@@ -97,6 +97,7 @@ class ZeroConfig:
         be used again, at the most; None for no limit.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
+      overlap_comm: False leaves the schedule of collectives to XLA, and gathers no layer ahead.
       mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
         group; -1 (or 0) for one group of all devices.
       zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
@@ -146,6 +147,7 @@ class ZeroConfig:
     stage3_max_live_parameters: int = 0
     stage3_max_reuse_distance: int | None = None
     stage3_gather_16bit_weights_on_model_save: bool = False
+    overlap_comm: bool | None = None
     mics_shard_size: int = -1
     zero_hpz_partition_size: int = 1
     offload_optimizer: OffloadOptimizer | None = None

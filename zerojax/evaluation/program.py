@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives import Inserter
 from zerojax.collectives.host import Fetchable
+from zerojax.collectives.layer import layer_bytes
 from zerojax.distributed import log
 from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
@@ -94,7 +95,11 @@ class EvaluationProgram:
         self._placer = BatchPlacer(plan.lowering_mesh)
         self._micro = self._config.batch(self._placer.devices).micro
         self._inserter = Inserter(
-            plan.lowering_mesh, plan.axis, keep=self._config.stage < 3, share=True
+            plan.lowering_mesh,
+            plan.axis,
+            keep=self._config.stage < 3,
+            share=True,
+            overlap=self._config.overlap_comm is not False,
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)
@@ -103,7 +108,11 @@ class EvaluationProgram:
         self._jitted = jax.jit(
             named(self._run, "state", BATCH, "arrays", "static", "execution"),
             static_argnums=(3, 4),
-            compiler_options=(streaming if reaches_host(self._config) else options)(plan.mesh),
+            compiler_options=(
+                streaming(plan.mesh)
+                if reaches_host(self._config)
+                else options(plan.mesh, layer=layer_bytes(plan))
+            ),
         )
 
     def __call__(self, opened: OpenedState, batch: Any, args: Any, kwargs: Any) -> Any:

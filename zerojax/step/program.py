@@ -65,7 +65,13 @@ class StepSetting:
         self.layout = BatchLayout(mesh, config.batch(batch_devices(mesh)))
         types = Types(plan, explicit) if explicit else None
         self.body = Body(function, opened, _once(config, self.layout.accumulation), types)
-        self.inserter = Inserter(mesh, axis, keep=config.stage < 3, away=smallest_away(config))
+        self.inserter = Inserter(
+            mesh,
+            axis,
+            keep=config.stage < 3,
+            away=smallest_away(config),
+            overlap=config.overlap_comm is not False,
+        )
 
 
 class StepResult(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from zerojax.collectives.layer import layer_bytes
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
@@ -39,7 +40,7 @@ class ResidentStep:
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
-            compiler_options=options(plan.mesh, plan.config.xla_options),
+            compiler_options=options(plan.mesh, plan.config.xla_options, layer=layer_bytes(plan)),
         )
 
     def _step(

@@ -16,16 +16,20 @@ COPIES = 64
 GPUS = ("gpu", "cuda")
 """The platforms of GPUs, as devices name them."""
 
+# Bytes of a result, gathered or reduced, up to which XLA combines collectives by itself.
+COMBINED = 30 * 2**20
+
 Options = dict[str, int | bool | str]
 """Values by XLA's names."""
 
 
-def options(mesh: Mesh, chosen: Options | None = None) -> Options | None:
+def options(mesh: Mesh, chosen: Options | None = None, *, layer: int = 0) -> Options | None:
     """Compiler options for the mesh's platform, None where there are none to set.
 
     Args:
       mesh: The devices.
       chosen: Options for GPUs that go before ours.
+      layer: Bytes that a loop gathers ahead; 0 where nothing is.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
@@ -34,8 +38,16 @@ def options(mesh: Mesh, chosen: Options | None = None) -> Options | None:
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     if platform not in GPUS:
         return None
-    # XLA counts the result of a reduce-scatter, which is one device's piece.
-    ours = {"xla_gpu_reduce_scatter_combine_threshold_bytes": BUCKET // mesh.devices.size}
+    # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
+    # many devices has a price, whatever it moves: half a layer's gradients go together.
+    waiting = max(BUCKET, layer // 2) // mesh.devices.size
+    ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
+    if layer:
+        # Otherwise XLA waits for each collective where it starts, before Hopper.
+        ours["xla_gpu_enable_latency_hiding_scheduler"] = True
+    if layer > COMBINED:
+        # Collectives run one at a time: of two that are gathered ahead the first is waited for.
+        ours["xla_gpu_all_gather_combine_threshold_bytes"] = layer
     return {**ours, **(chosen or {})}
 
 

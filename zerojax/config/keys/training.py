@@ -231,6 +231,14 @@ SHARDING: tuple[Key, ...] = (
         "-1 is off",
         auto="off: one group of all devices",
     ),
+    setting(
+        f"{ZERO}.overlap_comm",
+        optional(FLAG),
+        None,
+        "collectives run beside computation; false: the compiler schedules them as it likes, and a "
+        "layer is gathered where it is used",
+        auto="true",
+    ),
     *left_to_xla(
         ZERO,
         "the compiler schedules, combines and overlaps the collectives",
@@ -239,7 +247,6 @@ SHARDING: tuple[Key, ...] = (
         allgather_partitions=(FLAG, True),
         reduce_bucket_size=(SIZE, 500_000_000),
         allgather_bucket_size=(SIZE, 500_000_000),
-        overlap_comm=(optional(FLAG), None),
         round_robin_gradients=FLAG_OFF,
         use_multi_rank_bucket_allreduce=(FLAG, True),
         stage3_prefetch_bucket_size=(SIZE, 50_000_000),

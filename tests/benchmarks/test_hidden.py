@@ -1,0 +1,60 @@
+"""The table of what a step hides of its collectives."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.hidden import (
+    HEADINGS,
+    MODELS,
+    UNROLLED_LAYERS,
+    Case,
+    cases,
+    markdown,
+    overlap_of,
+    table,
+)
+from zerojax.foresight.forecast import Traffic
+
+GB = 10**9
+
+
+def forecast() -> Any:
+    traffic = (
+        Traffic("all-gather", ("bf16",), 3, 8 * GB, GB, 0.3, 0.01),
+        Traffic("reduce-scatter", ("bf16",), 3, 4 * GB, GB, 0.1, 0.01),
+        Traffic("to the host", (), 3, GB, 0, 0.5, 0.4),
+    )
+    return SimpleNamespace(traffic=traffic, seconds=1.5, peak=SimpleNamespace(bytes=6 * GB))
+
+
+def test_copies_to_the_host_are_no_collectives() -> None:
+    found = overlap_of(forecast())
+    assert (found.step, found.collectives, found.exposed) == pytest.approx((1.5, 0.4, 0.02))
+    assert found.hidden == pytest.approx(0.95)
+    assert found.gathered == 8 * GB
+
+
+def test_a_row_for_each_case() -> None:
+    case = Case(model="llama-7b", scan=True, devices="h100:64", micro=1, overlap=True)
+    results = {case: overlap_of(forecast())}
+    heads, row = table(results)
+    assert heads == HEADINGS
+    assert row == [
+        "llama-7b, scanned", "h100:64", "1", "on",
+        "1500.0", "1480.0", "400.0", "95%", "20.0", "8.00", "6.00",
+    ]  # fmt: skip
+    assert markdown(results).count("| 95% |") == 1
+
+
+def test_each_model_on_all_devices_without_and_with_overlap() -> None:
+    chosen = cases([*MODELS], ["h100:8", "a100:8"])
+    assert len(chosen) == len(set(chosen)) == 2 * 2 * 2 * 2 * 2
+    depths: dict[str, set[int]] = {case.model: set() for case in chosen}
+    for case in chosen:
+        model: Any = case.function()
+        assert model.config.scan is case.scan
+        assert case.config.overlap_comm is case.overlap
+        depths[case.model].add(model.config.n_layer)
+    assert depths == {"llama-7b": {32, UNROLLED_LAYERS}, "gpt2-xl": {48, UNROLLED_LAYERS}}

@@ -1,0 +1,116 @@
+"""The schedule that XLA:GPU compiles: gathers run beside a layer's products, and are not waited
+for. Without ``overlap_comm`` they are, so that the tests see when XLA stops to overlap."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from benchmarks.measure import create_state_of, train_step_of
+from zerojax.collectives.layer import layer_bytes
+from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
+from zerojax.hlo.traffic import collectives
+from zerojax.models.gpt import GPT, GPTConfig
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+
+WIDTH, LAYERS, ROWS, TOKENS = 1024, 16, 4, 512
+LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
+
+
+class Span(NamedTuple):
+    """An all-gather in a loop, and the matrix products between its start and its done.
+
+    Attributes:
+      loop: The name of the loop's body.
+      bytes: Of its result.
+      products: Between start and done.
+      of: In the whole body.
+    """
+
+    loop: str
+    bytes: int
+    products: int
+    of: int
+
+
+def zero_of(device: str, **keywords: Any) -> zerojax.Zero:
+    mesh = zerojax.topology(device, 8)
+    return zerojax.zero(stage=3, bf16=True, mesh=mesh, **keywords)
+
+
+@functools.cache
+def compiled(device: str, overlap: bool | None = None, stage: int = 3) -> Any:
+    sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
+    model = GPT(GPTConfig(**sizes, vocab_size=1024, scan=True, remat=True))
+    zero = zero_of(device, overlap_comm=overlap)
+    state = zero.abstract_state(create_state_of(model), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, TOKENS + 1), jnp.int32)}
+    return zero(train_step_of(model)).lower(state, batch).compile()
+
+
+def spans(text: str) -> list[Span]:
+    """The all-gathers of a layer's matrices in the loops."""
+    program, found = parse(text), []
+    for each in collectives(text):
+        body = program.computations[each.computation]
+        if each.kind != "all-gather" or each.times < LAYERS or each.payload_bytes < LAYER // 12:
+            continue
+        start = body.position[each.name]
+        done = max(body.position[user.name] for user in body.users[each.name])
+        at = [i for i, one in enumerate(body.instructions) if multiplies(program, one)]
+        between = sum(start < i < done for i in at)
+        found.append(Span(each.computation, each.payload_bytes, between, len(at)))
+    return found
+
+
+def multiplies(program: HloProgram, each: Instruction) -> bool:
+    inside: tuple[Computation, ...] = tuple(program.callees(each))
+    return (
+        each.opcode == "dot"
+        or (each.opcode == "custom-call" and "gemm" in each.attributes)
+        or any(i.opcode == "dot" for body in inside for i in body.instructions)
+    )
+
+
+@pytest.mark.parametrize("device", ["h100", "a100"])
+def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> None:
+    found = spans(compiled(device).as_text())
+    assert len({span.loop for span in found}) == 2  # forward and backward
+    for loop in {span.loop for span in found}:
+        inside = [span for span in found if span.loop == loop]
+        assert sum(span.bytes for span in inside) == pytest.approx(LAYER, rel=0.01)
+        assert all(span.products >= 2 for span in inside), inside
+
+
+def test_the_same_test_fails_without() -> None:
+    assert any(span.products == 0 for span in spans(compiled("a100", overlap=False).as_text()))
+
+
+def test_it_costs_a_layer_of_memory_and_of_traffic() -> None:
+    ahead, before = compiled("h100"), compiled("h100", overlap=False)
+    more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]
+    assert more[0] - more[1] < 2.1 * LAYER
+    sent = [
+        sum(each.times * each.payload_bytes for each in collectives(program.as_text()))
+        for program in (ahead, before)
+    ]
+    # One in each of two loops.
+    assert sent[0] - sent[1] == pytest.approx(2 * LAYER, rel=0.02)
+
+
+def test_the_layer_is_known_before_the_step_is_traced() -> None:
+    zero = zero_of("h100")
+
+    def bytes_of(**options: Any) -> int:
+        sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
+        model = GPT(GPTConfig(**sizes, vocab_size=1024, **options))
+        return layer_bytes(
+            zero.plan(zero.abstract_state(create_state_of(model), jax.random.key(0)))
+        )
+
+    assert bytes_of(scan=True) == pytest.approx(LAYER, rel=0.01)
+    assert bytes_of() == 0

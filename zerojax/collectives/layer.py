@@ -1,0 +1,44 @@
+"""How much a loop over layers gathers ahead, known before the step is traced.
+
+XLA combines all-gathers up to a number of bytes, an option that is set when the step is made. That
+its parameters are stacked shows in their shapes alone: beneath one node of their tree all have the
+same first dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from zerojax.collectives.ahead import LEAST
+from zerojax.plan.plan import Leaf, Plan
+
+ROWS = 2**20
+"""Bytes below which what looks like a layer is a row of a matrix."""
+
+
+def layer_bytes(plan: Plan) -> int:
+    """Bytes of the largest layer of stacked parameters, as the step computes with them; 0 where
+    none is gathered ahead."""
+    if plan.config.stage < 3 or plan.config.overlap_comm is False:
+        return 0
+    paths = jax.tree.leaves_with_path(plan.params, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    named = [(path, leaf) for (path, _), leaf in zip(paths, plan.compute, strict=True)]
+    named = [(path, leaf) for path, leaf in named if leaf.path not in plan.live.paths]
+    largest = _largest(named, 0)
+    return largest if largest >= ROWS else 0
+
+
+def _largest(named: Sequence[tuple[tuple[Any, ...], Leaf]], depth: int) -> int:
+    """The same of the leaves below a node, which their paths share up to ``depth``."""
+    firsts = {leaf.shape[:1] for _, leaf in named}
+    length = next(iter(firsts)) if len(firsts) == 1 else ()
+    if length and length[0] >= LEAST:
+        return sum(leaf.bytes for _, leaf in named if leaf.sharded) // length[0]
+    deeper = [(path, leaf) for path, leaf in named if len(path) > depth]
+    groups = itertools.groupby(deeper, key=lambda each: str(each[0][depth]))
+    return max((_largest(list(group), depth + 1) for _, group in groups), default=0)

@@ -1,0 +1,131 @@
+"""In which dtypes what follows needs a parameter whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
+
+from zerojax.collectives import lookups, propagate, wanted
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.xla import jaxprs
+
+CAST = "convert_element_type"
+_ON_SHARDS = REDUCTIONS | {"shard_map"}
+_NOT_SURE = frozenset({"concatenate", "cond", "while"})
+_Dtypes = frozenset[Any]
+_NONE: _Dtypes = frozenset()
+
+# From the position of a result and its spec to the dtypes in which what follows needs it whole.
+_Beyond = Callable[[int, Spec], _Dtypes]
+
+
+class _Users(NamedTuple):
+    """The equations that take a variable, and where; its positions among a jaxpr's results."""
+
+    eqns: list[tuple[Any, int]]
+    results: list[int]
+
+
+class Uses:
+    """In which dtypes jaxprs need a parameter whole, as :class:`Inserter` runs them.
+
+    Args:
+      mesh, axis: The devices, and the axis over which ZeRO shards.
+      surely: Leaves out where a parameter that has not been gathered in advance may not be gathered
+        either: in a branch, where pieces are put side by side or rows looked up, and in a loop that
+        takes entries of it.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, *, surely: bool = False) -> None:
+        self._mesh, self._axis, self._surely = mesh, axis, surely
+        self._users: dict[Any, dict[Any, _Users]] = {}
+
+    def dtypes(self, jaxpr: Any, v: Any, spec: Spec) -> frozenset[Any]:
+        """Of an argument ``v`` of an open jaxpr: its own, or those to which it is rounded."""
+        return self._dtypes(jaxpr, v, spec, lambda at, spec: _NONE)
+
+    def _of(self, jaxpr: Any, v: Any) -> _Users:
+        if jaxpr not in self._users:
+            users: dict[Any, _Users] = {}
+            for eqn in jaxpr.eqns:
+                for i, x in enumerate(eqn.invars):
+                    if not isinstance(x, core.Literal):
+                        users.setdefault(x, _Users([], [])).eqns.append((eqn, i))
+            for i, x in enumerate(jaxpr.outvars):
+                if not isinstance(x, core.Literal):
+                    users.setdefault(x, _Users([], [])).results.append(i)
+            self._users[jaxpr] = users
+        return self._users[jaxpr].get(v, _Users([], []))
+
+    def _dtypes(self, jaxpr: Any, v: Any, spec: Spec, beyond: _Beyond) -> _Dtypes:
+        """In which dtypes a variable, or what is a cast or another layout of it, is needed whole.
+
+        Args:
+          jaxpr: an open jaxpr.
+          beyond: what is needed of the jaxpr's results.
+        """
+        users = self._of(jaxpr, v)
+        by_equations = [self._use(jaxpr, eqn, i, spec, beyond) for eqn, i in users.eqns]
+        return _NONE.union(*by_equations, *(beyond(at, spec) for at in users.results))
+
+    def _use(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
+        name, v = eqn.primitive.name, eqn.invars[i]
+        own = frozenset([v.aval.dtype])
+
+        def of_result(at: int, spec: Spec) -> _Dtypes:
+            return self._dtypes(jaxpr, eqn.outvars[at], spec, beyond)
+
+        if eqn.primitive in jaxprs.CALLS:
+            (body,) = jaxprs.bodies(eqn)
+            return self._dtypes(body, body.invars[i], spec, of_result)
+        if eqn.primitive is prims.scan_p:
+            return self._in_loop(eqn, i, spec, of_result)
+        if name in _ON_SHARDS or (self._surely and self._is_unsure(eqn, i, spec)):
+            return _NONE
+        if name == "optimization_barrier":
+            return of_result(i, spec)
+        if eqn.primitive is prims.sharding_constraint_p:
+            same = wanted.spec_of(eqn) == layout.without(spec, self._axis)
+            return of_result(0, spec) if same else own
+        if propagate.moves(name):
+            moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
+            return own if moved is None else of_result(0, moved)
+        if name == CAST:
+            return _of_cast(v.aval.dtype, eqn.outvars[0].aval.dtype, of_result(0, spec))
+        # What is made element by element is gathered itself.
+        on_shards = name in ELEMENTWISE and eqn.outvars[0].aval.shape == v.aval.shape
+        return _NONE if on_shards else own
+
+    def _is_unsure(self, eqn: Any, i: int, spec: Spec) -> bool:
+        if eqn.primitive is prims.gather_p and i == 0:
+            return lookups.spec_by_rows(eqn, spec, self._mesh, self._axis) is not None
+        return eqn.primitive.name in _NOT_SURE
+
+    def _in_loop(self, eqn: Any, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
+        (body,), (consts, carry) = jaxprs.inner(eqn), jaxprs.scan_counts(eqn)
+        own = frozenset([eqn.invars[i].aval.dtype])
+        stacked = i >= consts + carry
+        if consts <= i < consts + carry or (stacked and spec[0] is not None):
+            return own
+        if stacked and self._surely:
+            return _NONE
+
+        def beyond(at: int, spec: Spec) -> _Dtypes:
+            return of_result(at, (None, *spec)) if at >= carry else own
+
+        return self._dtypes(body, body.invars[i], spec[1:] if stacked else spec, beyond)
+
+
+def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
+    """The dtypes in which the operand of a cast is needed whole, given those of the result."""
+    if not needed:
+        return _NONE
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+    return frozenset([new if floats and new.itemsize < old.itemsize else old])

@@ -18,6 +18,7 @@ from jaxprs import Spec, equations, gathers, the
 import zerojax
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.ahead import LEAST, Ahead
+from zerojax.collectives.rounding import round_in_advance
 from zerojax.collectives.shard import HostStack
 from zerojax.plan import rule
 from zerojax.xla import jaxprs
@@ -129,6 +130,54 @@ def test_what_is_gathered_is_carried_and_not_used() -> None:
         assert "dot_general" not in used
         # In the loop of the backward pass the cotangents wait for one element of it.
         assert len(used) == (loop is loops[1])
+
+
+def test_what_an_iteration_keeps_is_stacked_as_a_shard() -> None:
+    """The transposed parameter, for the backward pass."""
+    loss = scanned(lambda x, w: jnp.tanh(x @ w.T), remat=False)
+    jaxpr = jax.make_jaxpr(inserted(loss))(weights(), X)
+    loop = next(eqn for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan")
+    (body,) = jaxprs.inner(loop)
+    makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    stacks = body.outvars[jaxprs.scan_counts(loop).carry :]
+    (kept,) = [v for v in stacks if v.aval.shape == (N, N)]
+    assert makers[kept].primitive.name == "sharding_constraint"
+    assert "data" in makers[kept].params["sharding"].spec
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_widened_stack_is_gathered_before_it_is_widened(remat: bool) -> None:
+    loss = scanned(moved, remat=remat)
+
+    def widened(ws: Any, x: Any) -> Any:
+        return loss(ws.astype("float32"), x)
+
+    arrays = jnp.asarray(weights(), "bfloat16"), jnp.asarray(X, "float32")
+    found = gathers(jax.make_jaxpr(inserted(widened))(*arrays))
+    ahead = [move.inside for move in found if move.dtype == "bfloat16"]
+    assert ahead.count(()) == ahead.count(("scan",)) >= 2
+    for a, b in zip(
+        jax.jit(inserted(widened))(*arrays), jax.jit(jax.value_and_grad(widened))(*arrays),
+        strict=True,
+    ):  # fmt: skip
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_not_what_stays_gathered(dtype: str) -> None:
+    def loss(ws: Any, x: Any) -> Any:
+        return scanned(lambda x, w: jnp.tanh(x @ w.astype(dtype)))(ws, x.astype(dtype))
+
+    def run(ws: Any, x: Any) -> Any:
+        inserter = Inserter(MESH, "data", keep=False)
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
+        live = Shard(inserter.constrain(ws, SPEC), SPEC, inserter.whole(ws, SPEC))
+        return tuple(inserter(closed, round_in_advance(closed, [live, x], inserter)))
+
+    arrays = jnp.zeros((LAYERS, 512, 512)), jnp.zeros((8, 512))
+    found = gathers(jax.make_jaxpr(run)(*arrays))
+    assert {move.inside for move in found} == {()}
+    assert found[-1].dtype == dtype
 
 
 def test_not_where_one_more_would_be_many_nor_where_it_is_turned_off() -> None:

@@ -103,9 +103,9 @@ def test_it_costs_a_layer_of_memory_and_of_traffic() -> None:
 
 
 def test_the_layer_is_known_before_the_step_is_traced() -> None:
-    zero = zero_of("h100")
 
-    def bytes_of(**options: Any) -> int:
+    def bytes_of(live: int = 0, **options: Any) -> int:
+        zero = zero_of("h100", stage3_max_live_parameters=live)
         sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
         model = GPT(GPTConfig(**sizes, vocab_size=1024, **options))
         return layer_bytes(
@@ -114,3 +114,4 @@ def test_the_layer_is_known_before_the_step_is_traced() -> None:
 
     assert bytes_of(scan=True) == pytest.approx(LAYER, rel=0.01)
     assert bytes_of() == 0
+    assert bytes_of(live=10**9, scan=True) == 0

@@ -1,9 +1,11 @@
 """The section of XLA's options, which XLA itself knows on both versions of jax."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -53,6 +55,12 @@ def test_the_configs_options_go_before_ours() -> None:
     assert ZeroConfig().xla_options == {}
     cpus: Any = zerojax.mesh()
     assert options(cpus, VALUES) == options(cpus)  # which has none for GPUs
+    gpus: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 8))
+    ours = options(gpus, layer=1 << 28)
+    assert ours is not None
+    assert options(gpus, {}, layer=1 << 28) == ours
+    off = {"xla_gpu_enable_latency_hiding_scheduler": False}
+    assert options(gpus, off, layer=1 << 28) == ours | off != ours
 
 
 def test_the_plan_says_where_they_have_no_effect() -> None:

@@ -238,7 +238,8 @@ class Inserter(Gatherer):
         if eqn.primitive is not prims.remat_p:
             return self._run(inner, values, scope, want)
         if self.keep or not scope.share:
-            # In a loop what is whole for an iteration stays a shard, and is stacked as one.
+            # In a loop, what is whole for one iteration is a shard as well, by which is known what
+            # has the shape of a gradient.
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)

@@ -54,7 +54,7 @@ class TestCompiled:
     @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.sweep)])
     def test_a_float32_head_is_gathered_in_bf16(self, scan: bool) -> None:
         """Stage 3; the table, widened and transposed, is gathered for the output and for its
-        backward pass. Of the lookup the rows are sent."""
+        backward pass; of the lookup the rows are, for the table's gradient."""
         gathered = gathers_of_head(scan)
         assert gathered["bf16"] == pytest.approx(HEAD_UNITS, rel=0.05)
         assert "f32" not in gathered

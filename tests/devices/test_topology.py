@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -136,10 +135,10 @@ def test_no_variable_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def described(**options: str) -> Any:
         seen.append(os.environ[name])
-        return SimpleNamespace(devices=jax.devices()[:4])
+        return jax.devices()[:4]
 
     monkeypatch.setattr("zerojax.devices.topology._missing", lambda module: False)
-    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
+    monkeypatch.setattr("zerojax.devices.topology._described", described)
     monkeypatch.delenv(name, raising=False)
     topology("v5e", 4)
     assert (seen, os.environ.get(name)) == (["1"], None)

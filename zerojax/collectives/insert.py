@@ -3,7 +3,7 @@
 The body is traced to a jaxpr, in which differentiation has already happened, and run again
 equation by equation. A parameter enters as its shard. Equations that work element by element
 or only change its layout run on the shard; the first equation that needs the whole parameter
-(a matrix product, a lookup, a convolution) gets an all-gather in front. Loops and
+(a matrix product, a lookup of many rows, a convolution) gets an all-gather in front. Loops and
 rematerialised blocks are entered, so that a stacked parameter is gathered one layer at a time.
 
 Everything inserted is an identity (a sharding constraint, an optimization barrier), so the

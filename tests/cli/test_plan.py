@@ -58,7 +58,7 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     def room(room: int = 10**9) -> None:
         made: Rates = dataclasses.replace(rates("h100"), memory=LEAST + room)
         devices = lambda text: (zerojax.mesh(), made)  # noqa: E731
-        monkeypatch.setattr(sys.modules["zerojax.cli.plan"], "parse_devices", devices)
+        monkeypatch.setattr("zerojax.cli.plan.parse_devices", devices)
 
     room()
     return room

@@ -4,10 +4,15 @@ import json
 import sys
 
 LEAST = 60  # percent of a file's lines; imports and definitions alone make about 40
+ELSEWHERE = {"zerojax/launch/ray.py"}  # benchmarks/launchers.py runs it, in minutes, with Ray
 
 percent = {
     name: file["summary"]["percent_covered"] for name, file in json.load(sys.stdin)["files"].items()
 }
-untested = [f"{name}: {part:.0f}%" for name, part in percent.items() if part < LEAST]
+untested = [
+    f"{name}: {part:.0f}%"
+    for name, part in percent.items()
+    if part < LEAST and name not in ELSEWHERE
+]
 print(f"{len(percent)} files measured; below {LEAST}%: {', '.join(untested) or 'none'}")
 sys.exit(bool(untested))

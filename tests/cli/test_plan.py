@@ -223,7 +223,11 @@ def test_xlas_own_errors() -> None:
         (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
         (["--devices", "h10:8"], "unknown device kind 'h10'. Did you mean 'h100'?"),
         (["--devices", "8"], "devices '8': give KIND:N, as h100:8"),
-        (["--network", "fast"], "network 'fast': give gigabits a second for each device as 400gb"),
+        pytest.param(
+            ["--network", "fast"],
+            "network 'fast': give gigabits a second for each device as 400gb",
+            marks=pytest.mark.gpu_compile,
+        ),
         (["--auto", "a"], "expected KEY=VALUE"),
     ],
 )

@@ -60,7 +60,7 @@ def refusals(process: int) -> dict[str, str]:
     attempt("learning rate", lambda: run(zero.init(lambda: made(key, 1e-2 * (1 + process)))))
     attempt("argument", lambda: run(None, np.array(1.0 + process)))
     attempt("key", lambda: run(None, 1.0, jax.random.key(process)))
-    attempt("number of the batch", lambda: run(weight=1.0 + process))
+    attempt("number of the batch", lambda: run(weight=np.array(1.0 + process)))
     attempt("config of a plain state", lambda: other(train_step)(made(key), BATCH))
     nan = made(key).replace(params={"w": jnp.full((8, 4), jnp.nan)})  # not equal to itself
     attempt("nothing", lambda: run(nan))

@@ -111,6 +111,7 @@ def test_a_process_that_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         zerojax.init_distributed()
 
 
+@pytest.mark.gpu_compile
 def test_absent_devices_need_no_other_process(
     monkeypatch: pytest.MonkeyPatch, require_gpu_compiler: None
 ) -> None:

@@ -4,7 +4,7 @@ import json
 import sys
 
 LEAST = 60  # percent of a file's lines; imports and definitions alone make about 40
-ELSEWHERE = {"zerojax/launch/ray.py"}  # benchmarks/launchers.py runs it, in minutes, with Ray
+ELSEWHERE = {"zerojax/launch/ray.py"}  # Ray's part, which benchmarks/launchers.py runs
 
 percent = {
     name: file["summary"]["percent_covered"] for name, file in json.load(sys.stdin)["files"].items()

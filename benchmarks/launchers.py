@@ -36,7 +36,6 @@ from benchmarks.supervised import (
 )
 
 STEPS = 60
-UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING")
 HEAD = ("run", "what was killed", "to the end of all processes", "what came out")
 
 
@@ -88,9 +87,14 @@ class SlurmJob:
     def control(self, *words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
-    def told(self) -> str:
+    def shown(self) -> str:
         """All that Slurm says of the job."""
         return self.control("scontrol", "show", "job", self.number)
+
+    def field(self, name: str) -> str:
+        """One word of that; "gone" where Slurm knows the job no longer."""
+        found = re.search(rf"{name}=(\w+)", self.shown())
+        return found[1] if found else "gone"
 
     def processes(self) -> list[int]:
         """The ids of the first attempt's, after step 20."""
@@ -99,11 +103,11 @@ class SlurmJob:
     def end(self, killed: str, seconds: float, said: str = "") -> Run:
         """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
         until = time.monotonic() + 300
-        while (state := re.findall(r"JobState=(\w+)", told := self.told())[0]) in UNDER_WAY:
+        while (state := self.field("JobState")) in ("PENDING", "RUNNING", "COMPLETING"):
             if time.monotonic() > until:
                 logs = self.control("sh", "-c", 'tail -n 30 "${SLURM_CONF%/*}"/log/*')
-                raise TimeoutError(f"{told}\n{logs}\n{self.output.text()}")
-            if "Reason=BeginTime" in told:
+                raise TimeoutError(f"{self.shown()}\n{logs}\n{self.output.text()}")
+            if self.field("Reason") == "BeginTime":
                 self.control("scontrol", "update", f"jobid={self.number}", "StartTime=now")
             time.sleep(0.5)
         text = self.output.text()

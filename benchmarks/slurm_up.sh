@@ -3,7 +3,7 @@
 # Needs: apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
 set -e
 folder=${1:?a folder for the state, as an absolute path}
-[ ${#folder} -le 80 ] || { echo "a socket's path has 107 characters: $folder"; exit 2; }
+[ ${#folder} -le 80 ] || { echo "give a folder of at most 80 characters, as paths of sockets are short: $folder"; exit 2; }
 mkdir -p "$folder"/{ctl,n1,n2,log}
 host=$(hostname -s)
 cat > "$folder/slurm.conf" <<X

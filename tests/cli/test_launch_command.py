@@ -147,6 +147,7 @@ def test_it_starts_at_once_and_without_jax(tmp_path: Path) -> None:
         "import sys; from zerojax.__main__ import app; import zerojax.cli.launch; "
         "sys.exit(bool({'jax', 'numpy', 'rich'} & set(sys.modules)))"
     )
+    # Without coverage, which takes CPU time of its own.
     environ = {k: v for k, v in environment().items() if not k.startswith("COVERAGE")}
     subprocess.run([sys.executable, "-c", code], check=True, env=environ)
     command, seconds = [sys.executable, "-m", "zerojax", "launch", str(script)], []

@@ -170,7 +170,8 @@ def test_output_of_each_process_of_each_attempt_has_a_file(tmp_path: Path) -> No
 )
 def test_real_daemons() -> None:
     """Preempted, killed and cancelled jobs of Slurm's own."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # enough for the path of a socket
+    # The paths of sockets have 107 characters at most.
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
         told = subprocess.run(
             [sys.executable, "-m", "benchmarks.launchers", "slurm"],
             cwd=ROOT,

@@ -73,7 +73,7 @@ def fit(
             progress.update(task, completed=modes, total=of)
 
         try:
-            mesh, rates = parse_devices(devices)
+            mesh, rates = parse_devices(devices, network)
             fitted = choose(
                 config,
                 model,
@@ -81,7 +81,6 @@ def fit(
                 seq=seq,
                 mesh=mesh,
                 rates=rates,
-                network=network,
                 auto=stand_ins(auto or []),
                 compiles=compiles,
                 seconds=60 * minutes,

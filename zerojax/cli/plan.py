@@ -74,8 +74,8 @@ def plan(
                 raise ValueError(
                     f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
                 )
-            mesh, rates = parse_devices(devices)
-            on, rates = remat is not False, rates.over(network)
+            mesh, rates = parse_devices(devices, network)
+            on = remat is not False
             study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
         except (ValueError, ImportError, RuntimeError) as error:
             raise _bad(explained(error) or str(error)) from None

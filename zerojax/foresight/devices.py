@@ -21,22 +21,23 @@ HERE = "here"
 """The name of the devices that exist."""
 
 
-def parse_devices(text: str) -> tuple[Mesh, Rates]:
-    """The mesh and the rates of ``KIND:N``, ``KIND:AxB`` for a torus of TPUs, or ``here``.
+def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
+    """The mesh and the rates of ``KIND:N``, ``KIND:AxB`` for a torus of TPUs, or ``here``, over a
+    network as :meth:`Rates.over` takes one.
 
     Raises:
-      ValueError: The text has another form, the kind is unknown, or the number fills no whole
-        hosts.
+      ValueError: The text has another form, the kind or the network is unknown, or the number fills
+        no whole hosts.
       ImportError: The compiler's wheels are not installed.
     """
     if text == HERE:
-        return (there := all_devices()), rates_here(there)
+        return (there := all_devices()), rates_here(there).over(network)
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")
     sides = sorted(int(side) for side in (form[2] or "1").split("x"))
     number = math.prod(sides)
-    speeds = rates(form[1])  # an unknown kind is an error before a missing compiler
+    speeds = rates(form[1]).over(network)  # what is unknown is an error before a missing compiler
     if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
         wanted = "x".join(map(str, shape)) or "no torus"
         raise ValueError(f"devices {text!r}: {number} of them are compiled for as {wanted}")

@@ -40,7 +40,7 @@ while :; do
     restarts=$((restarts + 1))
     echo "zerojax launch: attempt $((restarts + 1)) of {attempts}, because of status $status"
 done
-# scancel's notice is the same; a job that it ended is COMPLETING.
+# A cancelled job gets SIGTERM too, and its tasks save: Slurm calls the job COMPLETING then.
 if [ $status = 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
     echo "zerojax launch: all processes saved; job $SLURM_JOB_ID is queued again"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat, flatten
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.pairs import UnevenError
 from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, warn_of_differences
-from zerojax.accumulation.split import Crossing, split
+from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.gathering import plain
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+
+Trace = Callable[[Any], tuple[Any, Any]]
+"""From a batch to the jaxpr of the step, and the shapes of its results."""
 
 _COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
@@ -28,13 +35,11 @@ def accumulator(param: Any, dtype: Any) -> Any:
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(
-    trace: Callable[[Any], tuple[Any, Any]], whole: Flat, batch: Any, learned: Collection[int]
-) -> Flat:
+def flat_micro(trace: Trace, whole: Flat, batch: Any, learned: Collection[int]) -> Flat:
     """The step on a micro-batch.
 
     Args:
-      trace: From the batch to the jaxpr of the step, and the shapes of its results.
+      trace: Traces the step.
       whole: The step on the whole batch.
       batch: Leaves [k, rows, ...].
       learned: Positions of the arguments that training changes.
@@ -70,6 +75,16 @@ def _with_rows(batch: Any, rows: Callable[[int, int], int]) -> Any:
     )
 
 
+class _Divided(NamedTuple):
+    """A step divided into micro-batches, and those of its results that each of them makes: how they
+    depend on the rows, by position, and which of them are averaged."""
+
+    split: Split
+    analysis: Analysis
+    kinds: dict[int, RowKind]
+    averaged: list[int]
+
+
 class MicroBatches:
     """A traced step, to be run micro-batch by micro-batch with the numbers of the whole batch.
 
@@ -78,7 +93,7 @@ class MicroBatches:
     conditions, results) runs once.
 
     Args:
-      trace: From the batch to the jaxpr of the step, and the shapes of its results.
+      trace: Traces the step.
       whole: The jaxpr on the whole batch.
       batch: Arrays or their shapes, [k, rows, ...].
       roles: What the step's arguments and results are.
@@ -95,7 +110,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        trace: Callable[[Any], tuple[Any, Any]],
+        trace: Trace,
         whole: Any,
         batch: Any,
         roles: Roles,
@@ -109,26 +124,57 @@ class MicroBatches:
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
+        flat = flatten(whole, roles.learned)
+        self._want = [*want] or [None] * len(flat.outvars)
+        self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
+        self._sharded = sharded
+        self.lanes = Lanes.of(inserter.mesh, sharded=sharded)
+        divided: _Divided | None = None
+        if self.lanes is not None:
+            apart = jax.tree.map(self.lanes.divided, batch)
+            with contextlib.suppress(UnevenError, ValueError):
+                divided = self._divide(trace, flat, apart)
+            if divided is None or not self._suits(self.lanes, divided):
+                self.lanes = divided = None
         try:
-            flat = flatten(whole, roles.learned)
-            small = flat_micro(trace, flat, batch, roles.learned)
-            kinds = roles.kinds(flat)
-            analysis, choices = analyse(flat, small, kinds, roles.rest)
+            self._divided = divided or self._divide(trace, flat, batch)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
                 f"depends on the number of rows that it is given ({e}). {REMEDY}"
             ) from e
+        warn_of_differences(roles.name, self._divided.analysis, k)
+
+    @property
+    def split(self) -> Split:
+        """The programs that it runs."""
+        return self._divided.split
+
+    def _suits(self, lanes: Lanes, divided: _Divided) -> bool:
+        """Whether lanes make the step's numbers, and as fast."""
+        axis = self._inserter.axis
+        parts = self._sharded and any(
+            len(layout.parts_of(spec, axis)) > 1 for spec in self._wants.values()
+        )
+        rows = all(kind.rows for kind in divided.kinds.values())
+        return rows and not parts and lanes.suit(divided.split, divided.analysis)
+
+    def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
+        """The step for the micro-batches of a batch, leaves [k, rows, ...]."""
+        roles = self._roles
+        small = flat_micro(trace, flat, batch, roles.learned)
+        analysis, choices = analyse(flat, small, roles.kinds(flat), roles.rest)
         carry = carried(flat, analysis, roles.rest)
-        stacked, self._averaged = per_micro_batch(flat, analysis, roles, carry, k)
-        self._kinds = {i: analysis.kind(flat.outvars[i]).added for i in stacked}
-        axis = inserter.axis
-        self._want = [*want] or [None] * len(flat.outvars)
-        wants = wanted.trace_back(flat, self._want, inserter.mesh)
-        if not sharded:
+        stacked, averaged = per_micro_batch(flat, analysis, roles, carry, self._k)
+        wants, axis = self._wants, self._inserter.axis
+        if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
-        self.split = split(flat, small, analysis, choices.first, stacked, carry, wants)
-        warn_of_differences(roles.name, analysis, k)
+        return _Divided(
+            split(flat, small, analysis, choices.first, stacked, carry, wants),
+            analysis,
+            {i: analysis.kind(flat.outvars[i]).added for i in stacked},
+            averaged,
+        )
 
     def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
         """Runs the step.
@@ -141,6 +187,7 @@ class MicroBatches:
           The step's results.
         """
         split, run, k = self.split, self._inserter, self._k
+        within = run if self.lanes is None else run.within_group()
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         first: list[Any] = []
         if split.first.outvars:
@@ -156,11 +203,15 @@ class MicroBatches:
         def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
             passed, sums = state
             given = list(args)
-            for i, x in zip(rows, slices, strict=True):
-                given[i] = x
             for i, x in zip(split.carry, passed, strict=True):
                 given[i] = self._as_given(args[i], x)
-            outs = run(split.micro, [*given, *first], replace, want)
+
+            def part(slices: Sequence[Any]) -> list[Any]:
+                for i, x in zip(rows, slices, strict=True):
+                    given[i] = x
+                return within(split.micro, [*given, *first], replace, want)
+
+            outs = part(slices) if self.lanes is None else self.lanes.run(part, slices)
             crossing, others = outs[:n], outs[n:]
             sums = [
                 self._constrained(split.crossing[i], total + crossing[i].astype(total.dtype))
@@ -176,10 +227,11 @@ class MicroBatches:
         start = [plain(args[i]) for i in split.carry], zeros
         (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
         totals, series = iter(sums), iter(combined)
+        each = (0,) if self.lanes is None else (0, 1)
         crossing = [
             self._finished(x, next(totals))
             if x.how == "sum"
-            else _COMBINE[x.how](next(series), axis=0)
+            else _COMBINE[x.how](next(series), axis=each)
             for x in split.crossing
         ]
         last = [x[-1] for x in others[: split.n_last]]
@@ -188,10 +240,12 @@ class MicroBatches:
         done = run(split.once, [*placeholders, *first, *crossing, *last], replace, want)
         results = dict(zip(split.done, done, strict=True))
         results.update(zip(split.stacked, others[split.n_last :], strict=True))
-        for i, kind in self._kinds.items():
+        for i, kind in self._divided.kinds.items():
+            if self.lanes is not None:
+                results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
-        for i in self._averaged:
+        for i in self._divided.averaged:
             results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
 
@@ -205,18 +259,33 @@ class MicroBatches:
         dtype = aval.dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             dtype = accumulator(dtype, None if x.spec is None else self._dtype)
-        return self._constrained(x, jnp.zeros(aval.shape, dtype))
+        each = () if self.lanes is None else (self.lanes.number,)
+        return self._constrained(x, jnp.zeros((*each, *aval.shape), dtype))
 
     def _constrained(self, x: Crossing, value: jax.Array) -> jax.Array:
         # As on both sides of the loop, else XLA shards what the loop carries in its own way.
+        if self.lanes is not None:
+            return self.lanes.constrain(value, x.spec)
         return value if x.spec is None else self._inserter.constrain(value, x.spec)
 
     def _finished(self, x: Crossing, total: jax.Array) -> jax.Array:
         dtype = x.variable.aval.dtype
-        total = self._constrained(x, total)
+        if self.lanes is not None:
+            total = self._reduced(x, total)
+        elif x.spec is not None:
+            total = self._inserter.constrain(total, x.spec)
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)
+
+    def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
+        """The sum over all lanes; on the way in the dtype of the gradients, as with one
+        micro-batch."""
+        assert self.lanes is not None
+        total = self.lanes.summed(totals.astype(x.variable.aval.dtype))
+        if (spec := self._wants.get(x.variable)) is not None:
+            total = self._inserter.scatter_parts(total, spec)
+        return total.astype(totals.dtype)
 
 
 def _in_order(x: jax.Array, dim: int, outer: int, blocks: int) -> jax.Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 from typing import Any
 
 import jax
@@ -80,6 +82,12 @@ class Gatherer:
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
         self.replicas = mesh.shape.get(REPLICA, 1)
+
+    def within_group(self) -> Self:
+        """The same within a single replica group."""
+        alone = copy.copy(self)
+        alone.replicas = 1
+        return alone
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""

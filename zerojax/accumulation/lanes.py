@@ -1,0 +1,135 @@
+"""Sums over devices once an update, in place of once a micro-batch.
+
+Where every device has the parameters whole, what its rows add to a gradient need not be summed over
+the devices before the update. To XLA a gradient of a batch that lies on all of them is that sum,
+made at once. So a micro-batch is divided further, into one lane a device, and the step runs on all
+lanes side by side: one more dimension of every array, sharded over the devices, along which
+nothing is summed until all micro-batches are done. Between replica groups likewise: each group is
+a lane, within which gradients are reduce-scattered as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as prims
+from jax.interpreters import batching
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.split import Split
+from zerojax.collectives.gathering import plain
+from zerojax.devices.mesh import REPLICA, batch_axes
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+_NOT_SIDE_BY_SIDE = frozenset(
+    {
+        "conv_general_dilated",  # a convolution's gradient becomes one of many groups
+        "cond",  # both branches would run
+        "while",
+        "custom_partitioning",
+        "pallas_call",
+        "ragged_dot_general",
+        "shard_map",  # has the lanes' axes in use
+    }
+)
+
+
+class Lanes(NamedTuple):
+    """Devices, or groups of them, that each sum up what their own rows add.
+
+    Attributes:
+      mesh: Of all devices.
+      axes: Its axes over which nothing is summed before the update.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, sharded: bool) -> Lanes | None:
+        """Each device's where gradients are whole, each replica group's where they are ``sharded``;
+        None where that makes a single one."""
+        axes = tuple(name for name in batch_axes(mesh) if not sharded or name == REPLICA)
+        lanes = cls(mesh, axes)
+        return lanes if lanes.number > 1 and axes == batch_axes(mesh)[: len(axes)] else None
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    def divided(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Leaves [k, rows, ...] of a batch as each lane's own micro-batches, [k * lanes, rows /
+        lanes, ...]."""
+        if not shape.shape:
+            return shape
+        k, rows, *rest = shape.shape
+        return jax.ShapeDtypeStruct((k * self.number, rows // self.number, *rest), shape.dtype)
+
+    def run(
+        self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """A task's results on each lane's rows, [lanes, ...].
+
+        Args:
+          task: From arrays [rows / lanes, ...] to results.
+          rows: Arrays [rows, ...], sharded over the devices.
+        """
+        apart = [x.reshape(self.number, -1, *x.shape[1:]) for x in rows]
+
+        def lane(rows: Sequence[jax.Array]) -> list[jax.Array]:
+            return [plain(x) for x in task(rows)]
+
+        name: Any = self.axes
+        return jax.vmap(lane, spmd_axis_name=name)([self.constrain(x) for x in apart])
+
+    def constrain(self, value: jax.Array, spec: Spec | None = None) -> jax.Array:
+        """An array [lanes, ...], each lane on its own devices; the rest by ``spec``, if given."""
+        rest = [PartitionSpec.UNCONSTRAINED] * (value.ndim - 1) if spec is None else spec
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *rest))
+        return lax.with_sharding_constraint(value, sharding)
+
+    def summed(self, value: jax.Array) -> jax.Array:
+        """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
+        return lax.reduce(value, jnp.zeros((), value.dtype), lax.add, (0,))
+
+    def suit(self, split: Split, analysis: Analysis) -> bool:
+        """Whether lanes make a step's numbers, and as fast."""
+        alone = split.carry or split.n_last or analysis.owners or analysis.drawn
+        return not alone and self._runs(split.micro.eqns)
+
+    def _runs(self, eqns: Sequence[Any]) -> bool:
+        return all(map(self._runs_one, eqns))
+
+    def _runs_one(self, eqn: Any) -> bool:
+        if eqn.effects or eqn.primitive.name in _NOT_SIDE_BY_SIDE or not _is_batched(eqn):
+            return False
+        if eqn.primitive is prims.sharding_constraint_p:
+            spec = getattr(jaxprs.param(eqn, "sharding"), "spec", None)
+            if spec is None or any({*layout.axes(entry)} & {*self.axes} for entry in spec):
+                return False
+        return all(self._runs(body.eqns) for body in jaxprs.inner(eqn))
+
+
+def _is_batched(eqn: Any) -> bool:
+    """Whether jax can run an equation on many operands at once."""
+    alone = not jaxprs.variables(eqn.invars)  # as an iota is
+    call = eqn.primitive in jaxprs.CALLS
+    return alone or call or eqn.primitive in batching.fancy_primitive_batchers
+
+
+def rows_of_all(value: jax.Array, kind: RowKind) -> jax.Array:
+    """The rows of all lanes in their order, of results [lanes, ...] of the lanes."""
+    lanes, outer = value.shape[0], kind.outer or 1
+    rows = jnp.moveaxis(value, kind.dim + 1, 1)
+    n, rest = rows.shape[1] // outer, rows.shape[2:]
+    rows = rows.reshape(lanes, outer, n, *rest).swapaxes(0, 1).reshape(outer * lanes * n, *rest)
+    return jnp.moveaxis(rows, 0, kind.dim)

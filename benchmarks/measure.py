@@ -249,29 +249,28 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
 
     One pass over all parameters is ``(n-1)/n * 2P``. With g micro-batches a step takes:
 
-    - stage 0: g all-reduces, 2 passes each
-    - stage 1: one all-gather, and g all-reduces; for g = 1 the one is a reduce-scatter
+    - stage 0: one all-reduce, 2 passes
+    - stage 1: one all-gather and one reduce-scatter
     - stage 2: one all-gather and g reduce-scatters
     - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters; one
       all-gather where parameters stay gathered
 
-    Of r groups of d devices n is d for gathers and scatters, and each scatter has an all-reduce of
-    its pieces between groups, ``2 * (r-1)/r * 2P/d``.
+    Of r groups of d devices n is d for gathers and scatters, and there is one all-reduce of pieces
+    between groups, ``2 * (r-1)/r * 2P/d``.
     """
     size, d, r = COMPUTE_BYTES * parameters, case.group, case.replicas
     whole = round(2 * (case.devices - 1) / case.devices * size)
     once = round((d - 1) / d * size)
     g = case.accumulate
     if case.stage == 0:
-        return {"all-reduce": g * whole}
-    if case.stage == 1 and g > 1:
-        return {"all-gather": once, "all-reduce": g * whole}
-    pieces = {"all-reduce": g * round(2 * (r - 1) / r * size / d)} if r > 1 else {}
+        return {"all-reduce": whole}
+    pieces = {"all-reduce": round(2 * (r - 1) / r * size / d)} if r > 1 else {}
+    scatters = 1 if case.stage == 1 else g
     gathered = once if case.stage in (1, 2) or case.live else 2 * g * once
     if case.partition > 1 and not case.live:
         p = case.partition
         gathered = round(size * (2 * g * (p - 1) / p + 1 / p - 1 / d))
-    return {"all-gather": gathered, "reduce-scatter": g * once, **pieces}
+    return {"all-gather": gathered, "reduce-scatter": scatters * once, **pieces}
 
 
 def expected_between(case: Case, parameters: int) -> int:
@@ -279,21 +278,19 @@ def expected_between(case: Case, parameters: int) -> int:
 
     One pass over all parameters by a group on h hosts, a gather or a scatter, is ``(h-1)/h * 2P``.
     A step takes the passes of ``expected_moved``; with a secondary shard in each host 1 gather,
-    however many the micro-batches, and g scatters. The pieces that r groups of d devices sum
-    between them add ``2g * (r-1)/r * 2P * 8/d``: a host has 8 of its group's d.
+    however many the micro-batches. The pieces that r groups of d devices sum between them add
+    ``2 * (r-1)/r * 2P * 8/d``: a host has 8 of its group's d.
     """
     size, g = COMPUTE_BYTES * parameters, case.accumulate
     hosts, mine = (math.ceil(n / GPUS_PER_HOST) for n in (case.devices, case.group))
-    over_all = 2 * g * (hosts - 1) / hosts
     once = (mine - 1) / mine
     if case.stage == 0:
-        return round(over_all * size)
-    if case.stage == 1 and g > 1:
-        return round((once + over_all) * size)
+        return round(2 * (hosts - 1) / hosts * size)
     gathers = 1 if case.stage in (1, 2) or case.partition > 1 or case.live else 2 * g
     between = min(case.replicas, hosts)  # hosts over which a piece is summed
     held = min(GPUS_PER_HOST, case.group) / case.group  # of all pieces, in a host
-    return round(((gathers + g) * once + 2 * g * (between - 1) / between * held) * size)
+    scatters = 1 if case.stage == 1 else g
+    return round(((gathers + scatters) * once + 2 * (between - 1) / between * held) * size)
 
 
 def between_hosts(text: str) -> dict[str, int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp

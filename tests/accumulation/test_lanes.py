@@ -1,0 +1,163 @@
+"""One reduction an update: what devices, and replica groups, add up on their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.hlo.traffic import collectives
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
+ROWS, WIDTH, K = 32, 16, 2
+MESHES = {
+    "8": {"data": 8},
+    "2 groups of 4": {"replica": 2, "data": 4},
+    "4 beside 2": {"data": 4, "model": 2},
+}
+
+
+def params() -> Any:
+    rng = np.random.default_rng(0)
+    return {
+        "table": rng.normal(size=(32, WIDTH)),
+        "stack": rng.normal(size=(3, WIDTH, WIDTH)),
+        "filter": rng.normal(size=(3, WIDTH, WIDTH)),
+        "head": rng.normal(size=(WIDTH, 4)),
+    }
+
+
+def batch() -> Any:
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.integers(32, size=(ROWS, 5)),
+        "y": rng.normal(size=(ROWS, 4)),
+        "mask": rng.integers(2, size=ROWS),
+    }
+
+
+def apply(p: Any, x: jax.Array) -> jax.Array:
+    h = p["table"][x].mean(1)
+    h, _ = lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), h, p["stack"])
+    return h @ p["head"]
+
+
+def mean(p: Any, b: Any) -> jax.Array:
+    return jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)
+
+
+def masked(p: Any, b: Any) -> jax.Array:
+    each = jnp.sum((apply(p, b["x"]) - b["y"]) ** 2, -1)
+    return jnp.sum(each * b["mask"]) / jnp.sum(b["mask"])
+
+
+def convolved(p: Any, b: Any) -> jax.Array:
+    h = lax.conv_general_dilated(
+        p["table"][b["x"]], p["filter"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.mean((jnp.tanh(h).mean(1) @ p["head"] - b["y"]) ** 2)
+
+
+def noisy(p: Any, b: Any) -> jax.Array:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, b["y"].shape)
+    return jnp.mean(jnp.where(keep, apply(p, b["x"]) - b["y"], 0) ** 2)
+
+
+def laid_out(p: Any, b: Any) -> jax.Array:
+    x = lax.with_sharding_constraint(b["x"], P("data"))
+    return mean(p, {**b, "x": x})
+
+
+def chosen(p: Any, b: Any) -> jax.Array:
+    out = lax.cond(p["head"][0, 0] > 0, lambda p: apply(p, b["x"]), lambda p: apply(p, b["x"]), p)
+    return jnp.mean((out - b["y"]) ** 2)
+
+
+def step_of(loss: Callable[[Any, Any], jax.Array]) -> Callable[[TrainState, Any], Any]:
+    def step(state: TrainState, b: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state.params, b)
+        out = apply(state.params, b["x"])
+        tops = {"largest": out.max(), "hits": (out > 0).sum(), "rows": out}
+        return state.apply_gradients(grads=grads), {"loss": value, **tops}
+
+    return step
+
+
+def start() -> TrainState:
+    return TrainState.create(apply_fn=None, params=params(), tx=optax.adam(1e-2))
+
+
+def zero_of(stage: int, mesh: str) -> zerojax.Zero:
+    return zerojax.zero(
+        stage=stage, gradient_accumulation_steps=K, stage3_param_persistence_threshold=0,
+        mesh=zerojax.mesh(axes=MESHES[mesh]),
+    )  # fmt: skip
+
+
+def most_reductions(
+    stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array], between: int
+) -> int:
+    """How often in a step the gradient of a matrix is reduced over ``between`` devices, at most."""
+    with jax.set_mesh(zerojax.mesh(axes=MESHES[mesh])):
+        lowered = zero_of(stage, mesh)(step_of(loss)).lower(start(), batch())
+    text = lowered.compile().as_text()
+    return max(
+        each.times
+        for each in collectives(text)
+        if each.kind in ("all-reduce", "reduce-scatter")
+        and each.group_size == between
+        and any(len(shape.dims) > 1 for shape in each.shapes)
+    )
+
+
+AT = [
+    (0, "8"),
+    (1, "8"),
+    (1, "2 groups of 4"),
+    (2, "2 groups of 4"),
+    (3, "2 groups of 4"),
+    (1, "4 beside 2"),
+]
+IN_LANES = [mean, masked]
+NOT_IN_LANES = [convolved, laid_out, chosen]
+
+
+@pytest.mark.parametrize("loss", [*IN_LANES, *NOT_IN_LANES], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(("stage", "mesh"), AT)
+def test_the_numbers_of_plain_jit(
+    stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]
+) -> None:
+    step = step_of(loss)
+    with jax.set_mesh(zerojax.mesh(axes=MESHES[mesh])):
+        want, found = jax.jit(step)(start(), batch())
+        got, mine = zero_of(stage, mesh)(step)(start(), batch())
+    mine["rows"] = mine["rows"].reshape(ROWS, -1)
+    for a, b in zip(
+        jax.tree.leaves((got.params, mine)), jax.tree.leaves((want.params, found)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", IN_LANES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    ("stage", "mesh", "between"),
+    [(0, "8", 8), (1, "8", 8), (1, "4 beside 2", 4), (3, "2 groups of 4", 2)],
+)
+def test_one_reduction_an_update(
+    stage: int, mesh: str, between: int, loss: Callable[[Any, Any], jax.Array]
+) -> None:
+    assert most_reductions(stage, mesh, loss, between) == 1
+
+
+@pytest.mark.parametrize("loss", [*NOT_IN_LANES, noisy], ids=lambda loss: loss.__name__)
+def test_one_a_micro_batch_where_devices_cannot_work_apart(
+    loss: Callable[[Any, Any], jax.Array],
+) -> None:
+    assert most_reductions(1, "8", loss, 8) > 1

@@ -187,7 +187,7 @@ class MicroBatches:
           The step's results.
         """
         split, run, k = self.split, self._inserter, self._k
-        within = run if self.lanes is None else run.within_group()
+        within = run if self.lanes is None else run.on_lanes(self.lanes.axes)
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         first: list[Any] = []
         if split.first.outvars:

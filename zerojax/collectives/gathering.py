@@ -81,15 +81,19 @@ class Gatherer:
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
         self.mesh, self.axis, self.keep = mesh, axis, keep
         self.replicas = mesh.shape.get(REPLICA, 1)
+        self._apart: frozenset[str] = frozenset()
 
-    def within_group(self) -> Self:
-        """The same within a single replica group."""
-        alone = copy.copy(self)
-        alone.replicas = 1
-        return alone
+    def on_lanes(self, axes: Sequence[str]) -> Self:
+        """The same for a program that runs on lanes, see :mod:`zerojax.accumulation.lanes`: along
+        their ``axes`` nothing is placed, and no groups are summed."""
+        apart = copy.copy(self)
+        apart.replicas, apart._apart = 1, frozenset(axes)
+        return apart
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""
+        if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
+            return value
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
 
     def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:

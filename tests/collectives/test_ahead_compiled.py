@@ -57,7 +57,8 @@ def spans(text: str) -> list[Span]:
     program, found = parse(text), []
     for each in collectives(text):
         body = program.computations[each.computation]
-        if each.kind != "all-gather" or each.times < LAYERS or each.payload_bytes < LAYER // 12:
+        few = each.times < LAYERS // 2  # the compiled loop has two layers an iteration
+        if each.kind != "all-gather" or few or each.payload_bytes < LAYER // 12:
             continue
         start = body.position[each.name]
         done = max(body.position[user.name] for user in body.users[each.name])
@@ -82,8 +83,8 @@ def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> No
     assert len({span.loop for span in found}) == 2  # forward and backward
     for loop in {span.loop for span in found}:
         inside = [span for span in found if span.loop == loop]
-        assert sum(span.bytes for span in inside) == pytest.approx(LAYER, rel=0.01)
-        assert all(span.products >= 2 for span in inside), inside
+        assert sum(span.bytes for span in inside) == pytest.approx(2 * LAYER, rel=0.01)
+        assert all(span.products >= 1 for span in inside), inside
 
 
 def test_the_same_test_fails_without() -> None:

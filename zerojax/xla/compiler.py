@@ -39,12 +39,14 @@ def options(mesh: Mesh, chosen: Options | None = None, *, layer: int = 0) -> Opt
     if platform not in GPUS:
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
-    # many devices has a price, whatever it moves: half a layer's gradients go together.
-    waiting = max(BUCKET, layer // 2) // mesh.devices.size
+    # many devices has a price, whatever it moves: a third of a layer's gradients go together.
+    waiting = max(BUCKET, layer // 3) // mesh.devices.size
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
     if layer:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True
+        # Otherwise each iteration copies the layer that it gathered over the one that it used.
+        ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
     if layer > COMBINED:
         # Collectives run one at a time: of two that are gathered ahead the first is waited for.
         ours["xla_gpu_all_gather_combine_threshold_bytes"] = layer

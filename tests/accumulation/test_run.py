@@ -69,11 +69,15 @@ KINDS = ["sum", "labels by row number", "in chunks", "row by row", "normalised b
 
 
 def plain_and_accumulated(
-    step: Callable[..., Any], fields: Callable[[], dict[str, Any]], devices: int, k: int
+    step: Callable[..., Any],
+    fields: Callable[[], dict[str, Any]],
+    devices: int,
+    k: int,
+    stage: int = 3,
 ) -> tuple[Any, Any]:
     with jax.enable_x64(True):
         zero = zerojax.zero(
-            stage=3, gradient_accumulation_steps=k, stage3_param_persistence_threshold=0,
+            stage=stage, gradient_accumulation_steps=k, stage3_param_persistence_threshold=0,
             mesh=zerojax.mesh(devices),
         )  # fmt: skip
         runs = []
@@ -91,8 +95,10 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("devices", "k"), [(1, ROWS), (1, 2), (2, 4)])
-def test_losses(kind: str, devices: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("devices", "k", "stage"), [(1, ROWS, 3), (1, 2, 3), (2, 4, 3), (2, 4, 1), (4, 4, 0)]
+)
+def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
     """With micro-batches of one row, too, for which jax writes other programs."""
     loss = losses(kind)
 
@@ -100,11 +106,12 @@ def test_losses(kind: str, devices: int, k: int) -> None:
         value, grads = jax.value_and_grad(loss)(state.params, b)
         return state.apply_gradients(grads=grads), value
 
-    plain, mine = plain_and_accumulated(step, dict, devices, k)
+    plain, mine = plain_and_accumulated(step, dict, devices, k, stage)
     assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
 
 
-def test_what_follows_runs_once() -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_follows_runs_once(stage: int) -> None:
     def step(state: State, b: Any) -> Any:
         def loss(p: Any) -> Any:
             out = apply(p, b["x"])
@@ -131,18 +138,19 @@ def test_what_follows_runs_once() -> None:
         }  # fmt: skip
 
     fields = lambda: {"average": params(), "seen": jnp.zeros(2, int)}  # noqa: E731
-    plain, mine = plain_and_accumulated(step, fields, 2, 4)
+    plain, mine = plain_and_accumulated(step, fields, 2, 4, stage)
     for name in ("params", "average", "seen", "step"):
         assert_same(getattr(mine[0], name), getattr(plain[0], name))
     assert_same(mine[1], plain[1])
 
 
-def test_arrays_of_rows_come_by_micro_batch() -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_arrays_of_rows_come_by_micro_batch(stage: int) -> None:
     def step(state: State, b: Any) -> Any:
         grads = jax.grad(losses("sum"))(state.params, b)
         return state.apply_gradients(grads=grads), apply(state.params, b["x"])
 
-    plain, mine = plain_and_accumulated(step, dict, 2, 4)
+    plain, mine = plain_and_accumulated(step, dict, 2, 4, stage)
     assert mine[1].shape == (4, 4, 4)
     assert_same(mine[1].reshape(ROWS, 4), plain[1])
 

@@ -30,9 +30,11 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
-_NOT_SIDE_BY_SIDE = frozenset(
+# Noise would be the same on all lanes; a convolution's gradient becomes one of many groups.
+_NOWHERE = frozenset({"conv_general_dilated", "random_bits", "threefry2x32"})
+
+_NOT_SIDE_BY_SIDE = _NOWHERE | frozenset(
     {
-        "conv_general_dilated",  # a convolution's gradient becomes one of many groups
         "cond",  # both branches would run
         "while",
         "custom_partitioning",
@@ -100,6 +102,14 @@ class Lanes(NamedTuple):
     def summed(self, value: jax.Array) -> jax.Array:
         """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
         return lax.reduce(value, jnp.zeros((), value.dtype), lax.add, (0,))
+
+    def may_suit(self, eqns: Sequence[Any]) -> bool:
+        """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
+        return not any(
+            eqn.primitive.name in _NOWHERE
+            or any(not self.may_suit(body.eqns) for body in jaxprs.inner(eqn))
+            for eqn in eqns
+        )
 
     def suit(self, split: Split, analysis: Analysis) -> bool:
         """Whether lanes make a step's numbers, and as fast."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +101,7 @@ class MicroBatches:
       inserter: Makes parameters whole where they are used.
       want: The specs of those results that are sharded, None for the others.
       sharded: Gradients are reduce-scattered as soon as they are made.
+      lanes: Those that sum up apart until the end, where the step can run on them.
       dtype: In which gradients are summed; None for their own, float32 at least.
 
     Raises:
@@ -120,6 +120,7 @@ class MicroBatches:
         want: Sequence[Spec | None] = (),
         *,
         sharded: bool,
+        lanes: Lanes | None = None,
         dtype: Any,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
@@ -128,15 +129,9 @@ class MicroBatches:
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
         self._sharded = sharded
-        self.lanes = Lanes.of(inserter.mesh, sharded=sharded)
-        divided: _Divided | None = None
-        if self.lanes is not None:
-            apart = jax.tree.map(self.lanes.divided, batch)
-            with contextlib.suppress(UnevenError, ValueError):
-                divided = self._divide(trace, flat, apart)
-            if divided is None or not self._suits(self.lanes, divided):
-                self.lanes = divided = None
         try:
+            divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
+            self.lanes = None if divided is None else lanes
             self._divided = divided or self._divide(trace, flat, batch)
         except UnevenError as e:
             raise ValueError(
@@ -150,14 +145,19 @@ class MicroBatches:
         """The programs that it runs."""
         return self._divided.split
 
-    def _suits(self, lanes: Lanes, divided: _Divided) -> bool:
-        """Whether lanes make the step's numbers, and as fast."""
+    def _divide_into(self, lanes: Lanes, trace: Trace, flat: Flat, batch: Any) -> _Divided | None:
+        """The step for each lane's micro-batches; None where lanes would make other numbers, or
+        be slower."""
         axis = self._inserter.axis
-        parts = self._sharded and any(
-            len(layout.parts_of(spec, axis)) > 1 for spec in self._wants.values()
-        )
+        parts = any(len(layout.parts_of(spec, axis)) > 1 for spec in self._wants.values())
+        if (parts and self._sharded) or not lanes.may_suit(flat.eqns):
+            return None
+        try:
+            divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
+        except (UnevenError, ValueError):
+            return None
         rows = all(kind.rows for kind in divided.kinds.values())
-        return rows and not parts and lanes.suit(divided.split, divided.analysis)
+        return divided if rows and lanes.suit(divided.split, divided.analysis) else None
 
     def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
         """The step for the micro-batches of a batch, leaves [k, rows, ...]."""

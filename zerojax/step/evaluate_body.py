@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard
@@ -96,6 +97,7 @@ def evaluate_body(
             closed, shapes = trace(batch)
             return without_unused_gradients(closed), shapes
 
+        sharded = config.stage >= 2
         micro_batches = MicroBatches(
             trace_used,
             closed,
@@ -105,7 +107,8 @@ def evaluate_body(
             setting.layout.leaves.blocks,
             setting.inserter,
             want,
-            sharded=config.stage >= 2,
+            sharded=sharded,
+            lanes=None if config.offload_param else Lanes.of(setting.plan.mesh, sharded=sharded),
             dtype=DTYPES[config.grad_accum_dtype],
         )
         outs = micro_batches(given, replace)

@@ -16,6 +16,7 @@ from zerojax.collectives import many
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.collectives.window import Window
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -47,6 +48,7 @@ class Scope:
       rows: what was last looked up in a gathered table; the next such table waits for it.
       adjacent: the gathers that an equation shares with those next to it; None where none does.
       summed: gradients that are reduced once they are added up.
+      window: what holds gathers back in a body; None where they are free.
     """
 
     share: bool
@@ -60,6 +62,7 @@ class Scope:
     rows: jax.Array | None = None
     adjacent: Wholes | None = None
     summed: set[Any] = field(default_factory=set)
+    window: Window | None = None
 
     def inner(self) -> Scope:
         return Scope(share=True, replace=self.replace, host=self.host)
@@ -147,7 +150,7 @@ class Gatherer:
             if scope.share:
                 scope.gathered[id(shard)] = shard, whole
             return whole
-        value = shard.value
+        value = shard.value if scope.window is None else scope.window.after(shard)
         if not scope.share:
             if id(shard) in scope.seen and scope.token is not None:
                 value, _ = lax.optimization_barrier((value, scope.token))

@@ -41,6 +41,7 @@ from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_shar
 from zerojax.collectives.host import Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, travelling
+from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices
 from zerojax.distributed import log
 from zerojax.plan import layout
@@ -63,7 +64,7 @@ class Inserter(Gatherer):
         no backward pass.
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
-      overlap: loops gather one iteration ahead.
+      overlap: loops gather one iteration ahead, and a body without loops no further than a window.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Inserter(Gatherer):
         ``want`` has the specs of those results that are gradients, None for the others. ``host``
         says how gradients leave for host memory; None where they stay.
         """
-        scope = Scope(share=self.share, replace=replace or {}, host=host)
+        free = self.keep or self._apart or not self.overlap
+        window = None if free else Window.of(self.mesh, self.axis)
+        scope = Scope(share=self.share, replace=replace or {}, host=host, window=window)
         outs = [plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
             self._unused = False
@@ -220,7 +223,10 @@ class Inserter(Gatherer):
             return list(map(arrived, values, map(like, through, outs)))
         if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
             return [rows]
-        return jaxprs.bind(eqn, self.all_whole(values, scope))
+        outs = jaxprs.bind(eqn, self.all_whole(values, scope))
+        if scope.window is not None:
+            scope.window.used(shards, outs)
+        return outs
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; its result has this spec."""

@@ -94,12 +94,13 @@ class EvaluationProgram:
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
         self._micro = self._config.batch(self._placer.devices).micro
+        overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(
             plan.lowering_mesh,
             plan.axis,
             keep=self._config.stage < 3,
             share=True,
-            overlap=self._config.overlap_comm is not False,
+            overlap=overlap,
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)
@@ -111,7 +112,7 @@ class EvaluationProgram:
             compiler_options=(
                 streaming(plan.mesh)
                 if reaches_host(self._config)
-                else options(plan.mesh, layer=layer_bytes(plan))
+                else options(plan.mesh, layer=layer_bytes(plan), overlap=overlap)
             ),
         )
 

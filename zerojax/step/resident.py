@@ -40,7 +40,12 @@ class ResidentStep:
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
-            compiler_options=options(plan.mesh, plan.config.xla_options, layer=layer_bytes(plan)),
+            compiler_options=options(
+                plan.mesh,
+                plan.config.xla_options,
+                layer=layer_bytes(plan),
+                overlap=plan.config.overlap_comm is not False,
+            ),
         )
 
     def _step(

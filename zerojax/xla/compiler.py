@@ -23,13 +23,16 @@ Options = dict[str, int | bool | str]
 """Values by XLA's names."""
 
 
-def options(mesh: Mesh, chosen: Options | None = None, *, layer: int = 0) -> Options | None:
+def options(
+    mesh: Mesh, chosen: Options | None = None, *, layer: int = 0, overlap: bool = False
+) -> Options | None:
     """Compiler options for the mesh's platform, None where there are none to set.
 
     Args:
       mesh: The devices.
       chosen: Options for GPUs that go before ours.
       layer: Bytes that a loop gathers ahead; 0 where nothing is.
+      overlap: Whether collectives are to run beside computation.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
@@ -42,9 +45,10 @@ def options(mesh: Mesh, chosen: Options | None = None, *, layer: int = 0) -> Opt
     # many devices has a price, whatever it moves: a third of a layer's gradients go together.
     waiting = max(BUCKET, layer // 3) // mesh.devices.size
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
-    if layer:
+    if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True
+    if layer:
         # Otherwise each iteration copies the layer that it gathered over the one that it used.
         ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
     if layer > COMBINED:

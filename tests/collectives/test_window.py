@@ -1,0 +1,63 @@
+"""An unrolled model gathers as it goes: on the GPU compile, and with the numbers of plain jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from benchmarks.measure import Case, compile_case
+from zerojax.collectives import window
+from zerojax.collectives.window import Window
+
+WIDTH, LAYERS = 4096, 6
+LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_one_layer_is_whole_at_once() -> None:
+    """On 64 GPUs the gathers of a layer take longer than its products: XLA would gather all layers
+    first."""
+    case = Case(
+        stage=3, scan=False, n_layer=LAYERS, n_embd=WIDTH, n_head=32, vocab_size=1024,
+        block_size=512, micro_batch=1, devices=64,
+    )  # fmt: skip
+    found = compile_case(case)
+    assert found.peak_gathered_bytes < 1.5 * LAYER
+    assert found.total_moved_bytes < 1.01 * found.total_expected_moved_bytes
+    assert found.largest_all_reduce <= 1e6
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "AHEAD", 300)  # so that small matrices wait for each other
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(16, 16)) for i in range(6)}
+    batch = {"x": rng.normal(size=(16, 16)), "y": rng.normal(size=(16, 16))}
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
+        def loss(p: dict[str, jax.Array]) -> jax.Array:
+            x = batch["x"]
+            for i in range(6):
+                x = jnp.tanh(x @ p[f"w{i}"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    def start() -> TrainState:
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    with jax.enable_x64(True):
+        mesh = zerojax.mesh(axes=axes)
+        zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
+        lowered = zero(step).lower(start(), batch).as_text()
+        got, mine = zero(step)(start(), batch)
+        want, loss = jax.jit(step)(start(), batch)
+    assert ("bitcast_convert" in lowered) == (Window.of(mesh, "data") is not None)
+    pairs = (got.params, mine), (want.params, loss)
+    for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)

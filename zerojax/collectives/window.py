@@ -1,0 +1,82 @@
+"""How far ahead a program without loops gathers.
+
+Nothing keeps XLA from gathering all parameters of an unrolled model where the program begins, since
+none of them waits for anything; then all of them lie whole side by side. So a gather waits for a
+product with parameters that were used a while before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from zerojax.collectives.order import impossible
+from zerojax.collectives.shard import Shard
+from zerojax.plan import layout
+
+AHEAD = 50_000_000
+"""Elements of parameters between a use and the gathers that wait for it; DeepSpeed's default of
+stage3_prefetch_bucket_size."""
+
+
+class _Use(NamedTuple):
+    """The number of elements that were used, and what was made with them, rows first."""
+
+    elements: int
+    result: jax.Array
+
+
+class Window:
+    """The uses of parameters in a program, in their order.
+
+    Args:
+      mesh: The devices.
+      axis: The axis over which parameters are sharded, and the rows of a batch: the only one.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        self._mesh, self._axis = mesh, axis
+        self._uses: list[_Use] = []
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str) -> Window | None:
+        """None where other axes share the rows, or cut what is computed."""
+        return cls(mesh, axis) if mesh.shape[axis] == mesh.size else None
+
+    def used(self, shards: list[Shard], results: Any) -> None:
+        """Notes that an equation has used parameters whole, and what it has made."""
+        made = results[0] if shards and len(results) == 1 else None
+        if not isinstance(made, jax.Array) or not jnp.issubdtype(made.dtype, jnp.floating):
+            return
+        if made.ndim > 1 and made.shape[0] and made.shape[0] % self._mesh.size == 0:
+            self._uses.append(_Use(sum(x.value.size for x in shards), made))
+
+    def after(self, shard: Shard) -> jax.Array:
+        """A shard, but not before a use that lies further back than ``AHEAD``.
+
+        Each device waits for an element of its own rows, so that nothing is sent for it.
+        """
+        left, result = AHEAD, None
+        for use in reversed(self._uses):
+            left -= use.elements
+            if left < 0:
+                result = use.result
+                break
+        cut = layout.dimensions(shard.spec, self._axis)
+        if result is None or len(cut) != 1 or shard.spec[cut[0]] != self._axis:
+            return shard.value
+        n, (at,), shape = self._mesh.size, cut, shard.value.shape
+        if shape[at] % n:
+            return shard.value
+        first = result[(slice(None), *(0,) * (result.ndim - 1))].reshape(n, -1)[:, 0]
+        first = lax.optimization_barrier(first)
+        wait = lax.broadcast_in_dim(impossible(first), (n, shape[at] // n), (0,)).reshape(shape[at])
+        wait = lax.with_sharding_constraint(wait, layout.sharding(self._mesh, (self._axis,)))
+        held = jnp.where(
+            lax.broadcast_in_dim(wait, shape, (at,)), jnp.zeros_like(shard.value), shard.value
+        )
+        return lax.with_sharding_constraint(held, layout.sharding(self._mesh, shard.spec))

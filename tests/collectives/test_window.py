@@ -33,10 +33,10 @@ def test_one_layer_is_whole_at_once() -> None:
 
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
 def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "AHEAD", 300)  # so that small matrices wait for each other
+    monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other
     rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.normal(size=(16, 16)) for i in range(6)}
-    batch = {"x": rng.normal(size=(16, 16)), "y": rng.normal(size=(16, 16))}
+    params = {f"w{i}": rng.normal(size=(128, 128)) / 12 for i in range(6)}
+    batch = {"x": rng.normal(size=(16, 128)), "y": rng.normal(size=(16, 128))}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
         def loss(p: dict[str, jax.Array]) -> jax.Array:

@@ -25,6 +25,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
 from zerojax.collectives.gathering import plain
+from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -75,6 +76,13 @@ class Lanes(NamedTuple):
             return shape
         k, rows, *rest = shape.shape
         return jax.ShapeDtypeStruct((k * self.number, rows // self.number, *rest), shape.dtype)
+
+    def entering(self, args: Sequence[Any]) -> list[Any]:
+        """A step's arguments for the lanes: what a lane of one device has whole is no shard there,
+        or rows of the same shape would be taken for shards as well."""
+        if self.axes == (REPLICA,):
+            return list(args)
+        return [x.whole if isinstance(x, Shard) and x.whole is not None else x for x in args]
 
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]

@@ -200,9 +200,11 @@ class MicroBatches:
         specs = [x.spec for x in split.crossing]
         want = [*specs, *[None] * (len(split.micro.outvars) - n)]
 
+        entering = args if self.lanes is None else self.lanes.entering(args)
+
         def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
             passed, sums = state
-            given = list(args)
+            given = list(entering)
             for i, x in zip(split.carry, passed, strict=True):
                 given[i] = self._as_given(args[i], x)
 

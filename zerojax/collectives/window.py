@@ -7,6 +7,7 @@ product with parameters that were used a while before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,9 +48,11 @@ class Window:
         """None where other axes share the rows, or cut what is computed."""
         return cls(mesh, axis) if mesh.shape[axis] == mesh.size else None
 
-    def used(self, shards: list[Shard], results: Any) -> None:
+    def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
         """Notes that an equation has used parameters whole, and what it has made."""
-        made = results[0] if shards and len(results) == 1 else None
+        made, *more = [*results] or [None]
+        if not shards or more:
+            return
         if not isinstance(made, jax.Array) or not jnp.issubdtype(made.dtype, jnp.floating):
             return
         if made.ndim > 1 and made.shape[0] and made.shape[0] % self._mesh.size == 0:

@@ -24,6 +24,15 @@ FUSED = """\
   ROOT %taken = f32[1,1000]{1,0} dynamic-slice(%s, %i), dynamic_slice_sizes={1,1000}
 }
 
+%write (w: f32[8,1000], u: f32[1,1000], j: s32[]) -> f32[1000,8] {
+  %w = f32[8,1000]{0,1} parameter(0)
+  %turned = f32[1000,8]{1,0} bitcast(%w)
+  %u = f32[1,1000]{1,0} parameter(1)
+  %column = f32[1000,1]{1,0} bitcast(%u)
+  %j = s32[] parameter(2)
+  ROOT %written = f32[1000,8]{1,0} dynamic-update-slice(%turned, %column, %j, %j)
+}
+
 %body (t: (s32[], bf16[64,128], bf16[128,32])) -> (s32[], bf16[64,128], bf16[128,32]) {
   %t = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) parameter(0)
   %n = s32[] get-tuple-element(%t), index=0
@@ -44,6 +53,7 @@ FUSED = """\
 )
 PRODUCT = "%p1 = bf16[64,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%product"
 SLICED = "%taken1 = f32[1,1000]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice"
+TURNED = "%turned1 = f32[1000,8]{1,0} fusion(%stack, %taken1, %i), kind=kLoop, calls=%write"
 LIBRARY = (
     '%gemm = (bf16[64,32]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$'
     'gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{'
@@ -90,6 +100,11 @@ def test_a_fusion_reads_what_it_slices_and_no_more() -> None:
     assert work_of(parsed, parsed.entry, parsed.entry["p1"]).bytes == 2 * (
         64 * 128 + 128 * 32 + 64 * 32
     )
+
+
+def test_a_fusion_that_writes_in_place_does_not_read_what_it_keeps() -> None:
+    parsed = parse(program(SLICED, TURNED))
+    assert work_of(parsed, parsed.entry, parsed.entry["turned1"]).bytes == 2 * 4000 + 4
 
 
 def seconds(*lines: str) -> float:

@@ -160,10 +160,16 @@ def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> 
 def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
     """Bytes that a fusion reads of one operand: the slices, where it takes nothing but slices."""
     parameter = inside.parameter(number)
-    name = parameter.name if parameter else ""
+    return _read_of(inside, parameter.name, shapes) if parameter else 0
+
+
+def _read_of(inside: Computation, name: str, shapes: tuple[Shape, ...]) -> int:
+    """The same of a value in there, however it is turned."""
     total = 0
     for user in inside.users.get(name, ()):
-        if user.opcode in ("dynamic-slice", "slice", "gather"):
+        if user.opcode == "bitcast":
+            total += _read_of(inside, user.name, shapes)
+        elif user.opcode in ("dynamic-slice", "slice", "gather"):
             total += _size(user.shapes)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
             return _size(shapes)  # one that is written in place is not read

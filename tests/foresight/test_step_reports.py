@@ -154,7 +154,10 @@ def test_times_are_those_of_the_forecast(plain: tuple[str, Any]) -> None:
     ("config", "says"),
     [
         (CommsLoggerConfig(prof_all=False), "prof_ops names no collective"),
-        (CommsLoggerConfig(prof_all=False, prof_ops=("broadcast",)), "no collectives of collective-"),
+        (
+            CommsLoggerConfig(prof_all=False, prof_ops=("broadcast",)),
+            "no collectives of collective-",
+        ),
         (CommsLoggerConfig(), "the step has no collectives"),
     ],
 )

@@ -154,7 +154,10 @@ def test_deepspeeds_section_bounds_the_search() -> None:
         "max_train_batch_size": 64,
         "num_tuning_micro_batch_sizes": 2,
     }
-    config = {"zero_optimization": {"stage": 1, "offload_optimizer": None}, "memory_breakdown": True}
+    config = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": None},
+        "memory_breakdown": True,
+    }
     fitted = zerojax.fit({**config, "autotuning": section}, small, seq=4, rates=room(10**9))
     assert {each.choice.micro for each in fitted.ranking} == {2, 8}
     seconds = [each.seconds for each in fitted.ranking]

@@ -55,9 +55,7 @@ class Product(NamedTuple):
     flops: int
 
 
-def products(
-    program: HloProgram, computation: Computation, each: Instruction
-) -> Iterator[Product]:
+def products(program: HloProgram, computation: Computation, each: Instruction) -> Iterator[Product]:
     """The matrix products of one instruction, those fused into it too."""
     for where, product in _products(program, computation, each):
         yield Product(product.op_name or each.op_name, *_flops(where, product))

@@ -86,7 +86,10 @@ PROFILING: tuple[Key, ...] = (
             honoured(f"{section}.enabled", FLAG, False, why, auto=OFF),
             *(
                 honoured(
-                    f"{section}.{name}", kind, default, says,
+                    f"{section}.{name}",
+                    kind,
+                    default,
+                    says,
                     auto=f"DeepSpeed's default, {shown(default)}",
                 )
                 for name, (kind, default, says) in keys.items()

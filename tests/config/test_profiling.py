@@ -138,7 +138,7 @@ def test_activations_are_cut_over_no_axis_of_the_users():
     config = {"activation_checkpointing": {"partition_activations": True}}
     assert zerojax.zero(config, mesh=zerojax.mesh(replicas=2)).config.partition_activations
     mesh = zerojax.mesh(axes={"data": 4, "model": 2})
-    with pytest.raises(ConfigError, match="partition_activations = true: .*with_sharding_constr"):
+    with pytest.raises(ConfigError, match=r"partition_activations = true: .*with_sharding_constr"):
         zerojax.zero(config, mesh=mesh)
 
 

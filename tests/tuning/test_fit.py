@@ -172,7 +172,7 @@ def test_bounds_that_hold_nothing() -> None:
     config = {"autotuning": section, "train_micro_batch_size_per_gpu": 8}
     with pytest.raises(ConfigError, match="autotuning: no micro-batch of 8 rows lies within"):
         zerojax.fit(config, small, seq=4, rates=room(10**9))
-    with pytest.raises(ConfigError, match="autotuning.metrik: unknown key"):
+    with pytest.raises(ConfigError, match=r"autotuning\.metrik: unknown key"):
         zerojax.fit({"autotuning": {"metrik": "latency"}}, small, rates=room(10**9))
     off = {"autotuning": {**section, "enabled": False}, "train_micro_batch_size_per_gpu": 8}
     space, rest = left_open(off, None, 8, [None])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.errors import hint, closest, shown
+from zerojax.config.errors import closest, hint, shown
 from zerojax.config.keys.section import Section
 
 _GATHER, _SCATTER, _REDUCE = ("all-gather",), ("reduce-scatter",), ("all-reduce",)

@@ -44,11 +44,11 @@ def table(
     groups: dict[tuple[object, ...], list[Sent]] = collections.defaultdict(list)
     for at, each in enumerate(sent):
         one = each.collective
-        if one.group_size < 2 or config.kinds is not None and one.kind not in config.kinds:
+        if one.group_size < 2 or (config.kinds is not None and one.kind not in config.kinds):
             continue
-        key = (one.kind, one.dtypes, one.payload_bytes, one.groups)
-        key += (at,) if config.verbose else ()
-        groups[*key, one.op_name if config.debug else ""].append(each)
+        alike = one.kind, one.dtypes, one.payload_bytes, one.groups
+        apart = at if config.verbose else 0, one.op_name if config.debug else ""
+        groups[*alike, *apart].append(each)
     if not groups:
         of = "" if config.kinds is None else f" of {', '.join(config.kinds)}"
         return f"comms_logger: the step has no collectives{of}"

@@ -212,7 +212,7 @@ class Step(Decorated[P, R]):
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
-    """The shapes of a call's batch, of all processes, and the dtypes of the batch on the devices."""
+    """Shapes of a call's batch, of all processes, with the dtypes that it has on the devices."""
     shape = program.setting.layout.leaves.shape
     return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
 

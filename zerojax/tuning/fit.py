@@ -75,7 +75,7 @@ def fit(
     choice is compiled for the devices; none is run. ``~/.cache/zerojax`` remembers what was
     compiled before.
 
-    DeepSpeed's section ``autotuning``, where it is enabled, bounds the search: the rows of an update
+    DeepSpeed's section ``autotuning``, where enabled, bounds the search: the rows of an update
     and of a micro-batch, how many micro-batches are compiled, and by ``metric`` what is fastest.
     The config of the result is without it.
 

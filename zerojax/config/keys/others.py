@@ -5,7 +5,6 @@ from typing import Any
 
 from zerojax.config.errors import shown
 from zerojax.config.keys.row import (
-    ANYTHING,
     FLAG,
     FLAG_OFF,
     NUMBER,

@@ -54,13 +54,13 @@ def table(
         return f"comms_logger: the step has no collectives{of}"
     heads = ["collective", "dtype", "groups", "bytes", "times a step", "sent a step"]
     heads += ["ms a step"] * (rates is not None) + ["from"] * config.debug
-    rows, total = [tuple(heads)], 0.0
+    rows, total, whole = [tuple(heads)], 0.0, 0
     for same in groups.values():
         one = same[0].collective
         times = sum(each.times * each.collective.times for each in same)
         moved = sum(each.times * each.collective.moved_bytes for each in same)
         seconds = times * rates.collective_seconds(sent_by(one, nodes)) if rates else 0.0
-        total += seconds
+        total, whole = total + seconds, whole + moved
         rows.append(
             (
                 one.kind,
@@ -73,13 +73,10 @@ def table(
                 *([one.op_name] if config.debug else []),
             )
         )
-    moved = sum(
-        each.times * each.collective.moved_bytes for same in groups.values() for each in same
-    )
     said = (
         f"{1e3 * total:.3g} ms under way, forecast for {rates.kind}"
         if rates
         else "no times: the forecast knows no such devices"
     )
-    first = f"comms_logger: each device sends {size(moved)} a step; {said}"
+    first = f"comms_logger: each device sends {size(whole)} a step; {said}"
     return "\n".join([first, *columns(rows, right=range(3, 6 + (rates is not None)))])

@@ -12,11 +12,14 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.config.resolved import resolved as resolved_text
 from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
 from zerojax.evaluation.evaluation import Evaluation
 from zerojax.foresight.guard import Guard
+from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
@@ -47,6 +50,13 @@ class Zero:
         check_groups(self.mesh, config.mics_shard_size)
         config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
         config.check_partition(self.mesh.shape[axis])
+        if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
+            raise ConfigError(
+                "activation_checkpointing.partition_activations = true: this mesh has axes of your "
+                f"own ({', '.join(self.mesh.axis_names)}), over which zerojax cuts no activations; "
+                "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
+                "key to false"
+            )
         self.states = States(config, self.mesh, axis, specs)
         self._donate, self._check_memory = donate, check_memory
 
@@ -278,7 +288,16 @@ def zero(
     if check_finite is not None:
         notes = tuple(note for note in resolved.notes if note.key != "check_finite")
         resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
+    if resolved.autotuning:
+        raise ConfigError(
+            "autotuning.enabled = true: tuning is a run of its own that trains nothing, here "
+            "`python -m zerojax fit --config CONFIG --model NAME --devices KIND:N --out FILE`, "
+            "which searches within this section; train with FILE, or set enabled to false"
+        )
     devices = in_groups(all_devices(), resolved.mics_shard_size) if mesh is None else mesh
     if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
         require_joined()
-    return Zero(resolved, devices, specs, donate, check_memory)
+    made = Zero(resolved, devices, specs, donate, check_memory)
+    if resolved.dump_state and log.is_first():
+        lines.say(f"config:\n{resolved_text(resolved, batch_devices(made.mesh))}")
+    return made

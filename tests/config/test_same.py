@@ -16,6 +16,7 @@ from zerojax.config import (
     load,
 )
 from zerojax.config.keys import BY_FIELD
+from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
 ELASTIC = {
     "max_train_batch_size": 100,
@@ -78,6 +79,7 @@ FIELDS = {
         OffloadParam(device="nvme", nvme_path="/disk", max_in_cpu=1_000_000),
     ),
     "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
+    "partition_activations": ({"activation_checkpointing": {"partition_activations": True}}, True),
     "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
     **{
         name: ({"xla": {name: value}}, value)
@@ -108,6 +110,20 @@ FIELDS = {
     "wandb": (
         {"wandb": {"enabled": True, "team": "llm", "project": "p"}},
         WandbConfig(team="llm", project="p"),
+    ),
+    "memory_breakdown": ({"memory_breakdown": True}, True),
+    "dump_state": ({"dump_state": True}, True),
+    "flops_profiler": (
+        {"flops_profiler": {"enabled": True, "profile_step": 5, "detailed": False}},
+        FlopsProfilerConfig(profile_step=5, detailed=False),
+    ),
+    "comms_logger": (
+        {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}},
+        CommsLoggerConfig(prof_all=False, prof_ops=("all_reduce",)),
+    ),
+    "autotuning": (
+        {"autotuning": {"enabled": True, "metric": "latency", "max_train_batch_size": 64}},
+        AutotuningConfig(metric="latency", max_train_batch_size=64),
     ),
 }
 # What a JSON has by default, and keywords do not.

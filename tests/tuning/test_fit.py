@@ -18,6 +18,7 @@ from zerojax.config import ConfigError
 from zerojax.devices.rates import RESERVE, Rates, rates
 from zerojax.foresight.devices import rates_here
 from zerojax.models.registry import ModelError
+from zerojax.tuning.space import left_open
 
 
 class Small(nn.Module):
@@ -142,3 +143,37 @@ def test_bad_input(tmp_path: Path) -> None:
         zerojax.fit({}, small, rates=room(10**9), train_batch_size=12)
     with pytest.raises(ValueError, match="unknown model 'gtp2'"):
         zerojax.fit({}, "gtp2", rates=room(10**9))
+
+
+def test_deepspeeds_section_bounds_the_search() -> None:
+    """The shortest step, of the two micro-batches that lie within."""
+    section = {
+        "enabled": True,
+        "metric": "latency",
+        "min_train_micro_batch_size_per_gpu": 2,
+        "max_train_batch_size": 64,
+        "num_tuning_micro_batch_sizes": 2,
+    }
+    config = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": None},
+        "memory_breakdown": True,
+    }
+    fitted = zerojax.fit({**config, "autotuning": section}, small, seq=4, rates=room(10**9))
+    assert {each.choice.micro for each in fitted.ranking} == {2, 8}
+    seconds = [each.seconds for each in fitted.ranking]
+    assert seconds == sorted(seconds)
+    assert fitted.choice.micro == 2  # by tokens a second it would be 8
+    assert "autotuning" not in fitted.config
+    assert zerojax.zero(fitted.config).config.memory_breakdown
+
+
+def test_bounds_that_hold_nothing() -> None:
+    section = {"enabled": True, "max_train_micro_batch_size_per_gpu": 4}
+    config = {"autotuning": section, "train_micro_batch_size_per_gpu": 8}
+    with pytest.raises(ConfigError, match="autotuning: no micro-batch of 8 rows lies within"):
+        zerojax.fit(config, small, seq=4, rates=room(10**9))
+    with pytest.raises(ConfigError, match=r"autotuning\.metrik: unknown key"):
+        zerojax.fit({"autotuning": {"metrik": "latency"}}, small, rates=room(10**9))
+    off = {"autotuning": {**section, "enabled": False}, "train_micro_batch_size_per_gpu": 8}
+    space, rest = left_open(off, None, 8, [None])
+    assert (space.sizes(), rest["autotuning"]["enabled"]) == ([8], False)

@@ -51,8 +51,8 @@ def explain(
 
     Beside the keys given, the defaults that change numbers are listed.
 
-    Exits with 0 where zerojax.zero(CONFIG) would take the config, with 2 where it would not, and
-    with 1 where the file cannot be read.
+    Exits with 0 where zerojax.zero(CONFIG) (or, with autotuning enabled, zerojax fit) would take
+    the config, with 2 where it would not, and with 1 where the file cannot be read.
     """
     try:
         found = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)

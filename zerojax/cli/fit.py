@@ -48,7 +48,8 @@ def fit(
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat, offload and what stays gathered.
 
-    The fastest is the one with the most tokens a second.
+    The fastest is the one with the most tokens a second. DeepSpeed's section "autotuning" of the
+    config, where it is enabled, bounds the search and may ask for the shortest step instead.
 
     Every choice in the ranking was compiled and fits. ~/.cache/zerojax remembers what was compiled
     before for the same step and devices. --devices here are those of this machine; with --xla the

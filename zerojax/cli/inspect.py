@@ -123,6 +123,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
             console.print(escape(line), soft_wrap=True)
         if leaves:
             console.print(_leaves(last))
+        console.print("weights alone: python -m zerojax export CHECKPOINT OUT", soft_wrap=True)
     for name in found.unfinished:
         console.print(f"{escape(name)}: being saved, or left by a killed run", soft_wrap=True)
     for name in found.deleted:

@@ -1,7 +1,7 @@
 """The frozen configuration, which every part of zerojax behind the JSON works with."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
@@ -11,6 +11,7 @@ from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
+from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import (
     OFFLOAD,
     SWITCHED,
@@ -107,12 +108,20 @@ class ZeroConfig:
       offload_param: The place of parameters, at stage 3; None for the accelerator.
       sub_group_size: The largest number of elements in one update under offload.
       cpu_checkpointing: Whether residuals of rematerialised blocks in a scan wait in host memory.
+      partition_activations: Whether residuals are to be cut over all devices, as the batch cuts
+        them; refused on a mesh with further axes.
       xla_gpu_enable_latency_hiding_scheduler, ... (all that begin so): Options of XLA's GPU
         compiler for the step, by XLA's names; None for zerojax's choice.
       optimizer, scheduler: The parts of `zero.optimizer()`.
       steps_per_print: Updates from one printed line to the next; None (or 0) for no lines.
       wall_clock_breakdown: Whether the lines have the time of a step on the device.
       tensorboard, csv_monitor, wandb: The destinations of metrics; None for none.
+      memory_breakdown: Whether the memory of each device is told once, by what holds it.
+      dump_state: Whether `zerojax.zero` prints every setting in force.
+      flops_profiler: The table of FLOPs by module; None for none.
+      comms_logger: The table of collectives; None for none.
+      autotuning: The bounds of `zerojax fit`, under which `zerojax.zero` trains nothing; None for
+        none.
       notes: One for each key of the JSON, each default that changes numbers, and each keyword
         without effect.
 
@@ -154,6 +163,7 @@ class ZeroConfig:
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000
     cpu_checkpointing: bool = False
+    partition_activations: bool = False
     xla_gpu_enable_latency_hiding_scheduler: bool | None = None
     xla_gpu_all_gather_combine_threshold_bytes: int | None = None
     xla_gpu_reduce_scatter_combine_threshold_bytes: int | None = None
@@ -167,6 +177,11 @@ class ZeroConfig:
     tensorboard: MonitorConfig | None = None
     csv_monitor: MonitorConfig | None = None
     wandb: WandbConfig | None = None
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    flops_profiler: FlopsProfilerConfig | None = None
+    comms_logger: CommsLoggerConfig | None = None
+    autotuning: AutotuningConfig | None = None
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -391,6 +406,18 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
 _CLASSES: dict[str, type] = {**NAMED, **SWITCHED, **OFFLOAD}
 
 
+def quiet(config: ZeroConfig) -> ZeroConfig:
+    """The config without what is told of a step, for steps that are only compiled or timed."""
+    return replace(
+        config,
+        memory_breakdown=False,
+        dump_state=False,
+        flops_profiler=None,
+        comms_logger=None,
+        autotuning=None,
+    )
+
+
 def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
     """The note that says what elasticity makes of the batch.
 
@@ -410,10 +437,11 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
         key = BY_FIELD[name]
         if values.get(name) != getattr(ZeroConfig, name) and key.path not in noted:
             yield Note(name, values[name], "no effect", reason)
-    for section in OFFLOAD:
+    for section in (*OFFLOAD, "comms_logger"):
         given = values.get(section)
         for name, reason in given.idle().items() if given else ():
-            value, path = getattr(given, name), f"{ZERO}.{section}.{name}"
+            value = getattr(given, name)
+            path = f"{ZERO}.{section}.{name}" if section in OFFLOAD else f"{section}.{name}"
             if value != KEYS[path].default and path not in noted:
                 yield Note(f"{section}.{name}", value, "no effect", reason)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from zerojax.config.auto import resolve_autos, stand_in
@@ -133,7 +134,7 @@ class ConfigReading:
             if values.get(f"{section}.enabled"):
                 given = {
                     name: value
-                    for name in cls.__dataclass_fields__
+                    for name in (item.name for item in fields(cls))  # type: ignore[arg-type]
                     if (value := values.get(f"{section}.{name}")) is not None
                 }
                 absent = list(missing(section, cls, given))
@@ -159,6 +160,8 @@ class ConfigReading:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle
+        if comms := self.fields.get("comms_logger"):
+            reasons |= {f"comms_logger.{name}": why for name, why in comms.idle().items()}
         noted = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")

@@ -10,6 +10,7 @@ from zerojax.config.errors import ConfigError, problems_of, shown, spelled, sugg
 from zerojax.config.keys import KEYS, OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
 from zerojax.config.keys.section import Section
+from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,14 @@ class WandbConfig(Section):
     _section = "wandb"
 
 
-SWITCHED: dict[str, type[MonitorConfig] | type[WandbConfig] | type[Elasticity]] = {
+SWITCHED: dict[str, type[Section]] = {
     "tensorboard": MonitorConfig,
     "csv_monitor": MonitorConfig,
     "wandb": WandbConfig,
     "elasticity": Elasticity,
+    "flops_profiler": FlopsProfilerConfig,
+    "comms_logger": CommsLoggerConfig,
+    "autotuning": AutotuningConfig,
 }
 """The class of each section with the switch `enabled`."""
 

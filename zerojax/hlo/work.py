@@ -10,7 +10,8 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
@@ -45,14 +46,28 @@ class Work:
     bytes: int
 
 
+class Product(NamedTuple):
+    """A matrix product: its origin in the traced Python, the dtype of its operands, its
+    floating-point operations."""
+
+    op_name: str
+    dtype: str
+    flops: int
+
+
+def products(program: HloProgram, computation: Computation, each: Instruction) -> Iterator[Product]:
+    """The matrix products of one instruction, those fused into it too."""
+    for where, product in _products(program, computation, each):
+        yield Product(product.op_name or each.op_name, *_flops(where, product))
+
+
 def work_of(program: HloProgram, computation: Computation, each: Instruction) -> Work:
     """The work of one instruction, with all that is fused into it."""
     flops = collections.Counter[str]()
     forward = 0
-    for where, product in _products(program, computation, each):
-        dtype, count = _flops(where, product)
-        flops[dtype] += count
-        forward += count if is_forward(product.op_name or each.op_name) else 0
+    for product in products(program, computation, each):
+        flops[product.dtype] += product.flops
+        forward += product.flops if is_forward(product.op_name) else 0
     return Work(flops, forward, _bytes(program, computation, each))
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
+from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
@@ -54,6 +55,8 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
+        asked = StepReports.asked(states.config)
+        self._reports = StepReports(states.config, states.mesh) if asked else None
         self._last: LastStep | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -98,7 +101,17 @@ class Step(Decorated[P, R]):
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, parts, batch)
             program.fits = True
+        if self._reports:
+            self._reports.begin(
+                lambda: program.lowered(
+                    parts, _shapes(program, call, batch), call.args, call.kwargs
+                ),
+                program.setting.plan,
+                (parts, batch),
+            )
         result = watch.phase("step", program(parts, batch, call.args, call.kwargs))
+        if self._reports:
+            self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
         state, out, left = self._finish(call, program, recognized, result)
         if left is not None:
@@ -159,8 +172,7 @@ class Step(Decorated[P, R]):
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
-        shape = program.setting.layout.leaves.shape
-        like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
+        like = _shapes(program, call, batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # what made them has let go of its memory
         guard.check(
@@ -197,6 +209,12 @@ class Step(Decorated[P, R]):
             layout.check(call.batch)
             layout.check_more(call.args, call.kwargs, call.batch)
             yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
+
+
+def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
+    """Shapes of a call's batch, of all processes, with the dtypes that it has on the devices."""
+    shape = program.setting.layout.leaves.shape
+    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
 
 
 def _check_concrete(name: str, tree: Any) -> None:

@@ -38,7 +38,8 @@ class Fitted:
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
       choice: Its settings; ``remat`` is an option of the model, which no config has.
-      ranking: Every choice that was compiled and fits, most tokens a second first. With ``xla``
+      ranking: Every choice that was compiled and fits, most tokens a second first (the shortest
+        step first where ``autotuning.metric`` is "latency"). With ``xla``
         first the fastest under several options of XLA.
       compiled: How many programs were compiled.
       remembered: How many programs the cache knew.
@@ -73,6 +74,10 @@ def fit(
     where the config has "auto" or nothing, and ``remat`` where ``model`` takes that option. Every
     choice is compiled for the devices; none is run. ``~/.cache/zerojax`` remembers what was
     compiled before.
+
+    DeepSpeed's section ``autotuning``, where enabled, bounds the search: the rows of an update
+    and of a micro-batch, how many micro-batches are compiled, and by ``metric`` what is fastest.
+    The config of the result is without it.
 
     Args:
       config: A DeepSpeed JSON as a path or a dict.

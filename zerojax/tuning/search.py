@@ -24,7 +24,8 @@ def search(
     seconds: float = SECONDS,
     done: Callable[[int, int], None] = lambda modes, of: None,
 ) -> list[Trial]:
-    """The choices that fit, most rows a second first.
+    """The choices that fit, most rows a second first; by the metric "latency" of the space's bounds
+    the shortest step first.
 
     The search looks for the largest micro-batch of each mode (stage, remat, offload): the first
     compile tells which bytes grow with the micro-batch, and the size at which they fill the memory
@@ -40,6 +41,8 @@ def search(
       done: Called with how many modes are done, and how many there are.
     """
     fitting: list[Trial] = []
+    bounds = space.bounds
+    shortest = bounds is not None and bounds.metric == "latency"
     modes, sizes = list(space.modes()), space.sizes()
     left, until = compiles, time.monotonic() + seconds
     for at, mode in enumerate(modes):
@@ -47,9 +50,11 @@ def search(
         if any(_less(each.choice, mode) for each in fitting):
             continue
         low, high, at_size = 0, len(sizes), 0  # sizes below low fit, those from high on do not
-        while low < high:
+        most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
+        while low < high and most:
+            most -= 1
             if not left or time.monotonic() >= until:
-                return ranked(fitting)
+                return ranked(fitting, shortest)
             choice = space.choice(mode, sizes[at_size])
             if trials.hopeless(choice):
                 high = at_size
@@ -66,7 +71,7 @@ def search(
                     high = at_size
             at_size = min(at_size, high - 1)
     if space.live is None:
-        fastest = [each.choice for each in ranked(fitting) if each.choice.drops][:REFINED]
+        fastest = [each.choice for each in ranked(fitting, shortest) if each.choice.drops][:REFINED]
         for choice in fastest:
             if left < TRIES or time.monotonic() >= until:
                 break
@@ -74,12 +79,15 @@ def search(
             left -= TRIES
             fitting += [filled] if filled else []
     done(len(modes), len(modes))
-    return ranked(fitting)
+    return ranked(fitting, shortest)
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, most rows a second first."""
-    return sorted(trials, key=lambda x: x.seconds / (x.choice.micro * x.choice.accumulation))
+def ranked(trials: Sequence[Trial], shortest: bool = False) -> list[Trial]:
+    """The trials, most rows a second first, or the shortest step first."""
+    return sorted(
+        trials,
+        key=lambda x: x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation),
+    )
 
 
 def _less(fitting: Choice, mode: Choice) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
+from zerojax.config.profiling import AutotuningConfig
 from zerojax.foresight.choice import (
     LIVE,
     OFFLOADS,
@@ -37,6 +38,8 @@ class Space:
       accumulation: Micro-batches an update; None for open.
       rows: Rows of a device in an update, which micro-batches divide; None for open.
       live: Elements of parameters that stay gathered over an update; None for open.
+      bounds: Of the search, by the config's section ``autotuning``; None for none.
+      world: How many devices share the rows, for the bounds of an update's.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -46,16 +49,43 @@ class Space:
     accumulation: int | None = None
     rows: int | None = None
     live: int | None = None
+    bounds: AutotuningConfig | None = None
+    world: int = 1
 
     def sizes(self) -> list[int]:
-        """The micro-batches that may be chosen, rising; powers of two where all is open."""
+        """The micro-batches that may be chosen, rising; powers of two where all is open.
+
+        Raises:
+          ConfigError: None of them lies within the bounds.
+        """
         if self.micro is not None:
-            return [self.micro]
-        if self.rows is None:
-            return [2**n for n in range(LARGEST.bit_length())]
-        if self.accumulation is not None:
-            return [self.rows // self.accumulation]
-        return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+            sizes = [self.micro]
+        elif self.rows is None:
+            sizes = [2**n for n in range(LARGEST.bit_length())]
+        elif self.accumulation is not None:
+            sizes = [self.rows // self.accumulation]
+        else:
+            sizes = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        within = [n for n in sizes if self._within(n)]
+        if not within:
+            raise ConfigError(
+                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows lies within the "
+                "section's bounds (min_ and max_train_micro_batch_size_per_gpu, min_ and "
+                "max_train_batch_size); widen them"
+            )
+        return within
+
+    def _within(self, micro: int) -> bool:
+        """Whether a micro-batch, and the rows of its update, lie within the bounds."""
+        if (bounds := self.bounds) is None:
+            return True
+        choice = self.choice(Choice(stage=0, micro=micro), micro)
+        rows = micro * choice.accumulation * self.world
+        return (
+            bounds.min_train_micro_batch_size_per_gpu <= micro
+            and micro <= bounds.max_train_micro_batch_size_per_gpu
+            and bounds.min_train_batch_size <= rows <= (bounds.max_train_batch_size or rows)
+        )
 
     def choice(self, mode: Choice, micro: int) -> Choice:
         """A mode with a micro-batch, and the accumulation that follows from it."""
@@ -85,7 +115,8 @@ def left_open(
     """The settings that a DeepSpeed config leaves open, and the config without them.
 
     Batch sizes, the stage, the two offload sections and ``stage3_max_live_parameters`` are open
-    where the config has "auto" or nothing.
+    where the config has "auto" or nothing. The section ``autotuning``, where it is enabled, bounds
+    the search and is left out of the config.
 
     Args:
       config: As read from JSON.
@@ -104,6 +135,9 @@ def left_open(
     rest = copy.deepcopy(dict(config))
     if problems := list(rename(rest)):
         raise ConfigError(problems)
+    bounds = load({"autotuning": rest.get("autotuning", {})}).autotuning
+    if bounds is not None:
+        del rest["autotuning"]
     zero = rest.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     for section, keys in ((rest, BATCH_SIZES), (zero, _ZERO)):
@@ -129,6 +163,8 @@ def left_open(
         live=load({"zero_optimization": {"stage": 3, LIVE: zero[LIVE]}}).stage3_max_live_parameters
         if LIVE in zero
         else None,
+        bounds=bounds,
+        world=world,
     )
     return space, rest
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
+from zerojax.config.frozen import quiet
 from zerojax.devices.mesh import batch_devices, in_groups
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
@@ -62,7 +63,7 @@ class Study(Trials):
         note: Callable[[str], None] = lambda text: None,
         measured: Measure = measure,
     ) -> None:
-        self._function, self._config, self._seq = function, config, seq
+        self._function, self._config, self._seq = function, quiet(config), seq
         self._mesh, self.world = in_groups(mesh, config.mics_shard_size), batch_devices(mesh)
         remats = takes(function, "remat")
         sizes = config.batch(self.world)

@@ -5,10 +5,8 @@ from typing import Any
 
 from zerojax.config.errors import shown
 from zerojax.config.keys.row import (
-    ANYTHING,
     FLAG,
     FLAG_OFF,
-    INTEGER,
     NUMBER,
     OBJECT,
     OFF,
@@ -31,14 +29,9 @@ from zerojax.config.keys.row import (
 )
 
 _EMPTY: tuple[ValueKind, Any] = (OBJECT, {})
-_AUTOTUNING = (
-    "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
-    "metric_path tuner_type num_tuning_micro_batch_sizes tuner_early_stopping "
-    "tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
-    "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu model_info mp_size"
-)
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 _EXPERTS = "experts are sharded by the model's own specs"
+_REMAT = "activation_checkpointing"
 _INPUT = "the input pipeline is the user's own"
 
 
@@ -65,12 +58,6 @@ REPORTS: tuple[Key, ...] = (
         "true: the time of a step, blocked on the device, is told with each line",
         auto=OFF,
     ),
-    *no_effect(
-        "",
-        "train_step.lower(...).compile().memory_analysis() has the bytes before the run",
-        memory_breakdown=FLAG_OFF,
-    ),
-    *no_effect("", "`python -m zerojax explain` shows the config", dump_state=FLAG_OFF),
     *no_effect(
         "",
         "it sets DeepSpeed's own logger",
@@ -100,39 +87,32 @@ REPORTS: tuple[Key, ...] = (
         ),
     ),
     *off_section("trackio", "use tensorboard, csv_monitor or wandb", **free("project")),
-    *off_section(
-        "comms_logger",
-        "read the collectives in the compiled text: train_step.lower(...).compile().as_text()",
-        verbose=FLAG_OFF,
-        prof_all=(FLAG, True),
-        debug=FLAG_OFF,
-        prof_ops=(ANYTHING, []),
-    ),
-    *off_section(
-        "flops_profiler",
-        "use jax.profiler, or cost_analysis() of the compiled step",
-        profile_step=(WHOLE, 1),
-        module_depth=(INTEGER, -1),
-        top_modules=(WHOLE, 1),
-        detailed=(FLAG, True),
-        output_file=TEXT_OR_NULL,
-        recompute_fwd_factor=(NUMBER, 0.0),
-    ),
 )
 
 OTHERS: tuple[Key, ...] = (
     # The model.
-    *off_only(
-        "activation_checkpointing",
-        "rematerialisation is the model's: use flax's nn.remat or jax.checkpoint",
-        partition_activations=FLAG_OFF,
+    *left_to_xla(
+        _REMAT,
+        "the compiler lays out what a block keeps once, before the run",
         contiguous_memory_optimization=FLAG_OFF,
         number_checkpoints=(optional(WHOLE), None),
         synchronize_checkpoint_boundary=FLAG_OFF,
+    ),
+    *no_effect(
+        _REMAT,
+        "flops_profiler has the work of each module, with what is computed again",
         profile=FLAG_OFF,
     ),
     setting(
-        "activation_checkpointing.cpu_checkpointing",
+        f"{_REMAT}.partition_activations",
+        FLAG,
+        False,
+        "true: what blocks keep is cut over the devices, as it is with the batch; refused on a "
+        "mesh with axes of the user's own",
+        auto=OFF,
+    ),
+    setting(
+        f"{_REMAT}.cpu_checkpointing",
         FLAG,
         False,
         "true: residuals of rematerialised blocks in a scan are kept in host memory",
@@ -163,11 +143,6 @@ OTHERS: tuple[Key, ...] = (
     *off_only("", "pipeline parallelism is not supported", pipeline=_EMPTY),
     *off_section("expert_parallel", _EXPERTS),
     *off_only("", _EXPERTS, use_data_before_expert_parallelism=FLAG_OFF),
-    *off_section(
-        "autotuning",
-        "autotuning is not supported; compile the step for each setting and compare",
-        **free(_AUTOTUNING),
-    ),
     # Gradients.
     *off_only(
         "",

@@ -1,0 +1,157 @@
+"""The sections of what is told of a step once, and `autotuning`: values, and what each key does."""
+
+import logging
+
+import pytest
+
+import zerojax
+from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.config.frozen import quiet
+from zerojax.config.keys import KEYS
+from zerojax.config.profiling import OPERATIONS
+from zerojax.config.resolved import resolved
+from zerojax.hlo.traffic import KINDS
+
+# As DeepSpeed's tutorials write them.
+FLOPS_PROFILER = {
+    "enabled": True,
+    "profile_step": 1,
+    "module_depth": -1,
+    "top_modules": 1,
+    "detailed": True,
+    "output_file": None,
+}
+COMMS_LOGGER = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+AUTOTUNING = {
+    "enabled": True,
+    "results_dir": "autotuning_results",
+    "exps_dir": "autotuning_exps",
+    "overwrite": False,
+    "metric": "throughput",
+    "start_profile_step": 10,
+    "end_profile_step": 20,
+    "fast": False,
+    "max_train_batch_size": 4096,
+    "mp_size": 1,
+    "num_tuning_micro_batch_sizes": 3,
+    "tuner_type": "model_based",
+    "tuner_early_stopping": 5,
+    "tuner_num_trials": 50,
+    "arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"},
+}
+ACTIVATION_CHECKPOINTING = {
+    "partition_activations": True,
+    "cpu_checkpointing": True,
+    "contiguous_memory_optimization": True,
+    "number_checkpoints": 4,
+    "synchronize_checkpoint_boundary": True,
+    "profile": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "honoured"),
+    [
+        ("flops_profiler", FLOPS_PROFILER, set(FLOPS_PROFILER)),
+        ("comms_logger", COMMS_LOGGER, set(COMMS_LOGGER)),
+        (
+            "autotuning",
+            AUTOTUNING,
+            {"enabled", "metric", "max_train_batch_size", "num_tuning_micro_batch_sizes",
+             "mp_size"},
+        ),
+        (
+            "activation_checkpointing",
+            ACTIVATION_CHECKPOINTING,
+            {"partition_activations", "cpu_checkpointing"},
+        ),
+    ],
+)  # fmt: skip
+def test_sections_as_tutorials_have_them(section, given, honoured):
+    notes = {note.key: note for note in load({section: given}).notes}
+    became = {name: notes[f"{section}.{name}"] for name in given}
+    assert {name for name, note in became.items() if note.status == "honoured"} == honoured
+    assert all(note.reason for note in became.values())
+
+
+def test_off_sections_set_nothing():
+    off = {
+        "flops_profiler": {**FLOPS_PROFILER, "enabled": False},
+        "comms_logger": {**COMMS_LOGGER, "enabled": False},
+        "autotuning": {**AUTOTUNING, "enabled": False},
+    }
+    assert load(off) == load({})
+    assert {n.status for n in load(off).notes if n.key.endswith("metric")} == {"no effect"}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"flops_profiler": {"module_depth": -2}}, "module_depth: expected -1 (every depth)"),
+        ({"flops_profiler": {"output_file": 3}}, "output_file: expected a string or null, got 3"),
+        ({"comms_logger": {"prof_ops": "all_reduce"}}, 'prof_ops: expected a list of names, as ["'),
+        (
+            {"comms_logger": {"enabled": True, "prof_ops": ["allreduce"]}},
+            'comms_logger.prof_ops: "allreduce" is no collective; did you mean `all_reduce`?',
+        ),
+        ({"autotuning": {"metric": "speed"}}, 'metric: expected one of "throughput", "latency"'),
+        ({"autotuning": {"mp_size": 2}}, "autotuning.mp_size = 2 is not supported: fit searches"),
+        (
+            {"autotuning": {"enabled": True, "min_train_batch_size": 9, "max_train_batch_size": 8}},
+            "autotuning.min_train_batch_size = 9 lies above max_train_batch_size = 8",
+        ),
+        ({"memory_breakdown": 1}, "memory_breakdown: expected true or false, got 1"),
+    ],
+)
+def test_bad_values(config, says):
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    assert says in str(caught.value)
+
+
+def test_every_collective_has_a_name():
+    assert {kind for kinds in OPERATIONS.values() for kind in kinds} == set(KINDS)
+
+
+def test_names_beside_prof_all_have_no_effect():
+    section = {"prof_ops": ["all_gather"]}
+    for config in (
+        load({"comms_logger": {"enabled": True, **section}}),
+        ZeroConfig.from_keywords(comms_logger=section),
+    ):
+        (note,) = [n for n in config.notes if n.key == "comms_logger.prof_ops"]
+        assert (note.status, note.reason[:16]) == ("no effect", "prof_all is true")
+
+
+def test_a_quiet_config_tells_nothing():
+    sections = {"flops_profiler": FLOPS_PROFILER, "comms_logger": COMMS_LOGGER}
+    loud = load({**sections, "memory_breakdown": True, "dump_state": True})
+    assert quiet(loud) == load({}) != loud
+
+
+def test_tuning_is_a_run_of_its_own():
+    with pytest.raises(ConfigError, match=r"autotuning.enabled .*`python -m zerojax fit --config"):
+        zerojax.zero({"autotuning": AUTOTUNING})
+
+
+def test_activations_are_cut_over_no_axis_of_the_users():
+    config = {"activation_checkpointing": {"partition_activations": True}}
+    assert zerojax.zero(config, mesh=zerojax.mesh(replicas=2)).config.partition_activations
+    mesh = zerojax.mesh(axes={"data": 4, "model": 2})
+    with pytest.raises(ConfigError, match=r"partition_activations = true: .*with_sharding_constr"):
+        zerojax.zero(config, mesh=mesh)
+
+
+def test_the_state_is_dumped_once(caplog):
+    caplog.set_level(logging.INFO, "zerojax")
+    given = {"dump_state": True, "train_batch_size": 16, "optimizer": {"type": "Lion"}}
+    zero = zerojax.zero({**given, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}})
+    (record,) = caplog.records
+    lines = dict(line.split(maxsplit=1) for line in record.getMessage().splitlines()[1:])
+    assert (lines["zero_optimization.stage"], lines["gradient_clipping"]) == ("2", "1.0")
+    assert lines["train_micro_batch_size_per_gpu"] == "2"
+    assert lines["optimizer.type"] == '"Lion"'
+    assert "reduce_bucket_size = 500000000" in lines["without"]
+    held = {key for key in lines if key in KEYS}
+    assert held >= {key.path for key in KEYS.values() if key.field}
+    assert resolved(zero.config, 8) in record.getMessage()

@@ -1,0 +1,148 @@
+"""Keys of what is told of a step once: its FLOPs, collectives and memory; and of the search for
+settings."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, StrictStr
+
+from zerojax.config.errors import shown
+from zerojax.config.keys.row import (
+    FLAG,
+    FLAG_OFF,
+    NUMBER,
+    OBJECT,
+    OFF,
+    POSITIVE,
+    TEXT,
+    TEXT_OR_NULL,
+    WHOLE,
+    Key,
+    ValueKind,
+    choice,
+    free,
+    honoured,
+    no_effect,
+    off_only,
+    optional,
+    setting,
+)
+
+_DEPTH = ValueKind("-1 (every depth) or a depth", Annotated[int, Field(strict=True, ge=-1)])
+_OPERATIONS = ValueKind(
+    'a list of names, as ["all_gather"]',
+    Annotated[
+        tuple[StrictStr, ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)
+    ],
+)
+_COUNT = (POSITIVE, 1)
+
+_SECTIONS: dict[str, tuple[str, dict[str, tuple[ValueKind, object, str]]]] = {
+    "flops_profiler": (
+        "true: FLOPs, parameters and forecast time of each module, and the time of one step",
+        {
+            "profile_step": (WHOLE, 1, "the step that is timed, counted from 0"),
+            "module_depth": (_DEPTH, -1, "how deep modules are listed; -1 is every depth"),
+            "top_modules": (WHOLE, 1, "so many modules of each depth, those of most FLOPs first"),
+            "detailed": (FLAG, True, "true: the tree of modules below the largest of each depth"),
+            "output_file": (*TEXT_OR_NULL, "the file in place of the log"),
+        },
+    ),
+    "comms_logger": (
+        "true: collectives of the compiled step by kind and size, with their forecast time",
+        {
+            "verbose": (*FLAG_OFF, "true: each collective on a line of its own"),
+            "prof_all": (FLAG, True, "true: every kind; false: those of prof_ops"),
+            "debug": (*FLAG_OFF, "true: with the operation that it comes from"),
+            "prof_ops": (_OPERATIONS, (), "the kinds that are listed, by torch's or XLA's names"),
+        },
+    ),
+    "autotuning": (
+        "true: `python -m zerojax fit` searches within this section; zerojax.zero says so and "
+        "trains nothing",
+        {
+            "metric": (
+                choice("throughput", "latency", "flops"),
+                "throughput",
+                "what fit ranks by: rows a second (as flops does, of one model), or a step's time",
+            ),
+            "max_train_batch_size": (optional(POSITIVE), None, "the most rows of an update"),
+            "min_train_batch_size": (*_COUNT, "the fewest rows of an update"),
+            "max_train_micro_batch_size_per_gpu": (POSITIVE, 1024, "the largest micro-batch"),
+            "min_train_micro_batch_size_per_gpu": (*_COUNT, "the smallest micro-batch"),
+            "num_tuning_micro_batch_sizes": (
+                POSITIVE,
+                3,
+                "micro-batches that are compiled for each stage, remat and offload, at the most",
+            ),
+        },
+    ),
+}
+
+PROFILING: tuple[Key, ...] = (
+    *(
+        key
+        for section, (why, keys) in _SECTIONS.items()
+        for key in (
+            honoured(f"{section}.enabled", FLAG, False, why, auto=OFF),
+            *(
+                honoured(
+                    f"{section}.{name}",
+                    kind,
+                    default,
+                    says,
+                    auto=f"DeepSpeed's default, {shown(default)}",
+                )
+                for name, (kind, default, says) in keys.items()
+            ),
+        )
+    ),
+    *no_effect(
+        "flops_profiler",
+        "what the backward pass computes again is counted",
+        recompute_fwd_factor=(NUMBER, 0.0),
+    ),
+    *no_effect(
+        "autotuning",
+        "fit compiles each choice and runs none",
+        start_profile_step=(WHOLE, 3),
+        end_profile_step=(WHOLE, 5),
+        metric_path=TEXT_OR_NULL,
+        fast=(FLAG, True),
+    ),
+    *no_effect(
+        "autotuning",
+        "fit has one search, which its --compiles and --minutes end",
+        tuner_type=(choice("gridsearch", "random", "model_based"), "gridsearch"),
+        tuner_early_stopping=(WHOLE, 5),
+        tuner_num_trials=(WHOLE, 50),
+    ),
+    *no_effect(
+        "autotuning",
+        "fit --out names the config that is written, and ~/.cache/zerojax remembers compiles",
+        results_dir=(TEXT, "autotuning_results"),
+        exps_dir=(TEXT, "autotuning_exps"),
+        overwrite=(FLAG, True),
+    ),
+    *no_effect(
+        "autotuning",
+        "fit writes a config; a script's own arguments are its caller's",
+        arg_mappings=(optional(OBJECT), None),
+    ),
+    *no_effect("autotuning", "fit traces the model", **free("model_info model_info_path")),
+    *off_only(
+        "autotuning",
+        "fit searches for data-parallel devices; plan a model-parallel step with zerojax.zero "
+        'and a mesh with a "model" axis',
+        mp_size=(POSITIVE, 1),
+    ),
+    setting(
+        "memory_breakdown",
+        FLAG,
+        False,
+        "true: the memory of each device by what holds it, once the step is compiled",
+        auto=OFF,
+    ),
+    setting(
+        "dump_state", FLAG, False, "true: zerojax.zero prints every setting in force", auto=OFF
+    ),
+)

@@ -1,0 +1,56 @@
+"""A config as text: every setting in force, as `dump_state` prints it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from zerojax.config.batch import BATCH_SIZES
+from zerojax.config.errors import shown
+from zerojax.config.frozen import ZeroConfig
+from zerojax.config.keys import BY_FIELD
+from zerojax.config.keys.row import ZERO
+from zerojax.config.sections import OFFLOAD
+
+
+def resolved(config: ZeroConfig, devices: int) -> str:
+    """Every setting in force by its key in the JSON, then each key without effect and why.
+
+    Args:
+      config: The config.
+      devices: The number of data-parallel devices, for which the batch sizes are solved.
+
+    Example:
+      >>> text = resolved(ZeroConfig(stage=2, train_batch_size=16, hysteresis=1), 8)
+      >>> [line.split() for line in text.splitlines() if "batch" in line][0]
+      ['train_batch_size', '16']
+      >>> text.splitlines()[-1]
+      'without effect: hysteresis = 1: fp16 is off'
+    """
+    rows = sorted(_rows(config, devices))
+    width = max(len(key) for key, _ in rows)
+    idle = [
+        f"without effect: {note.key} = {shown(note.value, 40)}: {note.reason}"
+        for note in config.notes
+        if note.status in ("no effect", "left to XLA")
+    ]
+    return "\n".join([*(f"{key:{width}}  {value}" for key, value in rows), *idle])
+
+
+def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
+    sizes = dict(zip(BATCH_SIZES, config.batch(devices), strict=True))
+    for name, value in vars(config).items():
+        if name == "notes":
+            continue
+        key = BY_FIELD[name].path if name in BY_FIELD else name
+        key = f"{ZERO}.{name}" if name in OFFLOAD else key
+        value = sizes.get(name, value)
+        if is_dataclass(value):
+            for inner, each in _inner(value):
+                yield f"{key}.{inner}", each
+        else:
+            yield key, shown(value)
+
+
+def _inner(section: Any) -> Iterator[tuple[str, str]]:
+    for name, value in asdict(section).items():
+        yield name, shown(dict(value) if isinstance(value, Mapping) else value, 80)

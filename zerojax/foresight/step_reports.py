@@ -1,0 +1,116 @@
+"""What the config asks to be told of a step once: its memory, its collectives, its FLOPs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.config import ZeroConfig
+from zerojax.devices.network import nodes_of
+from zerojax.devices.rates import kind_of, rates, rates_of
+from zerojax.foresight import comms_logger, flops_profiler, memory_breakdown
+from zerojax.foresight.costs import forecast, measure_memory
+from zerojax.hlo.origins import by_origin
+from zerojax.hlo.program import parse
+from zerojax.hlo.timeline import program_time
+from zerojax.hlo.traffic import collectives
+from zerojax.hlo.transfers import host_copies
+from zerojax.monitor import lines
+from zerojax.plan.plan import Plan
+from zerojax.xla.lowered import LoweredProgram
+
+
+class StepReports:
+    """The tables of ``memory_breakdown``, ``comms_logger`` and ``flops_profiler``.
+
+    They are read off the programs that run, which are compiled no second time; the first process
+    tells. No number of a step depends on them.
+
+    Args:
+      config: Says which tables.
+      mesh: The step's mesh.
+    """
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
+        self._config, self._mesh = config, mesh
+        self._kind = kind_of(mesh.devices.flat[0])
+        self._calls, self._begun = 0, 0.0
+        self._modules, self._waited = flops_profiler.Module(), 0.0
+
+    @staticmethod
+    def asked(config: ZeroConfig) -> bool:
+        """Whether a config asks for any table."""
+        return bool(config.memory_breakdown or config.comms_logger or config.flops_profiler)
+
+    def begin(
+        self, programs: Callable[[], Iterable[LoweredProgram]], plan: Plan, given: Any
+    ) -> None:
+        """Before a step: compiles and tells before the first; waits for what a timed one is given.
+
+        Args:
+          programs: The programs of the step.
+          plan: The plan of its state.
+          given: The state and the batch.
+
+        Raises:
+          OSError: Before the first step, where ``output_file`` cannot be written.
+        """
+        profiler = self._config.flops_profiler
+        if not self._calls:
+            if profiler and profiler.output_file and jax.process_index() == 0:
+                path = Path(profiler.output_file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+            self._read(list(programs()), plan)
+        if profiler and self._calls == profiler.profile_step:
+            jax.block_until_ready(given)
+            self._begun = time.perf_counter()
+
+    def end(self, result: Any) -> None:
+        """After a step: tells the profile of the timed one, for which it waits.
+
+        Args:
+          result: What the step has made.
+        """
+        profiler = self._config.flops_profiler
+        if profiler and self._calls == profiler.profile_step:
+            jax.block_until_ready(result)
+            seconds = time.perf_counter() - self._begun
+            text = flops_profiler.table(
+                self._modules, profiler, seconds, self._kind or "", self._waited
+            )
+            if profiler.output_file is None:
+                _tell(text)
+            elif jax.process_index() == 0:
+                Path(profiler.output_file).write_text(f"{text}\n")
+        self._calls += 1
+
+    def _read(self, programs: list[LoweredProgram], plan: Plan) -> None:
+        config, nodes = self._config, nodes_of(self._mesh)
+        speeds = None if self._kind is None else rates(self._kind)
+        stand_in = rates_of(self._mesh.devices.flat[0], 0)  # memory asks for no speed
+        weighed = forecast(programs, plan, stand_in, measured=measure_memory)
+        if config.memory_breakdown:
+            _tell(memory_breakdown.table(weighed))
+        sent: list[comms_logger.Sent] = []
+        self._modules = flops_profiler.modules(plan.leaves["params"])
+        for each in programs:
+            text = each.lowered.compile().as_text() or ""
+            program, here = parse(text), collectives(text)
+            sent += (comms_logger.Sent(one, each.times) for one in here)
+            flops_profiler.attributed(self._modules, by_origin(program, speeds), each.times)
+            if speeds is not None:
+                spent = program_time(program, here, host_copies(text), speeds, nodes)
+                self._waited += each.times * sum(spent.waited.values())
+        if config.comms_logger:
+            _tell(comms_logger.table(sent, config.comms_logger, speeds, nodes))
+
+
+def _tell(text: str) -> None:
+    if jax.process_index() == 0:
+        lines.say(text)

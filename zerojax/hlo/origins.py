@@ -1,0 +1,78 @@
+"""The work of a compiled program by its origin in the traced Python.
+
+by_origin(parse(text), rates("h100"))["jit(step)/jvp(GPT)/h_0/mlp/c_fc/dot_general"].flops
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerojax.devices.rates import Rates
+from zerojax.hlo.program import Computation, HloProgram
+from zerojax.hlo.traffic import KINDS
+from zerojax.hlo.work import FREE, is_forward, products, work_of
+
+# The ends of what runs beside computation, and copies between device and host.
+_BESIDE = ("-done", "-update", "copy-start")
+
+
+@dataclasses.dataclass
+class OriginWork:
+    """Work of one device in one run of a program.
+
+    Attributes:
+      flops: Floating-point operations of matrix products.
+      forward: Those of them in the forward pass, without what the backward pass repeats.
+      seconds: By the roofline model of :mod:`zerojax.hlo.timeline`, without waits for transfers; 0
+        without rates.
+    """
+
+    flops: int = 0
+    forward: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: OriginWork, times: int = 1) -> None:
+        """Appends other work, ``times`` times."""
+        self.flops += times * other.flops
+        self.forward += times * other.forward
+        self.seconds += times * other.seconds
+
+
+def by_origin(program: HloProgram, rates: Rates | None) -> dict[str, OriginWork]:
+    """The work of a program by ``op_name``; "" for what has none.
+
+    A loop counts as often as it runs (once where nobody knows), a conditional with all its
+    branches. The seconds of a fusion are those of the largest product in it.
+
+    Args:
+      program: The parsed program.
+      rates: The speeds of the devices; None leaves the seconds out.
+    """
+    work: dict[str, OriginWork] = {}
+    _add(program, program.entry, 1, rates, work)
+    return work
+
+
+def _add(
+    program: HloProgram,
+    computation: Computation,
+    times: int,
+    rates: Rates | None,
+    work: dict[str, OriginWork],
+) -> None:
+    for each in computation.instructions:
+        runs = times * (program.trips(each) or 1) if each.opcode == "while" else times
+        for callee in program.nested(each):
+            _add(program, callee, runs, rates, work)
+        if each.opcode in FREE or each.operation in KINDS or each.opcode.endswith(_BESIDE):
+            continue
+        inside = sorted(products(program, computation, each), key=lambda product: product.flops)
+        for product in inside:
+            forward = product.flops if is_forward(product.op_name) else 0
+            one = OriginWork(product.flops, forward)
+            work.setdefault(product.op_name, OriginWork()).add(one, times)
+        if rates is not None:
+            whole = work_of(program, computation, each)
+            one = OriginWork(seconds=rates.compute_seconds(whole.flops, whole.bytes))
+            origin = inside[-1].op_name if inside else each.op_name
+            work.setdefault(origin, OriginWork()).add(one, times)

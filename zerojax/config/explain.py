@@ -22,6 +22,7 @@ NOT_GIVEN = object()
 Became = Status | Literal["refused", "wrong"]
 
 _REFUSED = " is not supported: "
+_UNJUDGED = "not judged, for what is wrong beside it"
 
 
 class Row(NamedTuple):
@@ -62,13 +63,13 @@ def explain(
     Rows come in the config's order; after them the defaults that change numbers.
 
     Args:
-      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
       devices: The number of data-parallel devices, for which the batch sizes are solved.
       every: Whether every known key has a row.
 
     Raises:
-      ConfigError: The file cannot be read as JSON.
+      ConfigError: The file cannot be read.
 
     Example:
       >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
@@ -95,8 +96,11 @@ def explain(
             key = "" if elasticity else "train_batch_size: "
             problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
-    rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
-    listed = {renamed(row.key) for row in rows}
+    yaml = reading.yaml
+    rows = [table.of_yaml(*leaf) for leaf in yaml.leaves] if yaml else []
+    listed = yaml.said_or_implied - {*yaml.implied} if yaml else set()
+    rows += [table.given(path, value) for path, value in _leaves(reading.raw, "")]
+    listed |= {renamed(row.key) for row in rows}
     rows += [row for row in table.defaults() if row.key not in listed]
     if every:
         listed |= {row.key for row in rows}
@@ -121,9 +125,8 @@ class _Table:
     def given(self, path: str, value: Any) -> Row:
         """The row of a key that the config has."""
         key = renamed(path)
-        if problem := self.wrong.get(path) or self.wrong.get(key):
-            why = _about(problem, path) or _about(problem, key)
-            return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+        if (row := self._wrong(path, key, value)) is not None:
+            return row
         if not _known(key):
             return Row(path, value, None, "wrong", "unknown; take it out")
         if path == "zero_optimization" and isinstance(value, bool):
@@ -131,10 +134,27 @@ class _Table:
         if value == {} or (value is None and key in NULLABLE):
             return Row(path, value, None, "no effect", "it is empty: the defaults hold")
         if (note := self.notes.get(key)) is None:
-            return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")
+            return Row(path, value, None, "no effect", _UNJUDGED)
         if note.status == "resolved" and (size := self._size(key)) is not None:
             return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
+
+    def of_yaml(self, path: str, key: str, value: Any) -> Row:
+        """The row of a key of Accelerate's YAML, whose present name is `key`."""
+        if (row := self._wrong(path, key, value)) is not None:
+            return row
+        if value is None or value in ({}, []):
+            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
+        if (note := self.notes.get(path)) is None:
+            return Row(path, value, None, "no effect", _UNJUDGED)
+        return Row(path, value, note.holds, note.status, note.reason)
+
+    def _wrong(self, path: str, key: str, value: Any) -> Row | None:
+        """The row of a key, in either spelling, that begins a problem."""
+        if not (problem := self.wrong.get(path) or self.wrong.get(key)):
+            return None
+        why = _about(problem, path) or _about(problem, key)
+        return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
 
     def _size(self, key: str) -> int | None:
         return getattr(self.sizes, TRIANGLE.get(key, ""), None)

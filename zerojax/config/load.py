@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from zerojax.config.accelerate import Translation, is_accelerate, translate, without
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
 from zerojax.config.frozen import Note, Status, ZeroConfig, contradictions, elastic_notes, idle
-from zerojax.config.json_file import plain, read_json, source_of
+from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import Key
@@ -21,6 +23,8 @@ from zerojax.config.named import (
     resolve_type,
 )
 from zerojax.config.sections import SWITCHED, missing, read_offload
+from zerojax.config.text_file import source_of
+from zerojax.config.yaml_file import ENDINGS
 
 _STOOD_IN = "given in its place, by auto="
 
@@ -29,16 +33,16 @@ def load(
     config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig,
     auto: Mapping[str, Any] | None = None,
 ) -> ZeroConfig:
-    """Reads a DeepSpeed config.
+    """Reads a DeepSpeed config, or Accelerate's YAML as the DeepSpeed config that says the same.
 
     DeepSpeed's defaults hold for omitted keys, among them `gradient_clipping` 1.0 and, with bf16,
     `check_grad_overflow`. `notes` has one note for each key given, and one for each default that
     changes numbers. Each "auto" is resolved or refused.
 
     Args:
-      config: The path of a JSON or HJSON file, a mapping of the same form, or a `ZeroConfig`,
-        which is returned as it is.
-      auto: Values in place of "auto", by dotted key, such as
+      config: The path of a JSON, HJSON or YAML file, a mapping of the same form, or a
+        `ZeroConfig`, which is returned as it is.
+      auto: Values in place of "auto", by dotted key of the JSON, such as
         `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" is an error.
 
     Raises:
@@ -56,7 +60,7 @@ def load(
         return config
     reading = read(config, auto)
     if reading.problems:
-        raise ConfigError(reading.problems, source_of(config))
+        raise ConfigError(reading.problems, reading.source)
     return ZeroConfig(**reading.fields, notes=tuple(reading.notes))
 
 
@@ -66,20 +70,49 @@ def read(
     """Reads a config that need not be right.
 
     Args:
-      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
 
     Raises:
-      ConfigError: Not a JSON file, not an object, or one that JSON cannot hold.
+      ConfigError: Not such a file, not an object, or one that JSON cannot hold.
     """
     try:
-        raw, repeated = read_json(config)
+        raw, repeated, yaml = _translated(config)
         reading = ConfigReading(raw, auto)
     except RecursionError:
         deep = "nested too deeply, or within itself; it has three levels at most"
         raise ConfigError(deep, source_of(config)) from None
+    reading.source = source_of(config)
+    if yaml is not None:
+        reading.translated_from(yaml)
     reading.problems[:0] = repeated
     return reading
+
+
+def as_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
+    """A config as a DeepSpeed JSON: as it is, or as Accelerate's YAML is translated.
+
+    Example:
+      >>> as_json({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
+      JsonConfig(raw={'zero_optimization': {'stage': 3}}, problems=[])
+    """
+    raw, repeated, yaml = _translated(config)
+    return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
+
+
+def _translated(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+) -> tuple[dict[str, Any], list[str], Translation | None]:
+    """The JSON, the problems of its keys' names, and the translation where it is made of YAML."""
+    raw, repeated = read_json(config)
+    source = source_of(config)
+    if not source.endswith(ENDINGS) and not is_accelerate(raw):
+        return raw, repeated, None
+    try:
+        yaml = translate(raw, Path(source).parent)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from None
+    return yaml.raw, repeated, yaml
 
 
 class ConfigReading:
@@ -95,6 +128,9 @@ class ConfigReading:
       fields: Keywords for `ZeroConfig`; meaningful where `problems` is empty.
       notes: One for each known and right key, and one for each default that changes numbers.
       problems: One sentence each, which begins with the key.
+      source: The config's path; "" where it is no file.
+      yaml: The translation, where the config is Accelerate's; `raw` and `given` then have only
+        what the YAML's keys do not say.
 
     Example:
       >>> reading = ConfigReading({"fp16": {"enabled": "auto", "loss_scale": -1}})
@@ -106,6 +142,8 @@ class ConfigReading:
 
     def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
         self.raw = plain(raw)
+        self.source = ""
+        self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
         self.given = dict(_leaves(raw, ""))
@@ -123,6 +161,17 @@ class ConfigReading:
         for section, cls in NAMED.items():
             if isinstance(raw.get(section), dict):
                 self.fields[section] = self._named(section, cls, raw[section])
+
+    def translated_from(self, yaml: Translation) -> None:
+        """Puts notes and problems in the words of the YAML that the JSON was made of."""
+        self.yaml = yaml
+        self.notes = yaml.notes(self.notes)
+        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
+        said = yaml.said_or_implied
+        self.raw = without(self.raw, said)
+        self.given = {path: value for path, value in self.given.items() if path not in said}
+        if yaml.file:
+            self.source += f" (deepspeed_config_file: {yaml.file})"
 
     def _set_fields(self, values: Mapping[str, Any]) -> None:
         """Sets every field but optimizer and scheduler: as given, or DeepSpeed's default."""

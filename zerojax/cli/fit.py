@@ -30,8 +30,8 @@ def fit(
     config: Annotated[
         Path,
         typer.Option(
-            help='A DeepSpeed config, or Accelerate\'s YAML; what it leaves out, or has as "auto", is '
-            "open."
+            help='A DeepSpeed config, or Accelerate\'s YAML; what it leaves out, or has as "auto", '
+            "is open."
         ),
     ],
     devices: Devices,

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from zerojax.config.accelerate import KEYS as YAML_KEYS
+from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
@@ -22,6 +24,8 @@ NOT_GIVEN = object()
 Became = Status | Literal["refused", "wrong"]
 
 _REFUSED = " is not supported: "
+_EMPTY = "it is empty: the defaults hold"
+_UNKNOWN = "unknown; take it out"
 _UNJUDGED = "not judged, for what is wrong beside it"
 
 
@@ -128,11 +132,11 @@ class _Table:
         if (row := self._wrong(path, key, value)) is not None:
             return row
         if not _known(key):
-            return Row(path, value, None, "wrong", "unknown; take it out")
+            return Row(path, value, None, "wrong", _UNKNOWN)
         if path == "zero_optimization" and isinstance(value, bool):
             return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
         if value == {} or (value is None and key in NULLABLE):
-            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
+            return Row(path, value, None, "no effect", _EMPTY)
         if (note := self.notes.get(key)) is None:
             return Row(path, value, None, "no effect", _UNJUDGED)
         if note.status == "resolved" and (size := self._size(key)) is not None:
@@ -143,11 +147,14 @@ class _Table:
         """The row of a key of Accelerate's YAML, whose present name is `key`."""
         if (row := self._wrong(path, key, value)) is not None:
             return row
-        if value is None or value in ({}, []):
-            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
-        if (note := self.notes.get(path)) is None:
+        if (note := self.notes.get(path)) is not None:
+            return Row(path, value, note.holds, note.status, note.reason)
+        assert self.reading.yaml is not None
+        if key in self.reading.yaml.values:
             return Row(path, value, None, "no effect", _UNJUDGED)
-        return Row(path, value, note.holds, note.status, note.reason)
+        if key in YAML_KEYS or key in SECTIONS:
+            return Row(path, value, None, "no effect", _EMPTY)
+        return Row(path, value, None, "wrong", _UNKNOWN)
 
     def _wrong(self, path: str, key: str, value: Any) -> Row | None:
         """The row of a key, in either spelling, that begins a problem."""

@@ -49,8 +49,8 @@ class Note(NamedTuple):
     Attributes:
       key: The dotted path in the JSON.
       value: The value given, or the default in its place.
-      status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key whose default
-        changes numbers; "resolved" for an "auto".
+      status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
+        whose default changes numbers; "resolved" for an "auto".
       reason: The reason, for a reader.
       holds: The value in force; None where the key has none.
       sets: The keys of the JSON that it stands for, where `key` is another format's.

@@ -144,8 +144,8 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
     if 0 < size != devices:
         raise ConfigError(
             f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
-            f"groups of {devices} (its {shard_axis(given)!r} axis): leave out one of them, or make the mesh "
-            f"with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
+            f"groups of {devices} (its {shard_axis(given)!r} axis): leave out one of them, or make "
+            f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )
 
 

@@ -1,12 +1,17 @@
 """The keys and values of Accelerate's YAML, checked one by one."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.keys import KEYS, PREFIXES, RENAMED
 from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
+from zerojax.config.json_file import plain
+from zerojax.config.text_file import repeated
+from zerojax.config.yaml_file import read_yaml
 
 SECTIONS = frozenset(path.partition(".")[0] for path in KEYS if "." in path)
+"""The keys that have keys of their own."""
 
 
 class Leaf(NamedTuple):
@@ -37,6 +42,20 @@ def is_accelerate(raw: Mapping[str, Any]) -> bool:
     return "distributed_type" in raw or "compute_environment" in raw
 
 
+def read_checked(path: Path) -> Checked:
+    """Checks the keys of a file that `accelerate config` wrote, YAML or JSON.
+
+    Raises:
+      ConfigError: The file cannot be read, or has no keys and values.
+    """
+    file = read_yaml(path)
+    if not isinstance(file, dict):
+        wanted = "expected keys and values, as accelerate config writes them"
+        raise ConfigError(f"{wanted}, got {shown(file)}", str(path))
+    checked = check(plain(file))
+    return checked._replace(problems=repeated(file) + checked.problems)
+
+
 def check(file: Mapping[str, Any]) -> Checked:
     """Checks every key by itself, in one pass.
 
@@ -60,9 +79,11 @@ def check(file: Mapping[str, Any]) -> Checked:
             checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
         elif value is not None and value not in ({}, []):
             try:
-                checked.values[key] = KEYS[key].kind.check(value)
+                right = KEYS[key].kind.check(value)
             except ConfigError as error:
                 checked.problems.append(f"{path}: {error}")
+            else:
+                checked.values.update({key: right} if right is not None else {})
     problems = problems_of([*unknown], lambda path: _unknown(path, unknown[path]))
     return checked._replace(problems=checked.problems + problems)
 

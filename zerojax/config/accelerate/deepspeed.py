@@ -1,13 +1,13 @@
 """The DeepSpeed section of Accelerate's YAML, and the JSON that it may name."""
 
 from pathlib import Path
-from typing import Any
 
 from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED
 from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.json_file import JsonConfig, read_json
 from zerojax.config.keys import rename
+from zerojax.config.keys.row import ZERO
 
 _FILE = f"{DEEPSPEED}.deepspeed_config_file"
 _DEFAULT_STAGE = 2  # accelerate.utils.DeepSpeedPlugin
@@ -27,17 +27,19 @@ def deepspeed(into: Translation, folder: Path) -> None:
       ConfigError: The JSON cannot be read.
     """
     if given := into.values.get(_FILE):
-        path = _found(Path(given), folder)
-        into.file = str(path)
-        into.raw, problems = _read(path)
+        file = _found(Path(given), folder)
+        into.file = str(file)
+        into.raw, problems = _read(file)
         into.problems += problems + list(rename(into.raw))
-        into.stands_for(_FILE, reason=f"its keys follow: {path}")
+        into.stands_for(_FILE, reason=f"its keys follow: {file}")
     for key, path in BECOMES.items():
         if (value := into.values.get(key)) is not None:
             into.put(key, path, value)
             into.stands_for(key, path)
-    stage = "zero_optimization.stage"
-    if not into.file and stage not in into.said:
+    if into.file:
+        return
+    into.names = {path: key for key, path in BECOMES.items()}
+    if (stage := f"{ZERO}.stage") not in into.said:
         into.imply(stage, _DEFAULT_STAGE, "Accelerate's, where zero_stage is not given")
 
 
@@ -59,12 +61,7 @@ def _found(given: Path, folder: Path) -> Path:
             "whole path"
         )
     if not there:
-        searched: dict[Any, None] = dict.fromkeys(
-            str(folder.resolve()) for folder in (folder, Path.cwd())
-        )
-        raise ConfigError(
-            f"{_FILE}: no such file: {shown(str(given))}, neither in {' nor in '.join(searched)}"
-            if len(searched) == 2 and not given.is_absolute()
-            else f"{_FILE}: no such file: {given}"
-        )
+        folders = dict.fromkeys(str(each.resolve()) for each in (folder, Path.cwd()))
+        where = "" if given.is_absolute() else f" in {' or in '.join(folders)}"
+        raise ConfigError(f"{_FILE}: no such file: {given}{where}; check the path")
     return there[0]

@@ -21,6 +21,7 @@ from zerojax.config.keys.row import (
     TEXT,
     TEXT_OR_NULL,
     WHOLE,
+    ZERO,
     Key,
     ValueKind,
     choice,
@@ -179,12 +180,12 @@ _TOP: tuple[Key, ...] = (
 BECOMES = {
     f"{DEEPSPEED}.{name}": path
     for name, path in {
-        "zero_stage": "zero_optimization.stage",
-        "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-        "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-        "offload_param_device": "zero_optimization.offload_param.device",
-        "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-        "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_stage": f"{ZERO}.stage",
+        "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
+        "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
+        "offload_param_device": f"{ZERO}.offload_param.device",
+        "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
+        "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "gradient_clipping": "gradient_clipping",
     }.items()

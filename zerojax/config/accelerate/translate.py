@@ -7,13 +7,7 @@ from typing import Any
 from zerojax.config.accelerate.check import check
 from zerojax.config.accelerate.deepspeed import deepspeed
 from zerojax.config.accelerate.fsdp import fsdp, parallelism
-from zerojax.config.accelerate.keys import (
-    DEEPSPEED,
-    FSDP,
-    KEYS,
-    PLAIN,
-    TYPES,
-)
+from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
 from zerojax.config.accelerate.translation import Judged, Translation
 from zerojax.config.errors import shown
 
@@ -28,6 +22,12 @@ _SCALER = {
 }
 """`torch.amp.GradScaler`, which Accelerate scales by where DeepSpeed does not: 2**16 at first,
 doubled after 2000 good steps, halved at each overflow."""
+
+_SEES = {
+    "no": "parameters keep their own dtype",
+    "bf16": "bf16.enabled: the step's body sees parameters in bfloat16",
+    "fp16": "fp16.enabled: the step's body sees parameters in float16, and the loss is scaled",
+}
 
 
 def translate(file: Mapping[str, Any], folder: Path) -> Translation:
@@ -123,28 +123,22 @@ def _precision(into: Translation, kind: str) -> None:
     if dtype == "fp8":
         into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")
         return
-    more = {}
-    if dtype != "no" and kind != "DEEPSPEED":
-        more = {"fp16.auto_cast": True}
-        more |= (
-            {f"fp16.{name}": value for name, value in _SCALER.items()} if dtype == "fp16" else {}
-        )
-    elif dtype == "fp16" and "fp16" not in into.raw:
-        more = {"fp16.auto_cast": True}  # as DeepSpeedPlugin.set_mixed_precision
-    said = []
+    paths: dict[str, Any] = {}
+    why = [_SEES[dtype]]
+    if dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw)):
+        paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
+        why.append("float leaves of the batch are cast too")
+    if dtype == "fp16" and kind != "DEEPSPEED":
+        paths |= {f"fp16.{name}": value for name, value in _SCALER.items()}
+        why.append("the scale is that of torch's GradScaler")
     for name in ("fp16", "bf16"):
         if name == dtype or name in into.raw:
-            into.put(key, f"{name}.enabled", name == dtype)
-            said.append(f"{name}.enabled")
-    for path, value in more.items():
+            paths[f"{name}.enabled"] = name == dtype
+    for path, value in paths.items():
         into.put(key, path, value)
     if dtype == "bf16" and kind != "DEEPSPEED":
         into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
-    if dtype == "no":
-        into.stands_for(key, *said, reason="the parameters' own dtype")
-    else:
-        said.remove(f"{dtype}.enabled")
-        into.stands_for(key, f"{dtype}.enabled", *said, *more)
+    into.stands_for(key, *paths, reason="; ".join(why))
 
 
 def _no_clipping(kind: str) -> str:

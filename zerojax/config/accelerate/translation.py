@@ -16,12 +16,12 @@ class Judged(NamedTuple):
 
     Attributes:
       sets: The keys of the JSON that it stands for, by dotted path.
-      status, reason, holds: As in `Note`; where None they are those of the first key of `sets`.
+      status, reason, holds: As in `Note`; without a reason they are those of the first of `sets`.
     """
 
-    sets: tuple[str, ...] = ()
-    status: Status | None = None
-    reason: str | None = None
+    sets: tuple[str, ...]
+    status: Status = "honoured"
+    reason: str = ""
     holds: Any = None
 
 
@@ -35,6 +35,7 @@ class Translation:
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
       judged: What became of the right keys, by present name.
+      names: Keys of the YAML that could say a key of the JSON, for messages.
       implied: What Accelerate does without a key, by the JSON's key: the reason.
       problems: One sentence each, which begins with a key of the YAML or of the JSON.
     """
@@ -45,6 +46,7 @@ class Translation:
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
     judged: dict[str, Judged] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     _given: set[str] = field(default_factory=set)
 
@@ -70,12 +72,9 @@ class Translation:
         else:
             self._given.add(path)
 
-    def stands_for(self, key: str, *paths: str, reason: str | None = None) -> None:
+    def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Notes that a key of the YAML is followed as these keys of the JSON."""
-        status: Status | None = None if reason is None else "honoured"
-        self.judged[key] = Judged(
-            paths, status, reason, None if reason is None else self.values[key]
-        )
+        self.judged[key] = Judged(paths, "honoured", reason, self.values[key])
 
     def imply(self, path: str, value: Any, reason: str) -> None:
         """Says a key of the JSON that no key of the YAML says."""
@@ -93,19 +92,17 @@ class Translation:
           of_json: The notes that the loader made of `raw`.
         """
         there = {note.key: note for note in of_json}
-        names = {leaf.key: leaf for leaf in self.leaves}
         notes = []
-        for key, judged in self.judged.items():
-            path, value, note = names[key].path, names[key].value, Note(key, None, "honoured", "")
-            if judged.sets:
-                first = there.get(judged.sets[0])
-                if first is None:
-                    continue  # something is wrong beside it
-                note = first._replace(reason=f"{first.key}: {first.reason}")
-            status = judged.status or note.status
-            reason = note.reason if judged.reason is None else judged.reason
-            holds = note.holds if judged.reason is None else judged.holds
-            notes.append(Note(path, value, status, reason, holds, judged.sets))
+        for path, key, value in self.leaves:
+            if (judged := self.judged.get(key)) is None:
+                continue
+            sets, status, reason, holds = judged
+            first = there.get(sets[0]) if sets else None
+            if sets and first is None:
+                continue  # something is wrong beside it
+            if first and not reason:
+                status, reason, holds = first.status, f"{first.key}: {first.reason}", first.holds
+            notes.append(Note(path, value, status, reason, holds, sets))
         for note in of_json:
             if note.key in self.implied:
                 notes.append(note._replace(status="default", reason=self.implied[note.key]))
@@ -116,12 +113,11 @@ class Translation:
     @property
     def said(self) -> dict[str, str]:
         """The YAML's key for each key of the JSON that it alone says."""
-        names = {leaf.key: leaf.path for leaf in self.leaves}
         return {
-            path: names[key]
-            for key, judged in self.judged.items()
-            for path in judged.sets
-            if path not in self._given
+            said: path
+            for path, key, _ in self.leaves
+            for said in (self.judged[key].sets if key in self.judged else ())
+            if said not in self._given
         }
 
     @property
@@ -133,7 +129,7 @@ class Translation:
         """A problem of the JSON with the YAML's keys for those that the YAML said."""
         if problem.startswith("auto: "):
             return problem
-        for path, key in self.said.items():
+        for path, key in (self.names | self.said).items():
             problem = re.sub(rf'(?<![\w."]){re.escape(path)}(?![\w"]|\.\w)', key, problem)
         return problem
 

@@ -157,7 +157,8 @@ class Key:
       kind: What the value may be.
       default: DeepSpeed's value where the JSON omits the key.
       treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
-        value of the kind and report `why`; "off only", which refuses every value not in `accepts`, with `why`.
+        value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
+        with `why`.
       why: The effect of an honoured key; of the others, the reason and the remedy.
       field: The `ZeroConfig` field that an honoured key sets.
       accepts: The values that mean "off".

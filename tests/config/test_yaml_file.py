@@ -27,7 +27,7 @@ def test_values_and_keys_that_are_given_twice(tmp_path: Path) -> None:
         (b"a: [\n", "not valid YAML at line 2, column 1"),
         (b"a: b: c", "not valid YAML at line 1, column 5"),
         (b"a: !!python/object:os.system {}", "could not determine a constructor"),
-        (b"--- 1\n--- 2", "expected a single document"),
+        (b"--- 1\n--- 2", "but found another document"),
         (b"? {a: 1}\n: 2", "unhashable"),
         (b"a: &x [*x]", "found unconstructable recursive node"),
         (b"\x00\x01", "unacceptable character"),

@@ -105,7 +105,7 @@ def _ignored(path: Path, values: dict[str, Any]) -> list[str]:
             training[name] = None
     lines = []
     if training:
-        lines.append(f"{', '.join(training)}: no effect here; zerojax.zero({str(path)!r}) follows")
+        lines.append(f"{', '.join(training)}: no effect here; for zerojax.zero({str(path)!r})")
     if unused:
         lines.append(f"{', '.join(unused)}: no effect")
     return lines

@@ -77,7 +77,7 @@ def read(
       ConfigError: Not such a file, not an object, or one that JSON cannot hold.
     """
     try:
-        raw, repeated, yaml = _translated(config)
+        raw, repeated, yaml = _translated(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
         deep = "nested too deeply, or within itself; it has three levels at most"
@@ -89,19 +89,24 @@ def read(
     return reading
 
 
-def as_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
+def as_json(
+    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
+) -> JsonConfig:
     """A config as a DeepSpeed JSON: as it is, or as Accelerate's YAML is translated.
+
+    Args:
+      config, auto: As for `read`; nothing is put in place of "auto" yet.
 
     Example:
       >>> as_json({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
       JsonConfig(raw={'zero_optimization': {'stage': 3}}, problems=[])
     """
-    raw, repeated, yaml = _translated(config)
+    raw, repeated, yaml = _translated(config, auto)
     return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
 
 
 def _translated(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str], Translation | None]:
     """The JSON, the problems of its keys' names, and the translation where it is made of YAML."""
     raw, repeated = read_json(config)
@@ -112,6 +117,8 @@ def _translated(
         yaml = translate(raw, Path(source).parent)
     except ConfigError as error:
         raise ConfigError(error.problems, source) from None
+    if isinstance(auto, Mapping):
+        yaml.leave_open(auto)
     return yaml.raw, repeated, yaml
 
 

@@ -107,7 +107,7 @@ def fit(
     """
     if jax.process_count() > 1:  # each would end its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
-    raw, wrong = as_json(config)
+    raw, wrong = as_json(config, auto)
     if problems := wrong + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model

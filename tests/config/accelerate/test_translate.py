@@ -69,7 +69,7 @@ def test_what_became_of_each_kind(path: Path) -> None:
     assert strategy.why.startswith("zero_optimization.stage: ")
     clipping = rows["gradient_clipping"]
     assert (clipping.given, clipping.resolved, clipping.became) == (NOT_GIVEN, 0.0, "default")
-    assert "clip_by_global_norm" in clipping.why
+    assert clipping.why == 'FSDP clips nothing by itself; auto={"gradient_clipping": 1.0} does'
     assert rows["bf16.check_grad_overflow"][2:4] == (False, "default")
 
 
@@ -84,6 +84,18 @@ def test_the_plan_has_the_keys_of_the_yaml(path: Path) -> None:
     assert load(path).words("mics_shard_size") == (
         "parallelism_config.parallelism_config_dp_shard_size = 4"
     )
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MULTI_GPU"])
+def test_what_accelerate_takes_from_the_program(path: Path, kind: str) -> None:
+    path.write_text(f"distributed_type: {kind}")
+    auto = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4}
+    config = load(path, auto=auto)
+    assert (config.gradient_clipping, config.gradient_accumulation_steps) == (0.5, 4)
+    rows = {row.key: row for row in explain(path, auto=auto).rows}
+    assert rows["gradient_clipping"][1:4] == ("auto", 0.5, "resolved")
+    with pytest.raises(ConfigError, match='"steps_per_print" is not "auto" in the config'):
+        load(path, auto={"steps_per_print": 3})
 
 
 def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:

@@ -143,4 +143,4 @@ def _precision(into: Translation, kind: str) -> None:
 
 def _no_clipping(kind: str) -> str:
     who = "FSDP" if kind == "FSDP" else "Accelerate"
-    return f"{who} clips nothing: put optax.clip_by_global_norm before your optimizer"
+    return f'{who} clips nothing by itself; auto={{"gradient_clipping": 1.0}} does'

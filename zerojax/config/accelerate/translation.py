@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.check import Leaf
+from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.frozen import Note, Status
 from zerojax.config.keys import KEYS as JSON_KEYS
+
+_OF_THE_PROGRAM = (*BATCH_SIZES, "gradient_clipping")
+"""Batches of the loaders, arguments of `Accelerator` and of `clip_grad_norm_`."""
 
 
 class Judged(NamedTuple):
@@ -80,6 +84,17 @@ class Translation:
         """Says a key of the JSON that no key of the YAML says."""
         self.put("", path, value)
         self.implied[path] = reason
+
+    def leave_open(self, auto: Mapping[str, Any]) -> None:
+        """Makes "auto" of what Accelerate takes from the program, as far as the caller gives it.
+
+        Args:
+          auto: Values in place of "auto", by dotted key of the JSON.
+        """
+        for path in () if self.file else _OF_THE_PROGRAM:
+            if path in auto and (path not in self.raw or path in self.implied):
+                self.raw[path] = "auto"
+                self.implied.pop(path, None)
 
     def refuse(self, key: str, why: str) -> None:
         """Notes a value that zerojax does not follow."""

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from config.accelerate import yamls
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
+from zerojax.config.accelerate import KEYS
 from zerojax.config.explain import NOT_GIVEN, explain
 from zerojax.config.json_file import read_json
 from zerojax.config.load import as_json
@@ -47,11 +50,11 @@ def test_it_is_the_json_of_the_same_meaning(name: str, path: Path) -> None:
 def test_every_key_has_its_row_in_order(name: str, path: Path) -> None:
     path.write_text(yamls.text(name))
     rows, said = explain(path)
-    given = []
+    keys = []
     for key, value in read_json(path).raw.items():
-        given += [f"{key}.{inner}" for inner in value] if value and type(value) is dict else [key]
+        keys += [f"{key}.{inner}" for inner in value] if value and type(value) is dict else [key]
     assert said == ()
-    assert [row.key for row in rows if row.given is not NOT_GIVEN] == given
+    assert [row.key for row in rows if row.given is not NOT_GIVEN] == keys
     assert len({row.key for row in rows}) == len(rows)
     assert all(row.why and row.became not in ("wrong", "refused") for row in rows)
 
@@ -99,10 +102,10 @@ def test_what_accelerate_takes_from_the_program(path: Path, kind: str) -> None:
 
 
 def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:
-    given: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}
+    raw: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}
     as_file = path.with_suffix(".json")
-    as_file.write_text(json.dumps(given))
-    assert load(given).stage == load(as_file).stage == 1
+    as_file.write_text(json.dumps(raw))
+    assert load(raw).stage == load(as_file).stage == 1
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,49 @@ def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:
 )
 def test_what_is_wrong_is_named(path: Path, text: str, says: str) -> None:
     assert says in "\n".join(problems(path, text))
+
+
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        8,
+        -1,
+        2.5,
+        "no",
+        "auto",
+        "none",
+        "cpu",
+        "fp16",
+        "HYBRID_SHARD",
+        {},
+    ]
+)
+PAIRS = st.tuples(st.sampled_from([*KEYS, "fsdp_config.sharding_strategy", "nothing"]), VALUES)
+
+
+@given(st.sampled_from(["FSDP", "DEEPSPEED", "MULTI_GPU", None]), st.lists(PAIRS, max_size=8))
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_any_file_is_explained_as_it_is_loaded(kind: str | None, pairs: list[Any]) -> None:
+    file: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    for path, value in pairs:
+        section, _, name = path.rpartition(".")
+        within = file.setdefault(section, {}) if section else file
+        within[name] = value
+    file.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
+    rows, said = explain(file)
+    try:
+        load(file)
+        problems: tuple[str, ...] = ()
+    except ConfigError as error:
+        problems = error.problems
+    assert problems == said
+    assert all(row.why for row in rows)
+    assert bool(said) == bool({"refused", "wrong"} & {row.became for row in rows})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ The keys are those of Accelerate 1.15 (`accelerate.commands.config.config_args.C
 the options of `accelerate launch`), and the old ones that it still takes.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -14,7 +14,6 @@ from zerojax.config.keys.row import (
     ANYTHING,
     FLAG,
     FLAG_OFF,
-    INTEGER,
     OBJECT,
     POSITIVE,
     STAGE,
@@ -227,7 +226,7 @@ _DEEPSPEED: tuple[Key, ...] = (
 _FSDP: tuple[Key, ...] = (
     honoured(
         f"{FSDP}.fsdp_version",
-        _before(INTEGER, _number),
+        _before(ValueKind("1 or 2", Literal[1, 2]), _number),
         1,
         "the strategy is read in the form of either version",
     ),

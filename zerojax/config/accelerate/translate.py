@@ -11,7 +11,7 @@ from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
 from zerojax.config.accelerate.translation import Judged, Translation
 from zerojax.config.errors import shown
 
-_OTHER_CHIPS = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU")
+_OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _SECTION_OF = {DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}
 
 _SCALER = {
@@ -72,7 +72,7 @@ def _kind(into: Translation, file: Mapping[str, Any]) -> str:
     kind: str = into.values.get("distributed_type", "")
     if kind in TYPES:
         return kind
-    if kind in _OTHER_CHIPS:
+    if kind.removeprefix("MULTI_") in _OTHER_CHIPS:
         into.refuse("distributed_type", "JAX has GPUs, TPUs and CPUs; write MULTI_GPU")
     elif kind == "MEGATRON_LM":
         into.refuse(
@@ -95,7 +95,9 @@ def _kind(into: Translation, file: Mapping[str, Any]) -> str:
 def _by_table(into: Translation, key: str, kind: str) -> None:
     """What became of a key that the table alone decides."""
     row, section = KEYS[key], key.rpartition(".")[0]
-    if kind and (needs := _SECTION_OF.get(section, kind)) != kind and row.treatment != "off only":
+    if row.treatment == "left to launch":
+        into.judged[key] = Judged((), row.treatment, row.why)
+    elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
         into.judged[key] = Judged((), "no effect", f"it is for distributed_type {needs}")
     elif row.treatment == "off only":
         if into.values[key] not in row.accepts:
@@ -115,10 +117,13 @@ def _by_table(into: Translation, key: str, kind: str) -> None:
 def _precision(into: Translation, kind: str) -> None:
     """Follows `mixed_precision`: DeepSpeed's fp16 and bf16, or torch's autocast and GradScaler."""
     key = "mixed_precision"
+    if "fp16" in into.values:
+        if key in into.values:
+            into.judged["fp16"] = Judged((), "no effect", f"{key} says the dtype")
+        elif into.values["fp16"]:
+            key = "fp16"
     if key not in into.values:
-        if not into.values.get("fp16"):
-            return
-        key = "fp16"
+        return
     dtype = "fp16" if key == "fp16" else into.values[key]
     if dtype == "fp8":
         into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")

@@ -77,7 +77,7 @@ def read(
       ConfigError: Not such a file, not an object, or one that JSON cannot hold.
     """
     try:
-        raw, repeated, yaml = _translated(config, auto)
+        raw, repeated, yaml = _source(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
         deep = "nested too deeply, or within itself; it has three levels at most"
@@ -101,25 +101,32 @@ def as_json(
       >>> as_json({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
       JsonConfig(raw={'zero_optimization': {'stage': 3}}, problems=[])
     """
-    raw, repeated, yaml = _translated(config, auto)
+    raw, repeated, yaml = _source(config, auto)
     return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
 
 
-def _translated(
+class _Source(NamedTuple):
+    """A DeepSpeed JSON, its repeated keys, and the translation where it is made of YAML."""
+
+    raw: dict[str, Any]
+    repeated: list[str]
+    yaml: Translation | None
+
+
+def _source(
     config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], list[str], Translation | None]:
-    """The JSON, the problems of its keys' names, and the translation where it is made of YAML."""
+) -> _Source:
     raw, repeated = read_json(config)
-    source = source_of(config)
-    if not source.endswith(ENDINGS) and not is_accelerate(raw):
-        return raw, repeated, None
+    path = source_of(config)
+    if not path.endswith(ENDINGS) and not is_accelerate(raw):
+        return _Source(raw, repeated, None)
     try:
-        yaml = translate(raw, Path(source).parent)
+        yaml = translate(raw, Path(path).parent)
     except ConfigError as error:
-        raise ConfigError(error.problems, source) from None
+        raise ConfigError(error.problems, path) from None
     if isinstance(auto, Mapping):
         yaml.leave_open(auto)
-    return yaml.raw, repeated, yaml
+    return _Source(yaml.raw, repeated, yaml)
 
 
 class ConfigReading:

@@ -47,7 +47,7 @@ class Zero:
         self.config = config
         self.mesh = automatic(mesh)
         axis = shard_axis(self.mesh)
-        check_groups(self.mesh, config.mics_shard_size)
+        check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
         config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
         config.check_partition(self.mesh.shape[axis])
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
@@ -245,8 +245,8 @@ def zero(
     """Reads a config and returns the decorator of a train step.
 
     Args:
-      config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; or a
-        :class:`ZeroConfig`.
+      config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; the YAML
+        of ``accelerate config``, likewise; or a :class:`ZeroConfig`.
       mesh: The devices; by default all devices on one "data" axis, in replica groups where the
         config has ``mics_shard_size``. ZeRO shards over "data", and the batch is spread over
         "replica" too; other axes are the user's.
@@ -294,7 +294,10 @@ def zero(
             "`python -m zerojax fit --config CONFIG --model NAME --devices KIND:N --out FILE`, "
             "which searches within this section; train with FILE, or set enabled to false"
         )
-    devices = in_groups(all_devices(), resolved.mics_shard_size) if mesh is None else mesh
+    devices = mesh
+    if devices is None:
+        groups, words = resolved.mics_shard_size, resolved.words("mics_shard_size")
+        devices = in_groups(all_devices(), groups, words)
     if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
         require_joined()
     made = Zero(resolved, devices, specs, donate, check_memory)

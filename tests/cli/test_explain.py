@@ -177,3 +177,21 @@ def test_the_module_runs(path):
     assert max(map(len, done.stdout.splitlines())) > 100
     usage = CliRunner().invoke(app, [])
     assert "explain" in usage.output
+
+
+def test_accelerates_yaml(tmp_path):
+    path = tmp_path / "default_config.yaml"
+    path.write_text("distributed_type: FSDP\nmixed_precision: no\nfsdp_config: {sharding: 1}\n")
+    result = run(path)
+    assert result.exit_code == 2
+    assert "fsdp_config.sharding: unknown key; did you mean" in result.output
+    path.write_text("distributed_type: FSDP\nnum_processes: 8\ntpu_name: 2026-01-01\n")
+    result = run(path, "--json")
+    assert result.exit_code == 0
+    rows = {row["key"]: row for row in json.loads(result.output)["keys"]}
+    assert rows["zero_optimization.stage"]["resolved"] == 3
+    assert rows["num_processes"]["became"] == "left to launch"
+    assert rows["tpu_name"]["given"] == "2026-01-01"
+    assert "num_processes" in run(path).output
+    path.write_text("a: [")
+    assert run(path).exit_code == 1

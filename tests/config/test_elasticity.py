@@ -176,7 +176,7 @@ def test_other_batch_sizes_are_refused_or_have_no_effect(key):
     config = load(of(SMALL, ignore_non_elastic_batch_info=True) | {key: 3})
     assert config.batch(8) == (48, 2, 3)
     notes = {note.key: note for note in config.notes}
-    assert notes[key][1:] == (3, "no effect", "elasticity sets the batch sizes", None)
+    assert notes[key][1:5] == (3, "no effect", "elasticity sets the batch sizes", None)
     assert load(of(SMALL) | {key: "auto"}).batch(8) == (48, 2, 3)
     typed = dataclasses.replace(config, notes=())
     assert (key, "no effect") in {(note.key, note.status) for note in typed.notes}

@@ -1,4 +1,4 @@
-"""`zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config."""
+"""`zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config, or of Accelerate's."""
 
 import json
 import math
@@ -20,6 +20,7 @@ from zerojax.config.explain import explain as explained
 STYLES: dict[Became, str] = {
     "honoured": "green",
     "left to XLA": "blue",
+    "left to launch": "blue",
     "no effect": "yellow",
     "default": "cyan",
     "resolved": "cyan",
@@ -29,7 +30,9 @@ STYLES: dict[Became, str] = {
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(help="A DeepSpeed config in JSON or HJSON.")],
+    config: Annotated[
+        Path, typer.Argument(help="A DeepSpeed config in JSON or HJSON, or Accelerate's YAML.")
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of a table.")
     ] = False,
@@ -60,7 +63,7 @@ def explain(
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     if as_json:
-        print(json.dumps(to_json(str(config), found), indent=2))
+        print(json.dumps(to_json(str(config), found), indent=2, default=str))
     else:
         show(str(config), found)
     if found.problems:

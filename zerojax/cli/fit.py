@@ -29,7 +29,10 @@ def fit(
     model: Model,
     config: Annotated[
         Path,
-        typer.Option(help='A DeepSpeed config; what it leaves out, or has as "auto", is open.'),
+        typer.Option(
+            help='A DeepSpeed config, or Accelerate\'s YAML; what it leaves out, or has as "auto", '
+            "is open."
+        ),
     ],
     devices: Devices,
     batch: Annotated[

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from zerojax.cli.launch_cluster import Cluster, start
-from zerojax.launch import accelerate, local, mpi
+from zerojax.launch import local, mpi
 from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.gpus import Gpu, gpus
@@ -103,6 +103,8 @@ def launch(
         words = words if kubernetes is not None else checked_script(words)
         job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
         if config_file is not None:
+            from zerojax.launch import accelerate  # the tables of keys take a while to load
+
             given = accelerate.read(config_file)
             for line in given.ignored:
                 typer.echo(f"zerojax launch: --config-file: {line}", err=True)

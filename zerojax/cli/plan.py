@@ -26,7 +26,7 @@ from zerojax.tuning.study import Study
 
 def plan(
     model: Model,
-    config: Annotated[Path, typer.Option(help="A DeepSpeed config in JSON.")],
+    config: Annotated[Path, typer.Option(help="A DeepSpeed config in JSON, or Accelerate's YAML.")],
     devices: Devices,
     batch: Annotated[
         int | None,

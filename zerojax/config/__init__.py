@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON, read strictly, and the frozen config behind it."""
+"""The DeepSpeed JSON (or Accelerate's YAML as one), read strictly, and the frozen config of it."""
 
 from zerojax.config.batch import BatchSizes as BatchSizes
 from zerojax.config.elasticity import Elasticity as Elasticity

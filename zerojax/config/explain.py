@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from zerojax.config.accelerate import KEYS as YAML_KEYS
+from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
 from zerojax.config.frozen import Status
@@ -22,6 +24,9 @@ NOT_GIVEN = object()
 Became = Status | Literal["refused", "wrong"]
 
 _REFUSED = " is not supported: "
+_EMPTY = "it is empty: the defaults hold"
+_UNKNOWN = "unknown; take it out"
+_UNJUDGED = "not judged, for what is wrong beside it"
 
 
 class Row(NamedTuple):
@@ -62,13 +67,13 @@ def explain(
     Rows come in the config's order; after them the defaults that change numbers.
 
     Args:
-      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
       devices: The number of data-parallel devices, for which the batch sizes are solved.
       every: Whether every known key has a row.
 
     Raises:
-      ConfigError: The file cannot be read as JSON.
+      ConfigError: The file cannot be read.
 
     Example:
       >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
@@ -95,8 +100,11 @@ def explain(
             key = "" if elasticity else "train_batch_size: "
             problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
-    rows = [table.given(path, value) for path, value in _leaves(reading.raw, "")]
-    listed = {renamed(row.key) for row in rows}
+    yaml = reading.yaml
+    rows = [table.of_yaml(*leaf) for leaf in yaml.leaves] if yaml else []
+    listed = yaml.said_or_implied - {*yaml.implied} if yaml else set()
+    rows += [table.given(path, value) for path, value in _leaves(reading.raw, "")]
+    listed |= {renamed(row.key) for row in rows}
     rows += [row for row in table.defaults() if row.key not in listed]
     if every:
         listed |= {row.key for row in rows}
@@ -121,20 +129,39 @@ class _Table:
     def given(self, path: str, value: Any) -> Row:
         """The row of a key that the config has."""
         key = renamed(path)
-        if problem := self.wrong.get(path) or self.wrong.get(key):
-            why = _about(problem, path) or _about(problem, key)
-            return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+        if (row := self._wrong(path, key, value)) is not None:
+            return row
         if not _known(key):
-            return Row(path, value, None, "wrong", "unknown; take it out")
+            return Row(path, value, None, "wrong", _UNKNOWN)
         if path == "zero_optimization" and isinstance(value, bool):
             return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
         if value == {} or (value is None and key in NULLABLE):
-            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
+            return Row(path, value, None, "no effect", _EMPTY)
         if (note := self.notes.get(key)) is None:
-            return Row(path, value, None, "no effect", "not judged, for what is wrong beside it")
+            return Row(path, value, None, "no effect", _UNJUDGED)
         if note.status == "resolved" and (size := self._size(key)) is not None:
             return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
+
+    def of_yaml(self, path: str, key: str, value: Any) -> Row:
+        """The row of a key of Accelerate's YAML, whose present name is `key`."""
+        if (row := self._wrong(path, key, value)) is not None:
+            return row
+        if (note := self.notes.get(path)) is not None:
+            return Row(path, value, note.holds, note.status, note.reason)
+        assert self.reading.yaml is not None
+        if key in self.reading.yaml.values:
+            return Row(path, value, None, "no effect", _UNJUDGED)
+        if key in YAML_KEYS or key in SECTIONS:
+            return Row(path, value, None, "no effect", _EMPTY)
+        return Row(path, value, None, "wrong", _UNKNOWN)
+
+    def _wrong(self, path: str, key: str, value: Any) -> Row | None:
+        """The row of a key, in either spelling, that begins a problem."""
+        if not (problem := self.wrong.get(path) or self.wrong.get(key)):
+            return None
+        why = _about(problem, path) or _about(problem, key)
+        return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
 
     def _size(self, key: str) -> int | None:
         return getattr(self.sizes, TRIANGLE.get(key, ""), None)

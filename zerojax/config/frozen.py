@@ -22,7 +22,7 @@ from zerojax.config.sections import (
     from_keyword,
 )
 
-Status = Literal["honoured", "left to XLA", "default", "resolved", "no effect"]
+Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolved", "no effect"]
 
 
 _DYNAMIC = (
@@ -50,10 +50,11 @@ class Note(NamedTuple):
     Attributes:
       key: The dotted path in the JSON.
       value: The value given, or the default in its place.
-      status: "honoured"; "left to XLA"; "no effect"; "default" for an omitted key whose default
-        changes numbers; "resolved" for an "auto".
+      status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
+        whose default changes numbers; "resolved" for an "auto".
       reason: The reason, for a reader.
       holds: The value in force; None where the key has none.
+      sets: The keys of the JSON that it stands for, where `key` is another format's.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Note(NamedTuple):
     status: Status
     reason: str
     holds: Any = None
+    sets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,20 @@ class ZeroConfig:
             world,
         )
 
+    def words(self, field: str) -> str:
+        """A field that one key sets, as that key and its value in the file that set it.
+
+        Example:
+          >>> ZeroConfig(mics_shard_size=2).words("mics_shard_size")
+          'zero_optimization.mics_shard_size = 2'
+        """
+        path, value = BY_FIELD[field].path, getattr(self, field)
+        for note in self.notes:
+            if path in note.sets:
+                why = "" if note.holds == value else f" ({note.reason})"
+                return f"{note.key} = {note.value}{why}"
+        return f"{path} = {shown(value)}"
+
     def check_partition(self, world: int) -> None:
         """Whether partitions (hpZ) are equal parts of `world` devices.
 
@@ -432,7 +448,7 @@ def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
     """One note for each keyword without effect; keys of a JSON have their notes already."""
-    noted = {note.key for note in notes}
+    noted = {path for note in notes for path in (note.key, *note.sets)}
     for name, reason in idle(values).items():
         key = BY_FIELD[name]
         if values.get(name) != getattr(ZeroConfig, name) and key.path not in noted:

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from zerojax.config.accelerate import Translation, is_accelerate, translate, without
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
 from zerojax.config.frozen import Note, Status, ZeroConfig, contradictions, elastic_notes, idle
-from zerojax.config.json_file import plain, read_json, source_of
+from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import Key
@@ -22,6 +24,8 @@ from zerojax.config.named import (
     resolve_type,
 )
 from zerojax.config.sections import SWITCHED, missing, read_offload
+from zerojax.config.text_file import source_of
+from zerojax.config.yaml_file import ENDINGS
 
 _STOOD_IN = "given in its place, by auto="
 
@@ -30,16 +34,16 @@ def load(
     config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig,
     auto: Mapping[str, Any] | None = None,
 ) -> ZeroConfig:
-    """Reads a DeepSpeed config.
+    """Reads a DeepSpeed config, or Accelerate's YAML as the DeepSpeed config that says the same.
 
     DeepSpeed's defaults hold for omitted keys, among them `gradient_clipping` 1.0 and, with bf16,
     `check_grad_overflow`. `notes` has one note for each key given, and one for each default that
     changes numbers. Each "auto" is resolved or refused.
 
     Args:
-      config: The path of a JSON or HJSON file, a mapping of the same form, or a `ZeroConfig`,
-        which is returned as it is.
-      auto: Values in place of "auto", by dotted key, such as
+      config: The path of a JSON, HJSON or YAML file, a mapping of the same form, or a
+        `ZeroConfig`, which is returned as it is.
+      auto: Values in place of "auto", by dotted key of the JSON, such as
         `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" is an error.
 
     Raises:
@@ -57,7 +61,7 @@ def load(
         return config
     reading = read(config, auto)
     if reading.problems:
-        raise ConfigError(reading.problems, source_of(config))
+        raise ConfigError(reading.problems, reading.source)
     return ZeroConfig(**reading.fields, notes=tuple(reading.notes))
 
 
@@ -67,20 +71,63 @@ def read(
     """Reads a config that need not be right.
 
     Args:
-      config: The path of a JSON or HJSON file, or a mapping of the same form.
+      config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
 
     Raises:
-      ConfigError: Not a JSON file, not an object, or one that JSON cannot hold.
+      ConfigError: Not such a file, not an object, or one that JSON cannot hold.
     """
     try:
-        raw, repeated = read_json(config)
+        raw, repeated, yaml = _source(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
         deep = "nested too deeply, or within itself; it has three levels at most"
         raise ConfigError(deep, source_of(config)) from None
+    reading.source = source_of(config)
+    if yaml is not None:
+        reading.translated_from(yaml)
     reading.problems[:0] = repeated
     return reading
+
+
+def as_json(
+    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
+) -> JsonConfig:
+    """A config as a DeepSpeed JSON: as it is, or as Accelerate's YAML is translated.
+
+    Args:
+      config, auto: As for `read`; nothing is put in place of "auto" yet.
+
+    Example:
+      >>> as_json({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
+      JsonConfig(raw={'zero_optimization': {'stage': 3}}, problems=[])
+    """
+    raw, repeated, yaml = _source(config, auto)
+    return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
+
+
+class _Source(NamedTuple):
+    """A DeepSpeed JSON, its repeated keys, and the translation where it is made of YAML."""
+
+    raw: dict[str, Any]
+    repeated: list[str]
+    yaml: Translation | None
+
+
+def _source(
+    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None
+) -> _Source:
+    raw, repeated = read_json(config)
+    path = source_of(config)
+    if not path.endswith(ENDINGS) and not is_accelerate(raw):
+        return _Source(raw, repeated, None)
+    try:
+        yaml = translate(raw, Path(path).parent)
+    except ConfigError as error:
+        raise ConfigError(error.problems, path) from None
+    if isinstance(auto, Mapping):
+        yaml.leave_open(auto)
+    return _Source(yaml.raw, repeated, yaml)
 
 
 class ConfigReading:
@@ -96,6 +143,9 @@ class ConfigReading:
       fields: Keywords for `ZeroConfig`; meaningful where `problems` is empty.
       notes: One for each known and right key, and one for each default that changes numbers.
       problems: One sentence each, which begins with the key.
+      source: The config's path; "" where it is no file.
+      yaml: The translation, where the config is Accelerate's; `raw` and `given` then have only
+        what the YAML's keys do not say.
 
     Example:
       >>> reading = ConfigReading({"fp16": {"enabled": "auto", "loss_scale": -1}})
@@ -107,6 +157,8 @@ class ConfigReading:
 
     def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
         self.raw = plain(raw)
+        self.source = ""
+        self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
         self.given = dict(_leaves(raw, ""))
@@ -124,6 +176,17 @@ class ConfigReading:
         for section, cls in NAMED.items():
             if isinstance(raw.get(section), dict):
                 self.fields[section] = self._named(section, cls, raw[section])
+
+    def translated_from(self, yaml: Translation) -> None:
+        """Puts notes and problems in the words of the YAML that the JSON was made of."""
+        self.yaml = yaml
+        self.notes = yaml.notes(self.notes)
+        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
+        said = yaml.said_or_implied
+        self.raw = without(self.raw, said)
+        self.given = {path: value for path, value in self.given.items() if path not in said}
+        if yaml.file:
+            self.source += f" (deepspeed_config_file: {yaml.file})"
 
     def _set_fields(self, values: Mapping[str, Any]) -> None:
         """Sets every field but optimizer and scheduler: as given, or DeepSpeed's default."""

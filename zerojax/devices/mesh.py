@@ -104,12 +104,13 @@ def axis_sizes(
     return sizes
 
 
-def in_groups(given: Mesh, size: int) -> Mesh:
+def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
     """``given`` with its shard axis divided into replica groups of ``size`` neighbours, where it
     has none yet; -1 and 0 leave it as it is.
 
     Args:
       size: ``mics_shard_size`` of the config.
+      words: the key and the value that said so, for a message.
 
     Raises:
       ConfigError: the groups do not divide the devices.
@@ -121,8 +122,8 @@ def in_groups(given: Mesh, size: int) -> Mesh:
     if devices % size:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
-            f"{_MICS} = {size} does not divide the {devices} devices of the {axis!r} axis into "
-            f"equal groups: take one of {fits}"
+            f"{words or f'{_MICS} = {size}'} does not divide the {devices} devices of the {axis!r} "
+            f"axis into equal groups: take one of {fits}"
         )
     shape, names = given.devices.shape, given.axis_names
     return automatic(
@@ -133,8 +134,8 @@ def in_groups(given: Mesh, size: int) -> Mesh:
     )
 
 
-def check_groups(given: Mesh, size: int) -> None:
-    """Refuses a mesh whose shard groups are not of ``size``, ``mics_shard_size`` of the config.
+def check_groups(given: Mesh, size: int, words: str = "") -> None:
+    """Refuses a mesh whose shard groups are not of ``size``; the arguments of :func:`in_groups`.
 
     Raises:
       ConfigError: with both sizes.
@@ -142,9 +143,9 @@ def check_groups(given: Mesh, size: int) -> None:
     devices = given.shape[shard_axis(given)]
     if 0 < size != devices:
         raise ConfigError(
-            f"{_MICS} = {size}, but the mesh given, {dict(given.shape)}, has shard groups of "
-            f"{devices} (its {shard_axis(given)!r} axis): leave out one of them, or make the mesh "
-            f"with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
+            f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
+            f"groups of {devices} (its {shard_axis(given)!r} axis): leave out one of them, or make "
+            f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
-from zerojax.config.json_file import read_json
+from zerojax.config.load import as_json
 from zerojax.devices.mesh import are_there, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
@@ -80,7 +80,7 @@ def fit(
     The config of the result is without it.
 
     Args:
-      config: A DeepSpeed JSON as a path or a dict.
+      config: A DeepSpeed JSON as a path or a dict, or Accelerate's YAML.
       model: Returns a language model of flax, or a :class:`zerojax.Workload` for any other step;
         may take ``zero``, ``rows``, ``seq`` and ``remat``. Or a name, as ``"llama-7b"``.
       train_batch_size: Rows of an update, over all devices; None leaves the number open.
@@ -112,8 +112,8 @@ def fit(
     """
     if jax.process_count() > 1:  # each would end its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
-    raw, twice = read_json(config)
-    if problems := twice + stand_in(raw, auto or {}).problems:
+    raw, wrong = as_json(config, auto)
+    if problems := wrong + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh

@@ -64,7 +64,8 @@ class Study(Trials):
         measured: Measure = measure,
     ) -> None:
         self._function, self._config, self._seq = function, quiet(config), seq
-        self._mesh, self.world = in_groups(mesh, config.mics_shard_size), batch_devices(mesh)
+        groups, words = config.mics_shard_size, config.words("mics_shard_size")
+        self._mesh, self.world = in_groups(mesh, groups, words), batch_devices(mesh)
         remats = takes(function, "remat")
         sizes = config.batch(self.world)
         rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world

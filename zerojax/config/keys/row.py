@@ -145,7 +145,7 @@ TEXT_OR_NULL = (optional(TEXT), None)
 ZERO = "zero_optimization"
 """The section of the stage and of offload."""
 
-Treatment = Literal["honoured", "left to XLA", "no effect", "off only"]
+Treatment = Literal["honoured", "left to XLA", "left to launch", "no effect", "off only"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +156,9 @@ class Key:
       path: The dotted path, such as "zero_optimization.stage".
       kind: What the value may be.
       default: DeepSpeed's value where the JSON omits the key.
-      treatment: "honoured"; "left to XLA" and "no effect", which accept every value of the kind and
-        report `why`; "off only", which refuses every value not in `accepts`, with `why`.
+      treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
+        value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
+        with `why`.
       why: The effect of an honoured key; of the others, the reason and the remedy.
       field: The `ZeroConfig` field that an honoured key sets.
       accepts: The values that mean "off".
@@ -190,6 +191,11 @@ def setting(path: str, kind: ValueKind, default: Any, why: str, **more: Any) -> 
 def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
     """Keys, as (kind, default), whose subject the compiler decides."""
     return _accepted(section, "left to XLA", why, keys)
+
+
+def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+    """Keys, as (kind, default), that say how processes start."""
+    return _accepted(section, "left to launch", why, keys)
 
 
 def no_effect(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:

@@ -1,0 +1,113 @@
+"""The keys and values of Accelerate's YAML, checked one by one."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerojax.config.accelerate.keys import KEYS, PREFIXES, RENAMED
+from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
+from zerojax.config.json_file import plain
+from zerojax.config.text_file import repeated
+from zerojax.config.yaml_file import read_yaml
+
+SECTIONS = frozenset(path.partition(".")[0] for path in KEYS if "." in path)
+"""The keys that have keys of their own."""
+
+
+class Leaf(NamedTuple):
+    """One key of the file: its path as written, its present name, and its value."""
+
+    path: str
+    key: str
+    value: Any
+
+
+class Checked(NamedTuple):
+    """What `check` says of a file.
+
+    Attributes:
+      leaves: Every key in the file's order.
+      values: The right values by present name, each converted by its `ValueKind`; null and empty
+        ones are left out, as if not given.
+      problems: One sentence for each wrong value, unknown key and key given twice.
+    """
+
+    leaves: list[Leaf]
+    values: dict[str, Any]
+    problems: list[str]
+
+
+def is_accelerate(raw: Mapping[str, Any]) -> bool:
+    """Whether an object is of Accelerate's form, which no DeepSpeed JSON has."""
+    return "distributed_type" in raw or "compute_environment" in raw
+
+
+def read_checked(path: Path) -> Checked:
+    """Checks the keys of a file that `accelerate config` wrote, YAML or JSON.
+
+    Raises:
+      ConfigError: The file cannot be read, or has no keys and values.
+    """
+    file = read_yaml(path)
+    if not isinstance(file, dict):
+        wanted = "expected keys and values, as accelerate config writes them"
+        raise ConfigError(f"{wanted}, got {shown(file)}", str(path))
+    checked = check(plain(file))
+    return checked._replace(problems=repeated(file) + checked.problems)
+
+
+def check(file: Mapping[str, Any]) -> Checked:
+    """Checks every key by itself, in one pass.
+
+    Args:
+      file: What the YAML says, in plain dicts.
+
+    Example:
+      >>> check({"distributed_type": False, "num_processes": "8", "num_proceses": 8})[1:]
+      ({'distributed_type': 'NO', 'num_processes': 8}, \
+['num_proceses: unknown key; did you mean `num_processes`?'])
+    """
+    checked = Checked(list(_leaves(file)), {}, [])
+    unknown: dict[str, str] = {}
+    for path, key, value in checked.leaves:
+        if key in SECTIONS:
+            if value not in (None, {}):
+                checked.problems.append(f"{path}: expected an object, got {shown(value)}")
+        elif key not in KEYS:
+            unknown[path] = key
+        elif key in checked.values:
+            checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
+        elif value is not None and value not in ({}, []):
+            try:
+                right = KEYS[key].kind.check(value)
+            except ConfigError as error:
+                checked.problems.append(f"{path}: {error}")
+            else:
+                checked.values.update({key: right} if right is not None else {})
+    problems = problems_of([*unknown], lambda path: _unknown(path, unknown[path]))
+    return checked._replace(problems=checked.problems + problems)
+
+
+def _leaves(file: Mapping[str, Any]) -> Iterator[Leaf]:
+    for name, value in file.items():
+        if name in SECTIONS and isinstance(value, Mapping) and value:
+            for inner, each in value.items():
+                path = f"{name}.{spelled(inner)}"
+                yield Leaf(path, _present(name, inner), each)
+        else:
+            yield Leaf(spelled(name), name if "." not in name else "", value)
+
+
+def _present(section: str, name: str) -> str:
+    prefix = PREFIXES.get(section, "")
+    path = f"{section}.{name if name.startswith(prefix) else prefix + name}"
+    return RENAMED.get(path, path)
+
+
+def _unknown(path: str, key: str) -> str:
+    section, _, name = key.rpartition(".")
+    elsewhere = [known for known in KEYS if known.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
+    siblings = [known for known in KEYS if known.rpartition(".")[0] == section]
+    return f"{path}: unknown key; {hint(name, closest(key, siblings), 'take it out')}"

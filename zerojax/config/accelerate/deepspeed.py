@@ -1,0 +1,67 @@
+"""The DeepSpeed section of Accelerate's YAML, and the JSON that it may name."""
+
+from pathlib import Path
+
+from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED
+from zerojax.config.accelerate.translation import Translation
+from zerojax.config.errors import ConfigError, shown
+from zerojax.config.json_file import JsonConfig, read_json
+from zerojax.config.keys import rename
+from zerojax.config.keys.row import ZERO
+
+_FILE = f"{DEEPSPEED}.deepspeed_config_file"
+_DEFAULT_STAGE = 2  # accelerate.utils.DeepSpeedPlugin
+
+
+def deepspeed(into: Translation, folder: Path) -> None:
+    """Follows the section as `accelerate.utils.DeepSpeedPlugin` does.
+
+    Where the section names a JSON, its "auto" values are filled, and a value that differs is a
+    problem that names both.
+
+    Args:
+      into: The translation.
+      folder: That of the YAML, which the path of the JSON is relative to.
+
+    Raises:
+      ConfigError: The JSON cannot be read.
+    """
+    if given := into.values.get(_FILE):
+        file = _found(Path(given), folder)
+        into.file = str(file)
+        into.raw, problems = _read(file)
+        into.problems += problems + list(rename(into.raw))
+        into.stands_for(_FILE, reason=f"its keys follow: {file}")
+    for key, path in BECOMES.items():
+        if (value := into.values.get(key)) is not None:
+            into.put(key, path, value)
+            into.stands_for(key, path)
+    if into.file:
+        return
+    into.names = {path: key for key, path in BECOMES.items()}
+    if (stage := f"{ZERO}.stage") not in into.said:
+        into.imply(stage, _DEFAULT_STAGE, "Accelerate's, where zero_stage is not given")
+
+
+def _read(path: Path) -> JsonConfig:
+    try:
+        return read_json(path)
+    except ConfigError as error:
+        problems = (f"{_FILE}: {path}: {problem}" for problem in error.problems)
+        raise ConfigError(problems) from None
+
+
+def _found(given: Path, folder: Path) -> Path:
+    """The file of a path that is relative to the YAML's folder, or to the current one."""
+    places = [folder / given.expanduser(), given.expanduser()]
+    there = [place for place in places if place.exists()]
+    if len(there) == 2 and not there[0].samefile(there[1]):
+        raise ConfigError(
+            f"{_FILE}: {shown(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
+            "whole path"
+        )
+    if not there:
+        folders = dict.fromkeys(str(each.resolve()) for each in (folder, Path.cwd()))
+        where = "" if given.is_absolute() else f" in {' or in '.join(folders)}"
+        raise ConfigError(f"{_FILE}: no such file: {given}{where}; check the path")
+    return there[0]

@@ -1,0 +1,124 @@
+"""The FSDP section of Accelerate's YAML, and its parallelism."""
+
+import math
+
+from zerojax.config.accelerate.keys import FSDP, PARALLELISM
+from zerojax.config.accelerate.translation import Translation
+from zerojax.config.errors import shown
+from zerojax.config.keys.row import ZERO
+
+_STAGE, _GROUP = f"{ZERO}.stage", f"{ZERO}.mics_shard_size"
+_OPTIMIZER, _PARAM = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"
+_KEEP = "activation_checkpointing.cpu_checkpointing"
+
+_STAGES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
+"""The stage with the same memory at rest. What stays gathered from forward to backward pass is
+gathered once a step: stage 2."""
+
+_STRATEGIES = (f"{FSDP}.fsdp_reshard_after_forward", f"{FSDP}.fsdp_sharding_strategy")
+_REPLICATE = f"{PARALLELISM}.parallelism_config_dp_replicate_size"
+_SHARD = f"{PARALLELISM}.parallelism_config_dp_shard_size"
+
+
+def fsdp(into: Translation) -> None:
+    """Follows the section: sharding strategy, replica groups and offload.
+
+    Args:
+      into: The translation.
+    """
+    given = [key for key in _STRATEGIES if key in into.values]
+    stages = [_STAGES[into.values[key]] for key in given]
+    stage = stages[0] if stages else 3
+    if len(set(stages)) == 2:
+        old, new = (f"{key} = {shown(into.values[key])}" for key in reversed(given))
+        into.problems.append(f"{old} says otherwise than {new}; take one of them out")
+    if not given:
+        into.imply(_STAGE, 3, "FSDP's, where no strategy is given: everything is sharded")
+    for key in given:
+        into.put(key, _STAGE, stage)
+        into.stands_for(key, _STAGE)
+    for key in given:
+        if into.values[key].startswith("HYBRID"):
+            _hybrid(into, key, stage)
+    offload, keep = f"{FSDP}.fsdp_offload_params", f"{FSDP}.fsdp_activation_checkpointing_offload"
+    if into.values.get(offload):
+        paths = (_OPTIMIZER, _PARAM) if stage == 3 else (_OPTIMIZER,)
+        for path in paths:
+            into.put(offload, path, "cpu")
+        into.stands_for(offload, *paths)
+    elif offload in into.values:
+        into.stands_for(offload, reason="false: everything stays on the accelerators")
+    if into.values.get(keep) and not into.values.get(f"{FSDP}.fsdp_activation_checkpointing"):
+        into.problems.append(
+            f"{keep}: needs fsdp_activation_checkpointing; set that to true, or this to false"
+        )
+    elif keep in into.values:
+        into.put(keep, _KEEP, into.values[keep])
+        into.stands_for(keep, _KEEP)
+
+
+def _hybrid(into: Translation, key: str, stage: int) -> None:
+    """Groups of a machine's processes, as FSDP makes them, unless dp_shard_size says the size."""
+    size, machines = into.values.get("num_processes", -1), into.values.get("num_machines", 1)
+    if into.values.get(_REPLICATE, 1) > 1 or machines == 1:
+        into.stands_for(
+            key, _STAGE, reason=f"stage {stage}" + ", one machine: one group" * (machines == 1)
+        )
+    elif size < 1 or size % machines:
+        into.problems.append(
+            f"{key} = {shown(into.values[key])} needs num_processes, a multiple of num_machines "
+            f"{machines}, for its groups; got {size}"
+        )
+    else:
+        each = size // machines
+        into.put(key, _GROUP, each)
+        reason = f"stage {stage} in groups of num_processes / num_machines = {each}"
+        into.stands_for(key, _GROUP, _STAGE, reason=reason)
+
+
+def parallelism(into: Translation, kind: str) -> None:
+    """Follows the sizes of `parallelism_config`: shards over `dp_shard_size` devices, copies in
+    `dp_replicate_size` groups.
+
+    Args:
+      into: The translation.
+      kind: `distributed_type`.
+    """
+    sizes = {
+        key: value
+        for key, value in into.values.items()
+        if key.startswith(f"{PARALLELISM}.") and key.endswith("_size")
+    }
+    if not sizes:
+        return
+    replicas, shards = into.values.get(_REPLICATE, 1), into.values.get(_SHARD, 1)
+    named, total = next(iter(sizes)), math.prod(sizes.values())
+    processes = into.values.get("num_processes", -1)
+    if processes > 0 and total != processes:
+        product = " x ".join(
+            f"{key.removeprefix(f'{PARALLELISM}.')} {n}" for key, n in sizes.items()
+        )
+        into.problems.append(
+            f"{named}: {product} is {total}, and num_processes is {processes}; change one of them"
+        )
+    for key in (_REPLICATE, _SHARD):
+        if key in into.values:
+            into.stands_for(key, reason="the batch is spread over all devices")
+    if shards > 1 and kind not in ("FSDP", "DEEPSPEED"):
+        into.refuse(_SHARD, f"distributed_type {kind} shards nothing; set that to FSDP")
+    elif shards == 1 < replicas and kind == "FSDP":
+        into.refuse(
+            _REPLICATE, "FSDP has nothing to shard over; set dp_shard_size, or MULTI_GPU as type"
+        )
+    elif shards > 1 and replicas > 1:
+        if kind == "DEEPSPEED":
+            into.refuse(_SHARD, f"DeepSpeed's groups are {_GROUP} of its JSON; write it there")
+        else:
+            into.put(_SHARD, _GROUP, shards)
+            into.stands_for(_SHARD, _GROUP)

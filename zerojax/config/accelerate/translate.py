@@ -1,0 +1,151 @@
+"""`translate`: from Accelerate's YAML to the DeepSpeed JSON that says the same."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.config.accelerate.check import check
+from zerojax.config.accelerate.deepspeed import deepspeed
+from zerojax.config.accelerate.fsdp import fsdp, parallelism
+from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
+from zerojax.config.accelerate.translation import Judged, Translation
+from zerojax.config.errors import shown
+
+_OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+_SECTION_OF = {DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}
+
+_SCALER = {
+    "loss_scale_window": 2000,
+    "hysteresis": 1,
+    "min_loss_scale": 2.0**-126,
+    "raise_error_at_min_scale": False,
+}
+"""`torch.amp.GradScaler`, which Accelerate scales by where DeepSpeed does not: 2**16 at first,
+doubled after 2000 good steps, halved at each overflow."""
+
+_SEES = {
+    "no": "parameters keep their own dtype",
+    "bf16": "bf16.enabled: the step's body sees parameters in bfloat16",
+    "fp16": "fp16.enabled: the step's body sees parameters in float16, and the loss is scaled",
+}
+
+
+def translate(file: Mapping[str, Any], folder: Path) -> Translation:
+    """The DeepSpeed JSON that does what Accelerate does with a YAML.
+
+    Args:
+      file: What the YAML says, in plain dicts with string keys.
+      folder: The folder of the YAML, where `deepspeed_config_file` is looked for.
+
+    Raises:
+      ConfigError: The JSON that the YAML names cannot be read.
+
+    Example:
+      >>> yaml = {"distributed_type": "FSDP", "mixed_precision": "bf16",
+      ...         "fsdp_config": {"fsdp_reshard_after_forward": False}}
+      >>> made = translate(yaml, Path())
+      >>> made.raw["zero_optimization"], made.raw["bf16"]["enabled"], made.problems
+      ({'stage': 2}, True, [])
+    """
+    checked = check(file)
+    into = Translation(checked.leaves, checked.values, checked.problems)
+    kind = _kind(into, file)
+    for key in into.values:
+        _by_table(into, key, kind)
+    if kind == "DEEPSPEED":
+        deepspeed(into, folder)
+    elif kind == "FSDP":
+        fsdp(into)
+    if kind:
+        parallelism(into, kind)
+        _precision(into, kind)
+    if kind and kind != "DEEPSPEED":
+        into.imply("gradient_clipping", 0.0, _no_clipping(kind))
+    return into
+
+
+def _kind(into: Translation, file: Mapping[str, Any]) -> str:
+    """`distributed_type`, or "" with a problem."""
+    environment = into.values.get("compute_environment", "LOCAL_MACHINE")
+    if environment != "LOCAL_MACHINE":
+        into.refuse("compute_environment", "start the script on the machines: LOCAL_MACHINE")
+    kind: str = into.values.get("distributed_type", "")
+    if kind in TYPES:
+        return kind
+    if kind.removeprefix("MULTI_") in _OTHER_CHIPS:
+        into.refuse("distributed_type", "JAX has GPUs, TPUs and CPUs; write MULTI_GPU")
+    elif kind == "MEGATRON_LM":
+        into.refuse(
+            "distributed_type",
+            "no pipeline, and tensor parallelism by your own PartitionSpecs; its distributed "
+            "optimizer is DEEPSPEED with zero_stage 1",
+        )
+    elif kind:
+        into.problems.append(
+            f"distributed_type: expected one of {', '.join(TYPES)}, got {shown(kind)}"
+        )
+    elif "distributed_type" not in file:
+        into.problems.append(
+            f"distributed_type: missing; `accelerate config` writes it, one of {', '.join(TYPES)}; "
+            "a DeepSpeed config is a .json"
+        )
+    return ""
+
+
+def _by_table(into: Translation, key: str, kind: str) -> None:
+    """What became of a key that the table alone decides."""
+    row, section = KEYS[key], key.rpartition(".")[0]
+    if row.treatment == "left to launch":
+        into.judged[key] = Judged((), row.treatment, row.why)
+    elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
+        into.judged[key] = Judged((), "no effect", f"it is for distributed_type {needs}")
+    elif row.treatment == "off only":
+        if into.values[key] not in row.accepts:
+            into.refuse(key, f"{row.why}; leave it out")
+        into.judged[key] = Judged((), "honoured", "off", into.values[key])
+    elif row.treatment != "honoured":
+        into.judged[key] = Judged((), row.treatment, row.why)
+    elif row.why:
+        into.judged[key] = Judged((), "honoured", row.why, into.values[key])
+    elif key == "distributed_type":
+        why = "stage 0: the batch is spread over the devices, and nothing is sharded"
+        if kind not in PLAIN:
+            why = f"{kind.lower()}_config says what is sharded"
+        into.judged[key] = Judged((), "honoured", why, into.values[key])
+
+
+def _precision(into: Translation, kind: str) -> None:
+    """Follows `mixed_precision`: DeepSpeed's fp16 and bf16, or torch's autocast and GradScaler."""
+    key = "mixed_precision"
+    if "fp16" in into.values:
+        if key in into.values:
+            into.judged["fp16"] = Judged((), "no effect", f"{key} says the dtype")
+        elif into.values["fp16"]:
+            key = "fp16"
+    if key not in into.values:
+        return
+    dtype = "fp16" if key == "fp16" else into.values[key]
+    if dtype == "fp8":
+        into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")
+        return
+    paths: dict[str, Any] = {}
+    why = [_SEES[dtype]]
+    if dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw)):
+        paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
+        why.append("float leaves of the batch are cast too")
+    if dtype == "fp16" and kind != "DEEPSPEED":
+        paths |= {f"fp16.{name}": value for name, value in _SCALER.items()}
+        why.append("the scale is that of torch's GradScaler")
+    for name in ("fp16", "bf16"):
+        if name == dtype or name in into.raw:
+            paths[f"{name}.enabled"] = name == dtype
+    for path, value in paths.items():
+        into.put(key, path, value)
+    if dtype == "bf16" and kind != "DEEPSPEED":
+        into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
+    into.stands_for(key, *paths, reason="; ".join(why))
+
+
+def _no_clipping(kind: str) -> str:
+    who = "FSDP" if kind == "FSDP" else "Accelerate"
+    return f'{who} clips nothing by itself; auto={{"gradient_clipping": 1.0}} does'

@@ -1,0 +1,56 @@
+"""A config's file as text, and objects that remember the keys they repeat."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from zerojax.config.errors import ConfigError
+
+
+class Object(dict[str, Any]):
+    """An object of a file that remembers the names that occur more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, pairs: list[tuple[Any, Any]]) -> "Object":
+        """The object of these names and values; of a name given twice the last value."""
+        values = cls(pairs)
+        if len(values) < len(pairs):
+            times = Counter(name for name, _ in pairs)
+            values.repeated = tuple(str(name) for name, n in times.items() if n > 1)
+        return values
+
+
+def repeated(value: Any, path: str = "") -> list[str]:
+    """One sentence for each key that an `Object`, or one within it, repeats."""
+    if not isinstance(value, Object):
+        return []
+    problems = [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
+    for name, child in value.items():
+        problems += repeated(child, f"{path}{name}.")
+    return problems
+
+
+def source_of(config: Any) -> str:
+    """The path of a config's file, for messages; "" where the config is no file."""
+    return os.fspath(config) if isinstance(config, str | os.PathLike) else ""
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """The text of a file.
+
+    Raises:
+      ConfigError: No such file, or not text.
+    """
+    source = os.fspath(path)
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
+        raise ConfigError(f"no such file{where}; check the path", source) from None
+    except UnicodeDecodeError:
+        raise ConfigError("not a text file; text in UTF-8 is needed", source) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {error}", source) from None

@@ -1,4 +1,4 @@
-"""BART and its kin in flax linen, BlenderBot and mBART by config: encoder, decoder, cached decoding.
+"""BART and BlenderBot in flax linen, one by the config of the other.
 
 One table of tokens for the encoder, the decoder and the output; learned positions, exact GELU,
 biases everywhere. Sources: Lewis et al. 2019, BART (arXiv:1910.13461), Roller et al. 2020,
@@ -253,7 +253,7 @@ class Bart(nn.Module):
         self.decoder = Stack(c, DecoderBlock, c.decoder_layers)
         if c.add_logits_bias:
             zeros = nn.initializers.zeros
-            self.final_logits_bias = self.param("final_logits_bias", zeros, (c.vocab_size,))
+            self.final_logits_bias = self.param("final_logits_bias", zeros, (1, c.vocab_size))
 
     def __call__(
         self,

@@ -190,7 +190,8 @@ def generate(
       variables: Of `model.apply`: `{"params": params}`.
       input_ids: Sources, filled up.
       attention_mask: [B, S], 0 or False where they are.
-      num_beams: Hypotheses of a row; 1 writes the likeliest token each time.
+      num_beams: Hypotheses of a row; 1 takes the likeliest token each time and ends at the first
+        `end`, as `early_stopping=True` does.
       max_length: Of a target, with the token that it starts from.
       options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
 
@@ -229,5 +230,5 @@ def generate(
         num_beams=num_beams,
         max_length=max_length,
         cache_axis=1 if c.scan else 0,
-        **options,
+        **options | ({"early_stopping": True} if num_beams == 1 else {}),
     )

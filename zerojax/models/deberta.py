@@ -4,7 +4,7 @@ Attention is disentangled: a token's content and its distance to another have ve
 and scores sum content to content, content to position (c2p) and position to content (p2c). Distances
 are in buckets that widen with their logarithm. Post-LayerNorm blocks, exact GELU, biases everywhere;
 v2's large models add a convolution beside the first block. Source: He et al. 2021, DeBERTa
-(arXiv:2006.03654), and the `deberta-v2` of Hugging Face, whose names the config has.
+(arXiv:2006.03654), and the `deberta-v2` of Hugging Face, whose names config and modules have.
 
 >>> config = DebertaConfig(**SIZES["deberta-tiny"])
 >>> model, tokens = DebertaClassifier(config), jnp.zeros((8, 16), jnp.int32)
@@ -159,7 +159,7 @@ def by_pairs(scores: jax.Array) -> jax.Array:
     return string.reshape(*batch, tokens, distances)[..., :tokens]
 
 
-class DisentangledAttention(nn.Module):
+class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D]: softmax((q k + q p_k + p_q k) / sqrt(3 d)) v.
 
     p_k and p_q are keys and queries of the table of positions [2 S, D], read at the distance of the
@@ -170,14 +170,16 @@ class DisentangledAttention(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None
+    ) -> jax.Array:
         c = self.config
+        scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
         query, key, value = (
             _dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
         )
         q, k, v = (split_heads(layer(x), c.num_attention_heads) for layer in (query, key, value))
-        q = q / math.sqrt(q.shape[-1] * (1 + len(c.pos_att_type)))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
 
         if table is not None:
             # Only the rows that these distances read are projected.
@@ -190,37 +192,135 @@ class DisentangledAttention(nn.Module):
 
             if "c2p" in c.pos_att_type:
                 p_k = positions(key, "pos_key_proj")
-                scores += by_pairs(jnp.einsum("bqhd,phd->bhqp", q, p_k))
+                scores += by_pairs(jnp.einsum("bqhd,phd->bhqp", q * scale, p_k))
             if "p2c" in c.pos_att_type:
                 p_q = positions(query, "pos_query_proj")[::-1]
-                p_q = p_q / math.sqrt(p_q.shape[-1] * (1 + len(c.pos_att_type)))
-                scores += by_pairs(jnp.einsum("bkhd,phd->bhkp", k, p_q)).swapaxes(-1, -2)
+                by_key = by_pairs(jnp.einsum("bkhd,phd->bhkp", k, p_q * scale))
+                scores += by_key.swapaxes(-1, -2)
 
         dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
         return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
+class Output(nn.Module):
+    """norm(x + dense(y)), the end of a branch y of x [B, T, D]."""
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        c = self.config
+        y = _dropout(c, self.deterministic)(_dense(c.hidden_size, c, "dense")(y))
+        return _layer_norm(c)(x + y)
+
+
+class Attention(nn.Module):
+    """norm(x + attention(x))."""
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *inputs: jax.Array | None) -> jax.Array:
+        y = SelfAttention(self.config, self.deterministic, name="self")(x, *inputs)
+        return Output(self.config, self.deterministic, name="output")(x, y)
+
+
+class DenseGelu(nn.Module):
+    """[..., D] -> gelu [..., features]."""
+
+    config: DebertaConfig
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ACTIVATIONS["gelu"](_dense(self.features, self.config, "dense")(x))
+
+
 class Block(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x)). The second argument and result are `scan`'s."""
+    """Attention, then an MLP. The second argument and result are `nn.scan`'s."""
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None, *inputs: jax.Array | None) -> tuple[jax.Array, None]:
+        c, deterministic = self.config, self.deterministic
+        x = Attention(c, deterministic, name="attention")(x, *inputs)
+        h = DenseGelu(c, c.intermediate_size, name="intermediate")(x)
+        return Output(c, deterministic, name="output")(x, h), None
+
+
+class Conv(nn.Module):
+    """norm(y + act(conv(x))) for the first block's input and output [B, T, D]."""
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array, mask: jax.Array | None) -> jax.Array:
+        c, size = self.config, (self.config.conv_kernel_size,)
+        init = nn.initializers.normal(c.initializer_range)
+        conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
+        near = _dropout(c, self.deterministic)(_masked(conv(x), mask))
+        return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](near)), mask)
+
+
+class Embeddings(nn.Module):
+    """Tokens int [B, T] -> [B, T, D], zeros on padding."""
 
     config: DebertaConfig
     deterministic: bool
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, _: None, mask: jax.Array | None, table: jax.Array | None
-    ) -> tuple[jax.Array, None]:
-        c, dropout = self.config, _dropout(self.config, self.deterministic)
-        a = DisentangledAttention(c, self.deterministic, name="attention")(x, mask, table)
-        a = _dense(c.hidden_size, c, "attention_output")(a)
-        x = _layer_norm(c, "attention_norm")(x + dropout(a))
-        h = ACTIVATIONS["gelu"](_dense(c.intermediate_size, c, "intermediate")(x))
-        h = _dense(c.hidden_size, c, "output")(h)
-        return _layer_norm(c, "output_norm")(x + dropout(h)), None
+        self, input_ids: jax.Array, mask: jax.Array | None, token_type_ids: jax.Array | None
+    ) -> jax.Array:
+        c, tokens = self.config, input_ids.shape[1]
+        x = _embed(c.vocab_size, c, "word_embeddings")(input_ids)
+        if c.position_biased_input:
+            if tokens > c.max_position_embeddings:
+                raise ValueError(
+                    f"{tokens} tokens in a row, but max_position_embeddings = "
+                    f"{c.max_position_embeddings}"
+                )
+            table = _embed(c.max_position_embeddings, c, "position_embeddings")
+            x += table(jnp.arange(tokens))
+        if c.type_vocab_size:
+            types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            x += _embed(c.type_vocab_size, c, "token_type_embeddings")(types)
+        return _dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
+
+
+class Encoder(nn.Module):
+    """[B, T, D] -> [B, T, D]."""
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        c, fields, table = self.config, (self.config, self.deterministic), None
+        if c.pos_att_type:
+            table = _embed(2 * c.span, c, "rel_embeddings").embedding
+            if c.norm_rel_ebd == "layer_norm":
+                table = _layer_norm(c)(table)
+        keys = None if mask is None else mask[:, None, None, :].astype(bool)
+
+        def run(x: jax.Array, layers: range, scan: bool) -> jax.Array:
+            inputs = (Block, fields, x, keys, table)
+            return run_blocks(*inputs, layers=layers, name="layer", scan=scan, remat=c.remat)[0]
+
+        layers = range(c.num_hidden_layers)
+        if c.conv_kernel_size:
+            y, layers = run(x, layers[:1], scan=False), layers[1:]
+            x = Conv(*fields, name="conv")(x, y, mask)
+        return run(x, layers, c.scan) if layers else x
 
 
 class Deberta(nn.Module):
-    """Tokens int [B, T] -> [B, T, D]. `attention_mask` [B, T] is 0 or False on padding."""
+    """Tokens int [B, T] -> [B, T, D]; arguments as those of `DebertaClassifier`."""
 
     config: DebertaConfig
 
@@ -232,52 +332,9 @@ class Deberta(nn.Module):
         token_type_ids: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        c, dropout, tokens = self.config, _dropout(self.config, deterministic), input_ids.shape[1]
-        x = _embed(c.vocab_size, c, "word_embeddings")(input_ids)
-        if c.position_biased_input:
-            if tokens > c.max_position_embeddings:
-                raise ValueError(
-                    f"{tokens} tokens in a row, but max_position_embeddings = "
-                    f"{c.max_position_embeddings}"
-                )
-            places = jnp.arange(tokens)
-            x += _embed(c.max_position_embeddings, c, "position_embeddings")(places)
-        if c.type_vocab_size:
-            types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            x += _embed(c.type_vocab_size, c, "token_type_embeddings")(types)
-        x = dropout(_masked(_layer_norm(c, "embeddings_norm")(x), attention_mask))
-
-        table = None
-        if c.pos_att_type:
-            table = _embed(2 * c.span, c, "rel_embeddings").embedding
-            if c.norm_rel_ebd == "layer_norm":
-                table = _layer_norm(c, "rel_embeddings_norm")(table)
-
-        keys = None if attention_mask is None else attention_mask[:, None, None, :].astype(bool)
-
-        def run(x: jax.Array, layers: range, scan: bool) -> jax.Array:
-            given = (Block, (c, deterministic), x, keys, table)
-            return run_blocks(*given, layers=layers, name="layer", scan=scan, remat=c.remat)[0]
-
-        layers = range(c.num_hidden_layers)
-        if c.conv_kernel_size:
-            y, layers = run(x, layers[:1], scan=False), layers[1:]
-            x = self._beside(x, y, attention_mask, deterministic)
-        return run(x, layers, c.scan) if layers else x
-
-    def _beside(
-        self, x: jax.Array, y: jax.Array, mask: jax.Array | None, deterministic: bool
-    ) -> jax.Array:
-        """norm(y + act(conv(x))) for the first block's input and output."""
-        c = self.config
-        init = nn.initializers.normal(c.initializer_range)
-        conv = nn.Conv(
-            c.hidden_size, (c.conv_kernel_size,), dtype=c.dtype, kernel_init=init, name="conv"
-        )
-        near = ACTIVATIONS[c.conv_act](
-            _dropout(c, deterministic)(_masked(conv(x), mask))
-        )
-        return _masked(_layer_norm(c, "conv_norm")(y + near), mask)
+        embeddings = Embeddings(self.config, deterministic, name="embeddings")
+        x = embeddings(input_ids, attention_mask, token_type_ids)
+        return Encoder(self.config, deterministic, name="encoder")(x, attention_mask)
 
 
 class DebertaClassifier(nn.Module):
@@ -300,8 +357,7 @@ class DebertaClassifier(nn.Module):
         c = self.config
         body = Deberta(c, name="deberta")
         x = body(input_ids, attention_mask, token_type_ids, deterministic)[:, 0]
-        x = ACTIVATIONS["gelu"](_dense(c.hidden_size, c, "pooler")(x))
-        x = _dropout(c, deterministic)(x)
+        x = _dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
         return widen(_dense(c.num_labels, c, "classifier")(x))
 
 
@@ -323,5 +379,5 @@ def _embed(rows: int, c: DebertaConfig, name: str) -> nn.Embed:
     return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
 
 
-def _layer_norm(c: DebertaConfig, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name=name)
+def _layer_norm(c: DebertaConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name="LayerNorm")

@@ -22,11 +22,13 @@ def parameters(
     )
 
 
+def _expression(pattern: str) -> str:
+    return re.sub(r"\{(\w+)(?::(\w+))?\}", lambda m: f"(?P<{m[1]}>{KINDS[m[2]]})", pattern)
+
+
 def _leaf(path: str, shape: tuple[int, ...], names: Mapping[str, Name], draw: Any) -> np.ndarray:
-    for pattern, name in names.items():
-        expression = re.sub(r"\{(\w+)(?::(\w+))?\}", lambda m: f"(?P<{m[1]}>{KINDS[m[2]]})", pattern)
-        if found := re.fullmatch(expression, path):
-            break
+    matches = ((re.fullmatch(_expression(pattern), path), name) for pattern, name in names.items())
+    found, name = next((found, name) for found, name in matches if found)
     given = {key: text.replace("/", ".") for key, text in found.groupdict().items()}
     theirs, ours = (side.split() for side in name.arrangement.split("->"))
     stacked = ours[0] == "layer"

@@ -5,6 +5,7 @@ Made by `python tests/models/recorded.py` where torch and transformers are insta
 the same.
 """
 
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,12 @@ TEXT, TEXT_MASK = rows(61, 22, (22, 9, 15))
 TYPES = np.arange(22) % 5 // 3 * TEXT_MASK
 SOURCE, SOURCE_MASK = rows(37, 11, (11, 4, 8, 1))
 TARGET, TARGET_MASK = rows(37, 9, (9, 6, 9, 3))
+
+
+def dtypes(program: str, operation: str) -> set[str]:
+    """Float dtypes of the results of an operation, by the text of a jaxpr."""
+    made = re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program)
+    return set(made) & {"f32", "bf16", "f16"}
 
 
 def ended(tokens: np.ndarray, end: int, pad: int, length: int) -> np.ndarray:

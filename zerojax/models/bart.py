@@ -10,8 +10,8 @@ BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the 
 >>> jax.jit(model.apply)({"params": params}, source, target, source > 0).shape
 (8, 12, 96)
 
-`zerojax.models.beam_search.generate` writes targets. Shapes: B batch, S source, T target, D d_model,
-H heads, d = D / H, V vocab_size, L layers.
+`zerojax.models.beam_search.generate` writes targets. Shapes: B batch, S source, T target,
+D d_model, H heads, d = D / H, V vocab_size, L layers.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def _size(layers: tuple[int, int], heads: int, width: int, **other: Any) -> dict
 # Parameters; the second are those of Hugging Face's `facebook/blenderbot-400M-distill`.
 SIZES: dict[str, dict[str, Any]] = {
     "blenderbot-tiny": _size(
-        (2, 2), 4, 32, vocab_size=96, max_position_embeddings=24, **BLENDERBOT
+        (2, 2), 4, 32, vocab_size=96, max_position_embeddings=24, dropout=0.0, **BLENDERBOT
     ),
     "blenderbot-400m": _size(
         (2, 12), 32, 1280, vocab_size=8008, max_position_embeddings=128, **BLENDERBOT
@@ -201,9 +201,7 @@ class DecoderBlock(nn.Module):
             for name in ("self_attn", "encoder_attn")
         )
         branch, mlp = _branch(c, self.deterministic), _mlp(c, c.decoder_ffn_dim, self.deterministic)
-        x, own = branch(
-            x, "self_attn_layer_norm", lambda x: read(x, x, mask, own, position)
-        )
+        x, own = branch(x, "self_attn_layer_norm", lambda x: read(x, x, mask, own, position))
         x, memorized = branch(
             x, "encoder_attn_layer_norm", lambda x: look(x, memory, memory_mask, memorized)
         )
@@ -213,7 +211,7 @@ class DecoderBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedded tokens [B, T, D] with their positions through the blocks of an encoder or decoder."""
+    """Embedded tokens [B, T, D] and their positions through all blocks of a side."""
 
     config: BartConfig
     block: type[nn.Module]
@@ -376,7 +374,7 @@ def _mlp(
 
 
 def _left_out(block: Any, rate: float, before: jax.Array, after: jax.Array) -> jax.Array:
-    """LayerDrop: a training step leaves the block out at this rate, for all rows. arXiv:1909.11556."""
+    """LayerDrop: a step leaves the block out at this rate, for all rows. arXiv:1909.11556."""
     if block.deterministic or not rate:
         return after
     return jnp.where(jax.random.bernoulli(block.make_rng("dropout"), rate), before, after)

@@ -1,4 +1,4 @@
-"""Beam search, as a function to jit: the targets that Hugging Face's `generate(num_beams=...)` finds.
+"""Beam search, as a function to jit: the targets of Hugging Face's `generate(num_beams=...)`.
 
 >>> from zerojax.models.bart import SIZES, Bart, BartConfig
 >>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
@@ -76,7 +76,7 @@ def beam_search(
       start: The token before the first; it counts in every length.
       end: The token after which a target is finished.
       pad: What stands behind it.
-      num_beams: K, from 1 on.
+      num_beams: K. 1 takes the likeliest token each time and is done at the first `end`.
       max_length: L: targets end here at the latest.
       min_length: Targets do not end before.
       length_penalty: The exponent of length: above 0 longer targets are preferred.
@@ -89,13 +89,9 @@ def beam_search(
     Raises:
       ValueError: An option is out of range.
     """
-    if num_beams < 1 or max_length < 2 or not 0 <= min_length <= max_length:
-        raise ValueError(
-            f"num_beams = {num_beams} must be 1 or more, max_length = {max_length} 2 or more, and "
-            f"min_length = {min_length} between 0 and max_length"
-        )
-    if early_stopping not in (True, False, "never"):
-        raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
+    check_options(num_beams, max_length, min_length, early_stopping)
+    if num_beams == 1:
+        early_stopping = True
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
     def next_scores(state: State) -> tuple[jax.Array, Any]:
@@ -157,7 +153,7 @@ def beam_search(
     unlike = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
     state = State(
         length=jnp.int32(1),
-        running=Beams(empty, jnp.tile(unlike, (rows, 1))),
+        running=Beams(empty, jnp.broadcast_to(unlike, (rows, num_beams))),
         finished=Beams(empty, jnp.full((rows, num_beams), NEVER)),
         complete=jnp.zeros((rows, num_beams), bool),
         improvable=jnp.ones(rows, bool),
@@ -166,6 +162,22 @@ def beam_search(
     )
     finished = jax.lax.while_loop(unfinished, body, state).finished
     return finished.tokens[:, 0], finished.scores[:, 0]
+
+
+def check_options(
+    num_beams: int, max_length: int, min_length: int, early_stopping: EarlyStopping
+) -> None:
+    """Refuse options of `beam_search` that are out of range."""
+    if num_beams < 1:
+        raise ValueError(f"num_beams = {num_beams} must be 1 or more")
+    if max_length < 2:
+        raise ValueError(f"max_length = {max_length} must be 2 or more: it counts the start token")
+    if not 0 <= min_length <= max_length:
+        raise ValueError(
+            f"min_length = {min_length} must lie between 0 and max_length = {max_length}"
+        )
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
 
 
 def _of_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
@@ -190,8 +202,7 @@ def generate(
       variables: Of `model.apply`: `{"params": params}`.
       input_ids: Sources, filled up.
       attention_mask: [B, S], 0 or False where they are.
-      num_beams: Hypotheses of a row; 1 takes the likeliest token each time and ends at the first
-        `end`, as `early_stopping=True` does.
+      num_beams: Hypotheses of a row.
       max_length: Of a target, with the token that it starts from.
       options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
 
@@ -199,6 +210,8 @@ def generate(
       ValueError: The model has no positions for `max_length` tokens, or an option is out of range.
     """
     c, rows = model.config, input_ids.shape[0]
+    stop, shortest = options.get("early_stopping", False), options.get("min_length", 0)
+    check_options(num_beams, max_length, shortest, stop)
     if max_length > c.max_position_embeddings:
         raise ValueError(
             f"max_length = {max_length}, but max_position_embeddings = {c.max_position_embeddings}"
@@ -230,5 +243,5 @@ def generate(
         num_beams=num_beams,
         max_length=max_length,
         cache_axis=1 if c.scan else 0,
-        **options | ({"early_stopping": True} if num_beams == 1 else {}),
+        **options,
     )

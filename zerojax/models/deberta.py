@@ -1,10 +1,10 @@
 """DeBERTa v2 and v3 in flax linen, with a head for classes of sequences.
 
 Attention is disentangled: a token's content and its distance to another have vectors of their own,
-and scores sum content to content, content to position (c2p) and position to content (p2c). Distances
-are in buckets that widen with their logarithm. Post-LayerNorm blocks, exact GELU, biases everywhere;
-v2's large models add a convolution beside the first block. Source: He et al. 2021, DeBERTa
-(arXiv:2006.03654), and the `deberta-v2` of Hugging Face, whose names config and modules have.
+and scores sum content to content, content to position (c2p) and position to content (p2c).
+Distances are in buckets that widen with their logarithm. Post-LayerNorm blocks, exact GELU, biases
+everywhere; v2's large models add a convolution beside the first block. Source: He et al. 2021,
+DeBERTa (arXiv:2006.03654), and Hugging Face's `deberta-v2`, whose names config and modules have.
 
 >>> config = DebertaConfig(**SIZES["deberta-tiny"])
 >>> model, tokens = DebertaClassifier(config), jnp.zeros((8, 16), jnp.int32)
@@ -109,6 +109,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deberta-tiny": dict(
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=32, position_buckets=8, conv_kernel_size=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     ),
     "deberta-v2-xlarge": dict(
         vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
@@ -170,9 +171,7 @@ class SelfAttention(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None) -> jax.Array:
         c = self.config
         scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
         query, key, value = (

@@ -1,8 +1,8 @@
-"""Workloads by name, for `zerojax plan --model deberta-v2-xlarge`: models that predict no next token.
+"""Workloads by name, for `zerojax plan --model deberta-v2-xlarge`: no models of the next token.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each trains with dropout,
-drawn anew in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan` as the
-models of `zerojax.models.names` do.
+drawn anew in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan` as
+the models of `zerojax.models.names` do.
 
 >>> import zerojax
 >>> made = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from zerojax.accumulation.weighted import weighted_mean
 from zerojax.api import Zero
 from zerojax.models import bart, deberta
-from zerojax.trace.gradients import value_and_grad
+from zerojax.trace.gradients import value_and_grad, weighted_mean
 from zerojax.tuning.workload import LEARNING_RATE, Workload
 
 
@@ -47,7 +46,7 @@ def classification(
 def seq2seq(
     size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
 ) -> Workload:
-    """A BART that learns targets of `seq / 2` tokens for sources of `seq`, filled up with padding."""
+    """A BART that learns targets of `seq / 2` tokens for sources of `seq`."""
     sizes = bart.SIZES[size]
     longest = max(seq, sizes["max_position_embeddings"])
     sizes = sizes | {"max_position_embeddings": longest}

@@ -45,7 +45,7 @@ KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
 
 
 def names(config: BartConfig) -> dict[str, Name]:
-    """The tensors of a `BartForConditionalGeneration`, or Blenderbot's, by the paths of a `Bart`."""
+    """The tensors of a `BartForConditionalGeneration`, or Blenderbot's, by paths of a `Bart`."""
     layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
     stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
     bias = {"final_logits_{bias}": Name("final_logits_{bias}", "... -> ...")}
@@ -75,12 +75,13 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
       ValueError: The config is neither BART's nor BlenderBot's.
     """
     flags = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "position_offset")
-    for kind, sizes in KINDS.items():
-        if all(getattr(config, flag) == getattr(BartConfig(**sizes), flag) for flag in flags):
-            break
-    else:
-        found = {flag: getattr(config, flag) for flag in flags}
-        raise ValueError(f"transformers has no such model: {found}; known are {', '.join(KINDS)}")
+    found = [getattr(config, flag) for flag in flags]
+    kinds = {name: BartConfig(**sizes) for name, sizes in KINDS.items()}
+    same = [name for name, one in kinds.items() if found == [getattr(one, flag) for flag in flags]]
+    if not same:
+        given = dict(zip(flags, found, strict=True))
+        raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
+    kind = same[0]
     return {
         "architectures": [ARCHITECTURES[kind]],
         **of_fields(BartConfig, dataclasses.asdict(config)),

@@ -1,7 +1,7 @@
 """Hugging Face's `deberta-v2`, of which v3 is one too: its `config.json` and its names.
 
->>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4, "relative_attention": True})
->>> config.num_hidden_layers, config.pos_att_type         # as in DebertaV2Config where nothing is said
+>>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4})
+>>> config.num_hidden_layers, config.pos_att_type   # as in DebertaV2Config where nothing is said
 (24, ())
 >>> config_from_hf(config_to_hf(config)) == config
 True
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = dict(
 
 
 def names(config: DebertaConfig) -> dict[str, Name]:
-    """The tensors of a `DebertaV2ForSequenceClassification` by the paths of a `DebertaClassifier`."""
+    """The tensors of a `DebertaV2ForSequenceClassification` by paths of a `DebertaClassifier`."""
     first = 1 if config.conv_kernel_size else 0
     stacked = {"deberta/encoder/layer": range(first, config.num_hidden_layers)}
     return module_names("", stacked if config.scan else {})
@@ -43,7 +43,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
     """What `zerojax.models.deberta` makes of a `config.json`; other keys are passed over.
 
     Raises:
-      ValueError: A value that `zerojax.models.deberta` does not compute, such as another activation.
+      ValueError: A value that `zerojax.models.deberta` does not compute.
     """
     check_supported(values, SUPPORTED, "zerojax.models.deberta")
     sizes = DEFAULTS | dict(values)

@@ -1,13 +1,14 @@
 """Names of modules that are called as Hugging Face calls them.
 
 >>> names = module_names("model.", stacks={"encoder/layers": range(2)})
->>> names["{stack:path}_{layer:int}/{module:path}/kernel"]     # decoder/layers_3/fc1/kernel
-Name(tensor='model.{stack}.{layer}.{module}.weight', arrangement='o i -> i o', parts={})
+>>> names["{stack:path}_{layer:int}/{module:path}/kernel"][:2]     # decoder/layers_3/fc1/kernel
+('model.{stack}.{layer}.{module}.weight', 'o i -> i o')
 >>> names["encoder/layers/{module:path}/bias"].arrangement     # encoder/layers/fc1/bias
 '... -> layer ...'
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -23,7 +24,7 @@ class Name(NamedTuple):
 
     tensor: str
     arrangement: str
-    parts: dict[str, list[str]] = {}
+    parts: Mapping[str, list[str]] = MappingProxyType({})
 
 
 # A parameter, its tensor, and the axes of both; torch keeps linear layers as [out, in].

@@ -6,9 +6,9 @@ BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the 
 
 >>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
 >>> source, target = jnp.ones((8, 16), jnp.int32), jnp.ones((8, 12), jnp.int32)
->>> params = jax.jit(model.init)(jax.random.key(0), source, target)["params"]
->>> jax.jit(model.apply)({"params": params}, source, target, source > 0).shape
-(8, 12, 96)
+>>> variables = jax.eval_shape(model.init, jax.random.key(0), source, target)     # or jax.jit(...)
+>>> jax.eval_shape(model.apply, variables, source, target, source > 0)
+ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
 `zerojax.models.beam_search.generate` writes targets. Shapes: B batch, S source, T target,
 D d_model, H heads, d = D / H, V vocab_size, L layers.
@@ -265,7 +265,7 @@ class Bart(nn.Module):
         tokens = decoder_input_ids.shape[1]
         mask = jnp.tril(jnp.ones((tokens, tokens), bool))
         if decoder_attention_mask is not None:
-            mask &= _keys(decoder_attention_mask)
+            mask = mask & decoder_attention_mask[:, None, None, :].astype(bool)
         memory = self.encode(input_ids, attention_mask, deterministic)
         x, _ = self.decoder(
             self._embedded(decoder_input_ids), jnp.arange(tokens), deterministic,
@@ -289,31 +289,36 @@ class Bart(nn.Module):
         tokens: jax.Array,
         position: jax.Array | int,
         cache: Any,
+        memorized: Any = None,
         memory: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Logits [B, V] after the tokens [B] at this position, and the cache with them in it.
+    ) -> tuple[jax.Array, Any, Any]:
+        """Logits [B, V] after the tokens [B] at this position.
 
-        The memory [B, S, D] is wanted with `empty_cache` alone; `attention_mask` [B, S] always.
+        `cache` holds the keys and values of the positions before, as `empty_cache` and each call
+        return them; `memorized` those of the memory, as the first call returns them, which takes
+        the memory [B, S, D] itself. `attention_mask` [B, S] is the source's.
         """
-        length = jax.tree.leaves(cache)[0].shape[-3]
-        mask = jnp.arange(length) <= position
-        x, cache = self.decoder(
+        scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
+        each = (cache, memorized)
+        if not scan:
+            each = [*zip(cache, memorized or [None] * len(cache), strict=True)]
+        x, each = self.decoder(
             self._embedded(tokens[:, None]), jnp.asarray(position)[None], True,
-            memory, mask, _keys(attention_mask), position, cache=cache,
+            memory, jnp.arange(length) <= position, _keys(attention_mask), position, cache=each,
         )  # fmt: skip
-        return self._logits(x)[:, 0], cache
+        cache, memorized = each if scan else zip(*each, strict=True)
+        return self._logits(x)[:, 0], cache, memorized
 
     def empty_cache(self, rows: int, length: int) -> Any:
-        """The cache of `rows` targets of up to `length` tokens, with no memory yet."""
-        c = self.config
+        """That of `rows` targets of up to `length` tokens."""
+        c, layers = self.config, self.config.decoder_layers
         heads = c.decoder_attention_heads
         shape = (rows, length, heads, c.d_model // heads)
         dtype = c.dtype or self.shared.embedding.dtype
         if c.scan:
-            zeros = jnp.zeros((c.decoder_layers, *shape), dtype)
-            return (zeros, zeros), None
-        return [((jnp.zeros(shape, dtype),) * 2, None) for _ in range(c.decoder_layers)]
+            return (jnp.zeros((layers, *shape), dtype),) * 2
+        return ((jnp.zeros(shape, dtype),) * 2,) * layers
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         c = self.config

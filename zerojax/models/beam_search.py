@@ -3,9 +3,9 @@
 >>> from zerojax.models.bart import SIZES, Bart, BartConfig
 >>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
 >>> source = jnp.ones((2, 5), jnp.int32)
->>> variables = jax.jit(model.init)(jax.random.key(0), source, source)
->>> write = jax.jit(functools.partial(generate, model, num_beams=3, max_length=7))
->>> targets, scores = write(variables, source, source > 0)
+>>> variables = jax.eval_shape(model.init, jax.random.key(0), source, source)     # or jax.jit(...)
+>>> write = functools.partial(generate, model, num_beams=3, max_length=7)
+>>> targets, scores = jax.eval_shape(write, variables, source, source > 0)
 >>> targets.shape, scores.shape
 ((2, 7), (2,))
 
@@ -220,22 +220,21 @@ def generate(
     def repeated(x: Any) -> Any:
         return x if x is None else jnp.repeat(x, num_beams, axis=0)
 
+    call: Callable[..., Any] = functools.partial(model.apply, variables)
     mask = repeated(attention_mask)
-    memory = repeated(model.apply(variables, input_ids, attention_mask, method="encode"))
-    empty = model.apply(variables, rows * num_beams, max_length, method="empty_cache")
+    memory = repeated(call(input_ids, attention_mask, method="encode"))
+    empty = call(rows * num_beams, max_length, method="empty_cache")
     starts = jnp.full(rows * num_beams, c.decoder_start_token_id)
-    # The memory's keys and values, which are the same in each step.
-    _, cache = model.apply(variables, starts, 0, empty, memory, mask, method="decode")
-    own, memorized = cache if c.scan else zip(*cache, strict=True)
+    # The memory's keys and values are the same in each step.
+    _, _, memorized = call(starts, 0, empty, None, memory, mask, method="decode")
 
-    def step(tokens: jax.Array, position: jax.Array, own: Any) -> tuple[jax.Array, Any]:
-        cache = (own, memorized) if c.scan else list(zip(own, memorized, strict=True))
-        logits, cache = model.apply(variables, tokens, position, cache, None, mask, method="decode")
-        return logits, (cache[0] if c.scan else tuple(own for own, _ in cache))
+    def step(tokens: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
+        return decoded[:2]
 
     return beam_search(
         step,
-        own,
+        empty,
         rows=rows,
         start=c.decoder_start_token_id,
         end=c.eos_token_id,

@@ -8,9 +8,9 @@ DeBERTa (arXiv:2006.03654), and Hugging Face's `deberta-v2`, whose names config 
 
 >>> config = DebertaConfig(**SIZES["deberta-tiny"])
 >>> model, tokens = DebertaClassifier(config), jnp.zeros((8, 16), jnp.int32)
->>> params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
->>> jax.jit(model.apply)({"params": params}, tokens, tokens > 0).shape      # logits of two classes
-(8, 2)
+>>> variables = jax.eval_shape(model.init, jax.random.key(0), tokens)            # or jax.jit(...)
+>>> jax.eval_shape(model.apply, variables, tokens, tokens > 0)              # logits of two classes
+ShapeDtypeStruct(shape=(8, 2), dtype=float32)
 
 Shapes: B batch, T time, D hidden_size, H num_attention_heads, d = D / H, C num_labels,
 S position_buckets.

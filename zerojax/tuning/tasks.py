@@ -55,7 +55,7 @@ def seq2seq(
 
     def loss(params: Any, batch: Any, rngs: Any) -> jax.Array:
         labels = batch["labels"]
-        losses = model.apply(
+        losses: Any = model.apply(
             {"params": params}, batch["input_ids"], bart.shifted(labels, config),
             batch["attention_mask"], targets=labels, deterministic=False, rngs=rngs,
         )  # fmt: skip

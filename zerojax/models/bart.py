@@ -135,7 +135,7 @@ class Attention(nn.Module):
         source: jax.Array | None,
         mask: jax.Array | None,
         cached: KeysValues | None = None,
-        position: jax.Array | None = None,
+        position: jax.Array | int = 0,
     ) -> tuple[jax.Array, KeysValues]:
         c = self.config
 
@@ -193,7 +193,7 @@ class DecoderBlock(nn.Module):
         memory: jax.Array | None,
         mask: jax.Array | None,
         memory_mask: jax.Array | None,
-        position: jax.Array | None,
+        position: jax.Array | int,
     ) -> tuple[jax.Array, Any]:
         c, before, (own, memorized) = self.config, x, cache or (None, None)
         read, look = (
@@ -269,7 +269,7 @@ class Bart(nn.Module):
         memory = self.encode(input_ids, attention_mask, deterministic)
         x, _ = self.decoder(
             self._embedded(decoder_input_ids), jnp.arange(tokens), deterministic,
-            memory, mask, _keys(attention_mask), None,
+            memory, mask, _keys(attention_mask), 0,
         )  # fmt: skip
         logits = self._logits(x)
         return logits if targets is None else cross_entropy(logits, targets)
@@ -300,7 +300,7 @@ class Bart(nn.Module):
         the memory [B, S, D] itself. `attention_mask` [B, S] is the source's.
         """
         scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
-        each = (cache, memorized)
+        each: Any = (cache, memorized)
         if not scan:
             each = [*zip(cache, memorized or [None] * len(cache), strict=True)]
         x, each = self.decoder(

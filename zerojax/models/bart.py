@@ -23,14 +23,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.layers import (
-    attend,
-    even_heads,
-    positive_sizes,
-    rates,
-    run_blocks,
-    split_heads,
-)
+from zerojax.models.checks import dropout_rates, even_heads, positive_sizes
+from zerojax.models.layers import attend, run_blocks, split_heads
 from zerojax.models.loss import cross_entropy, widen
 
 LAYER_NORM_EPS = 1e-5
@@ -83,8 +77,8 @@ class BartConfig:
         )
         even_heads(self, "d_model", "encoder_attention_heads")
         even_heads(self, "d_model", "decoder_attention_heads")
-        rates(self, "dropout", "attention_dropout", "activation_dropout")
-        rates(self, "encoder_layerdrop", "decoder_layerdrop")
+        dropout_rates(self, "dropout", "attention_dropout", "activation_dropout")
+        dropout_rates(self, "encoder_layerdrop", "decoder_layerdrop")
 
 
 BLENDERBOT: dict[str, Any] = dict(

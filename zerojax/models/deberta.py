@@ -25,15 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.layers import (
-    attend,
-    even_heads,
-    one_of,
-    positive_sizes,
-    rates,
-    run_blocks,
-    split_heads,
-)
+from zerojax.models.checks import dropout_rates, even_heads, one_of, positive_sizes
+from zerojax.models.layers import attend, run_blocks, split_heads
 from zerojax.models.loss import widen
 
 ACTIVATIONS = {"gelu": lambda x: nn.gelu(x, approximate=False), "tanh": jnp.tanh}
@@ -80,7 +73,7 @@ class DebertaConfig:
             *("intermediate_size", "max_position_embeddings", "num_labels"),
         )
         even_heads(self, "hidden_size", "num_attention_heads")
-        rates(self, "hidden_dropout_prob", "attention_probs_dropout_prob")
+        dropout_rates(self, "hidden_dropout_prob", "attention_probs_dropout_prob")
         one_of(self, "norm_rel_ebd", "layer_norm", "none")
         one_of(self, "conv_act", *ACTIVATIONS)
         one_of(self, "pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))

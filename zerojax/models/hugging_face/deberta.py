@@ -63,7 +63,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
         "pos_att_type": tuple(term.strip() for term in terms),
         "norm_rel_ebd": "layer_norm" if "layer_norm" in map(str.strip, norms) else "none",
         "conv_kernel_size": max(0, sizes.get("conv_kernel_size", 0)),
-        "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or "12"),
+        "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
     }
     return DebertaConfig(**of_fields(DebertaConfig, sizes))
 

@@ -16,9 +16,8 @@ from zerojax.models.deberta import (
     Deberta,
     DebertaClassifier,
     DebertaConfig,
-    bucket_of,
-    rows_by_distance,
 )
+from zerojax.models.disentangled import bucket_of, rows_by_distance
 from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, names
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

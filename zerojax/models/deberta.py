@@ -16,182 +16,17 @@ Shapes: B batch, T time, D hidden_size, H num_attention_heads, d = D / H, C num_
 S position_buckets.
 """
 
-import dataclasses
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
-from zerojax.models.checks import dropout_rates, even_heads, one_of, positive_sizes
-from zerojax.models.layers import attend, run_blocks, split_heads
+from zerojax.models.deberta_config import SIZES as SIZES
+from zerojax.models.deberta_config import DebertaConfig as DebertaConfig
+from zerojax.models.disentangled import SelfAttention, dense, hidden_dropout
+from zerojax.models.layers import run_blocks
 from zerojax.models.loss import widen
 
 ACTIVATIONS = {"gelu": lambda x: nn.gelu(x, approximate=False), "tanh": jnp.tanh}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DebertaConfig:
-    """The sizes and options of a DeBERTa, by Hugging Face's names.
-
-    `dtype=None` computes in the parameters' own dtype; LayerNorm's statistics, the softmax and the
-    logits are always in fp32. `scan` stacks the blocks' parameters to `[L, ...]` leaves and
-    compiles one block, not L; where a convolution stands beside the first block, that one stays by
-    itself. `remat` keeps each block's input only and computes the rest again in the backward pass.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 512
-    max_relative_positions: int = -1  # below 1: max_position_embeddings
-    position_buckets: int = 256  # below 1: a bucket for each distance
-    pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # none: no relative positions
-    share_att_key: bool = True  # positions pass through the content's projections
-    norm_rel_ebd: str = "layer_norm"  # or "none"
-    position_biased_input: bool = False  # absolute positions too
-    type_vocab_size: int = 0
-    conv_kernel_size: int = 0
-    conv_act: str = "gelu"
-    layer_norm_eps: float = 1e-7
-    initializer_range: float = 0.02
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    num_labels: int = 2
-    scan: bool = False
-    remat: bool = False
-    dtype: Any = None
-
-    def __post_init__(self) -> None:
-        positive_sizes(
-            self,
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-            *("intermediate_size", "max_position_embeddings", "num_labels"),
-        )
-        even_heads(self, "hidden_size", "num_attention_heads")
-        dropout_rates(self, "hidden_dropout_prob", "attention_probs_dropout_prob")
-        one_of(self, "norm_rel_ebd", "layer_norm", "none")
-        one_of(self, "conv_act", *ACTIVATIONS)
-        one_of(self, "pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
-        if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
-            raise ValueError(
-                f"DebertaConfig.conv_kernel_size must be odd, or 0 for no convolution, not "
-                f"{self.conv_kernel_size}"
-            )
-
-    @property
-    def span(self) -> int:
-        """S: distances from -S to S - 1 have a row each in the table of 2 S."""
-        return self.position_buckets if self.position_buckets > 0 else self.farthest
-
-    @property
-    def farthest(self) -> int:
-        """The distance that the last bucket ends at."""
-        if self.max_relative_positions > 0:
-            return self.max_relative_positions
-        return self.max_position_embeddings
-
-
-# Parameters with two classes; Hugging Face's `microsoft/deberta-v2-xlarge` (He et al. report 900M)
-# has 884,593,152 without the head.
-SIZES: dict[str, dict[str, Any]] = {
-    "deberta-tiny": dict(
-        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=32, position_buckets=8, conv_kernel_size=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    ),
-    "deberta-v2-xlarge": dict(
-        vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
-        intermediate_size=6144, conv_kernel_size=3,
-    ),  # 886,957,058
-}  # fmt: skip
-
-
-def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
-    """Distances as buckets of the same sign: exact up to buckets / 2, then by the logarithm.
-
-    With m = buckets / 2, |x| > m becomes m + ceil((m - 1) log(|x| / m) / log((farthest - 1) / m)).
-    Computed in fp32, whose rounding decides on the borders.
-
-    >>> bucket_of(np.array([-2, 4, 5, 8, 16, 31]), buckets=8, farthest=32)
-    array([-2,  4,  5,  6,  7,  7])
-    """
-    middle = buckets // 2
-    far = np.maximum(np.abs(distances), middle).astype(np.float32) / np.float32(middle)
-    widest = np.log(np.float32((farthest - 1) / middle))
-    logarithmic = np.ceil(np.log(far) / widest * np.float32(middle - 1)) + middle
-    exact = np.abs(distances) <= middle
-    return np.where(exact, distances, np.sign(distances) * logarithmic).astype(np.int64)
-
-
-def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
-    """Rows [2 T - 1] of the table of positions for distances T - 1, T - 2, ..., 1 - T."""
-    distances = np.arange(tokens - 1, -tokens, -1)
-    if config.position_buckets > 0:
-        distances = bucket_of(distances, config.position_buckets, config.farthest)
-    return np.clip(distances + config.span, 0, 2 * config.span - 1)
-
-
-def by_pairs(scores: jax.Array) -> jax.Array:
-    """[..., T, 2 T - 1] by distance as [..., T, T]: entry (i, j) is (i, T - 1 - i + j).
-
-    Reading the rows as one string in which each is a place too long moves them against each other,
-    so that nothing is gathered.
-
-    >>> by_pairs(jnp.tile(jnp.arange(2, -3, -1), (3, 1)))                        # i - j
-    Array([[ 0, -1, -2],
-           [ 1,  0, -1],
-           [ 2,  1,  0]], dtype=int32)
-    """
-    *batch, tokens, distances = scores.shape
-    longer = jnp.pad(scores, [(0, 0)] * len(batch) + [(0, 0), (0, 1)])
-    string = longer.reshape(*batch, -1)[..., tokens - 1 : tokens - 1 + tokens * distances]
-    return string.reshape(*batch, tokens, distances)[..., :tokens]
-
-
-class SelfAttention(nn.Module):
-    """[B, T, D] -> [B, T, D]: softmax((q k + q p_k + p_q k) / sqrt(3 d)) v.
-
-    p_k and p_q are keys and queries of the table of positions [2 S, D], read at the distance of the
-    two tokens; one term the less in the sum is one the less under the root.
-    """
-
-    config: DebertaConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None) -> jax.Array:
-        c = self.config
-        scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
-        query, key, value = (
-            _dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
-        )
-        q, k, v = (split_heads(layer(x), c.num_attention_heads) for layer in (query, key, value))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
-
-        if table is not None:
-            # Only the rows that these distances read are projected.
-            rows, places = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
-            table = _dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
-
-            def positions(shared: nn.Dense, name: str) -> jax.Array:
-                layer = shared if c.share_att_key else _dense(c.hidden_size, c, name)
-                return split_heads(layer(table), c.num_attention_heads)[places]
-
-            if "c2p" in c.pos_att_type:
-                p_k = positions(key, "pos_key_proj")
-                scores += by_pairs(jnp.einsum("bqhd,phd->bhqp", q * scale, p_k))
-            if "p2c" in c.pos_att_type:
-                p_q = positions(query, "pos_query_proj")[::-1]
-                by_key = by_pairs(jnp.einsum("bkhd,phd->bhkp", k, p_q * scale))
-                scores += by_key.swapaxes(-1, -2)
-
-        dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
-        return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
 class Output(nn.Module):
@@ -203,7 +38,7 @@ class Output(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         c = self.config
-        y = _dropout(c, self.deterministic)(_dense(c.hidden_size, c, "dense")(y))
+        y = hidden_dropout(c, self.deterministic)(dense(c.hidden_size, c, "dense")(y))
         return _layer_norm(c)(x + y)
 
 
@@ -227,7 +62,7 @@ class DenseGelu(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS["gelu"](_dense(self.features, self.config, "dense")(x))
+        return ACTIVATIONS["gelu"](dense(self.features, self.config, "dense")(x))
 
 
 class Block(nn.Module):
@@ -255,7 +90,7 @@ class Conv(nn.Module):
         c, size = self.config, (self.config.conv_kernel_size,)
         init = nn.initializers.normal(c.initializer_range)
         conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
-        near = _dropout(c, self.deterministic)(_masked(conv(x), mask))
+        near = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
         return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](near)), mask)
 
 
@@ -282,7 +117,7 @@ class Embeddings(nn.Module):
         if c.type_vocab_size:
             types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             x += _embed(c.type_vocab_size, c, "token_type_embeddings")(types)
-        return _dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
+        return hidden_dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
 
 
 class Encoder(nn.Module):
@@ -349,21 +184,12 @@ class DebertaClassifier(nn.Module):
         c = self.config
         body = Deberta(c, name="deberta")
         x = body(input_ids, attention_mask, token_type_ids, deterministic)[:, 0]
-        x = _dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
-        return widen(_dense(c.num_labels, c, "classifier")(x))
+        x = hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
+        return widen(dense(c.num_labels, c, "classifier")(x))
 
 
 def _masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return x if mask is None else x * mask[..., None].astype(x.dtype)
-
-
-def _dropout(c: DebertaConfig, deterministic: bool) -> nn.Dropout:
-    return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
-
-
-def _dense(features: int, c: DebertaConfig, name: str) -> nn.Dense:
-    init = nn.initializers.normal(c.initializer_range)
-    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
 
 
 def _embed(rows: int, c: DebertaConfig, name: str) -> nn.Embed:

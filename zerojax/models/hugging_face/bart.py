@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.bart import BLENDERBOT, BartConfig
+from zerojax.models.bart_config import BLENDERBOT, BartConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import Name, module_names
 

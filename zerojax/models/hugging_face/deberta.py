@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.deberta import DebertaConfig
+from zerojax.models.deberta_config import DebertaConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import Name, module_names
 

@@ -157,11 +157,14 @@ class Bart(nn.Module):
 def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     """The decoder's input for labels int [B, T]: the start token, then all but the last label.
 
-    >>> shifted(jnp.array([[5, 6, 2]]), BartConfig(**SIZES["blenderbot-tiny"]))
-    Array([[1, 5, 6]], dtype=int32)
+    Negative labels, such as the -100 that transformers leaves out of a loss, become padding.
+
+    >>> shifted(jnp.array([[5, 6, 2, -100, -100]]), BartConfig(**SIZES["blenderbot-tiny"]))
+    Array([[1, 5, 6, 2, 0]], dtype=int32)
     """
     start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
-    return jnp.concatenate([start, labels[:, :-1]], axis=1)
+    before = jnp.concatenate([start, labels[:, :-1]], axis=1)
+    return jnp.where(before < 0, config.pad_token_id, before)
 
 
 def _keys(mask: jax.Array | None) -> jax.Array | None:

@@ -15,8 +15,15 @@ from zerojax.models.bart_config import BLENDERBOT, BartConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import Name, module_names
 
-# Names of `shared` again, which older files have beside it.
-TIED = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+# Copies of one table, which older files have beside it.
+TIED = {
+    name: "model.shared.weight"
+    for name in (
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    )
+}
 
 # What zerojax.models.bart computes; transformers has the first value of each as its default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -50,6 +57,11 @@ def names(config: BartConfig) -> dict[str, Name]:
     stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
     bias = {"final_logits_{bias}": Name("final_logits_{bias}", "... -> ...")}
     return bias | module_names("model.", stacks if config.scan else {})
+
+
+def ignored(config: BartConfig) -> tuple[str, ...]:
+    """Tensors of a file that such a model has no parameter for."""
+    return () if config.add_logits_bias else ("final_logits_bias",)
 
 
 def config_from_hf(values: Mapping[str, Any]) -> BartConfig:

@@ -39,6 +39,15 @@ def names(config: DebertaConfig) -> dict[str, Name]:
     return module_names("", stacked if config.scan else {})
 
 
+def ignored(config: DebertaConfig) -> tuple[str, ...]:
+    """Tensors of a file that such a model has no parameter for: those of pretraining."""
+    heads = ("lm_predictions.{rest:path}", "mask_predictions.{rest:path}", "cls.{rest:path}")
+    positions = (
+        () if config.position_biased_input else ("deberta.embeddings.position_embeddings.weight",)
+    )
+    return (*heads, "deberta.embeddings.position_ids", *positions)
+
+
 def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
     """What `zerojax.models.deberta` makes of a `config.json`; other keys are passed over.
 

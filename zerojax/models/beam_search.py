@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from zerojax.models.bart import Bart
 from zerojax.models.loss import widen
+from zerojax.models.ngrams import completes
 
 NEVER = -1e9  # added to the score of what is not to be chosen
 
@@ -64,6 +65,7 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
     forced_end: bool = False,
+    forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     cache_axis: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The best target of each row, int32 [B, L], filled up with `pad`, and its score, fp32 [B].
@@ -84,6 +86,8 @@ def beam_search(
         best running one would not reach the worst of them if it ended now; "never": could not
         reach it at any length up to L.
       forced_end: Whether a target at L ends with `end` in any case (`forced_eos_token_id`).
+      forbid: `forbid(tokens, length)` returns bool [B K, V], True for what may not follow on the
+        first `length` of tokens int32 [B K, L].
       cache_axis: Of the dimension of B K: 1 for stacked blocks.
 
     Raises:
@@ -101,6 +105,8 @@ def beam_search(
         scores = jax.nn.log_softmax(widen(logits))
         ends = jnp.arange(scores.shape[-1]) == end
         scores = jnp.where(ends & (state.length < min_length), -jnp.inf, scores)
+        if forbid is not None:
+            scores = jnp.where(forbid(flat(state.running.tokens), state.length), -jnp.inf, scores)
         if forced_end:
             forced = jnp.where(ends, 0, -jnp.inf)
             scores = jnp.where(state.length == max_length - 1, forced, scores)
@@ -193,6 +199,8 @@ def generate(
     *,
     num_beams: int = 1,
     max_length: int = 20,
+    no_repeat_ngram_size: int = 0,
+    encoder_no_repeat_ngram_size: int = 0,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The best target int32 [B, max_length] of each source int [B, S], and its score, fp32 [B].
@@ -204,6 +212,8 @@ def generate(
       attention_mask: [B, S], 0 or False where they are.
       num_beams: Hypotheses of a row.
       max_length: Of a target, with the token that it starts from.
+      no_repeat_ngram_size: n: a target has no n tokens twice in the same order; 0 allows it.
+      encoder_no_repeat_ngram_size: n: nor any n tokens of its source, padding included.
       options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
 
     Raises:
@@ -232,6 +242,18 @@ def generate(
         decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
         return decoded[:2]
 
+    def forbid(written: jax.Array, length: jax.Array) -> jax.Array:
+        histories = (
+            (no_repeat_ngram_size, written, length),
+            (encoder_no_repeat_ngram_size, repeated(input_ids), input_ids.shape[1]),
+        )
+        repeats = (
+            completes(written, length, history, count, size=size, vocabulary=c.vocab_size)
+            for size, history, count in histories
+            if size
+        )
+        return functools.reduce(jnp.logical_or, repeats)
+
     return beam_search(
         step,
         empty,
@@ -241,6 +263,7 @@ def generate(
         pad=c.pad_token_id,
         num_beams=num_beams,
         max_length=max_length,
+        forbid=forbid if no_repeat_ngram_size or encoder_no_repeat_ngram_size else None,
         cache_axis=1 if c.scan else 0,
         **options,
     )

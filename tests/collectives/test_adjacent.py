@@ -60,6 +60,16 @@ def test_two_uses_of_a_matrix_are_reduced_once() -> None:
     assert sums(jax.grad(twice), (16, 8), (4, 16)) == (1, 2)
 
 
+def test_a_use_on_other_rows_is_not_added_before() -> None:
+    """A table of positions that passes through a matrix too is no part of the batch."""
+
+    def scores(w: jax.Array, x: jax.Array, table: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh((x @ w) @ (table @ w).T))
+
+    assert sums(jax.grad(scores), (16, 8), (4, 16), (5, 16)) == (0, 0)
+    assert sums(jax.grad(scores), (16, 8), (4, 16), (4, 16)) == (1, 2)
+
+
 def test_a_padded_gradient_is_reduced_where_it_is_made() -> None:
     assert sums(jax.grad(twice), (17, 8), (4, 17)) == (0, 0)
 

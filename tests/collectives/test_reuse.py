@@ -97,6 +97,15 @@ def test_an_activation_of_a_parameters_shape_is_no_gradient() -> None:
     assert goes_on.gradients == {}
 
 
+def test_a_call_may_return_a_constant() -> None:
+    def step(w: Any, x: Any) -> Any:
+        g, one = jax.jit(lambda w, x: (grad(w, x), 1.0))(w, x)
+        return g * one
+
+    jaxpr = jax.make_jaxpr(step)(*abstract((N, M), (16, N))).jaxpr
+    assert reuse.GoesOn(jaxpr, [Shard(W, SPEC), X], "data").gradients == {}
+
+
 LAYERS, WIDTH = 3, 512
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zerojax
 from zerojax.models.registry import GROUP
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
@@ -27,6 +28,9 @@ SIZES = {
     "llama-65b": 65_285_660_672,
     "llama-70b": 68_976_648_192,
 }
+# Hugging Face's `microsoft/deberta-v2-xlarge` with pooler and two classes, by the config on its
+# page, and `facebook/blenderbot-400M-distill`.
+WORKLOADS = {"deberta-v2-xlarge": 886_957_058, "blenderbot-400m": 364_802_560}
 ALIASES = {f"{n}b": f"llama-{n}b" for n in (7, 13, 30, 65, 70)}
 
 
@@ -41,7 +45,7 @@ def parameters(model: Any) -> int:
 
 
 def test_every_name_is_known() -> None:
-    assert NAMES.keys() == SIZES.keys() | ALIASES.keys()
+    assert NAMES.keys() == SIZES.keys() | ALIASES.keys() | WORKLOADS.keys()
     for alias, name in ALIASES.items():
         assert find(alias) is find(name)
 
@@ -53,6 +57,15 @@ def test_sizes(name: str) -> None:
     assert (model.config.scan, model.config.remat) == (True, True)
     plain = find(name)(seq=64, remat=False, scan=False)
     assert (plain.config.scan, plain.config.remat) == (False, False)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_sizes_of_workloads(name: str, scan: bool) -> None:
+    made = find(name)(zerojax.zero(stage=2), rows=40, seq=128, scan=scan)
+    state = jax.eval_shape(made.create_state, jax.random.key(0))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == WORKLOADS[name]
+    assert made.batch["input_ids"].shape == (40, 128)
 
 
 @pytest.mark.parametrize("name", ["mini", "gpt2-xl", "llama-7b"])

@@ -7,6 +7,7 @@ no whole one may wait for a use that comes later. Here the other use comes at on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -92,8 +93,10 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
 
 def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int]) -> Any:
     """The variables from which a sum is made, back to products; None where one of them is made
-    otherwise, or used besides."""
+    otherwise, or used besides, or where the products add up different numbers of rows: one may not
+    be of the batch, and XLA does not reduce-scatter a sum of which only a part is to be reduced."""
     terms: set[Any] = set()
+    rows: set[int] = set()
     left = jaxprs.variables(eqn.invars)
     if len(left) != len(eqn.invars):
         return None
@@ -107,4 +110,7 @@ def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int
             left += jaxprs.variables(maker.invars)
         elif maker.primitive not in _PRODUCTS:
             return None
-    return terms
+        elif maker.primitive is prims.dot_general_p:
+            (contracted, _), _ = jaxprs.param(maker, "dimension_numbers")
+            rows.add(math.prod(maker.invars[0].aval.shape[i] for i in contracted))
+    return terms if len(rows) <= 1 else None

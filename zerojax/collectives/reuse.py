@@ -120,7 +120,8 @@ def _sums(jaxpr: Any, params: Collection[Any], *, transposed: bool) -> set[Any]:
                 given = {x for v, x in pairs if not isinstance(v, core.Literal) and v in weights}
                 inner = _sums(body, given, transposed=transposed or jaxprs.is_transposed(eqn))
                 results = zip(body.outvars, eqn.outvars, strict=True)
-                sums.update(o for v, o in results if v in inner)
+                made = ((v, o) for v, o in results if not isinstance(v, core.Literal))
+                sums.update(o for v, o in made if v in inner)
         elif (
             _adds_rows(eqn)
             and weights.isdisjoint(operands)

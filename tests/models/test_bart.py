@@ -1,0 +1,109 @@
+"""BART and BlenderBot: transformers' numbers, their options, cached decoding, a sharded step."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import recorded
+from models.by_name import parameters
+
+from zerojax.models.bart import Bart, BartConfig
+from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, names
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIGS = {
+    name: dataclasses.replace(config_from_hf(values), add_logits_bias=name == "bart")
+    for name, values in recorded.BART.items()
+}
+SOURCE, MASK = recorded.SOURCE, recorded.SOURCE_MASK
+TARGET, TARGET_MASK = recorded.TARGET, recorded.TARGET_MASK
+
+
+def weights(name: str, config: BartConfig) -> Any:
+    shapes = jax.eval_shape(Bart(config).init, jax.random.key(0), SOURCE, TARGET)["params"]
+    return parameters(shapes, names(config), partial(recorded.drawn, name))
+
+
+SWEEP = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        ("bart", True),
+        ("blenderbot", False),
+        pytest.param("bart", False, marks=SWEEP),
+        pytest.param("blenderbot", True, marks=SWEEP),
+    ],
+)
+def test_logits_are_transformers(name: str, scan: bool) -> None:
+    config = dataclasses.replace(CONFIGS[name], scan=scan, remat=scan)
+    apply = jax.jit(Bart(config).apply)
+    logits = apply({"params": weights(name, config)}, SOURCE, TARGET, MASK, TARGET_MASK)
+    expected = np.load(recorded.FILE)[f"{name}.logits"]
+    valid = TARGET_MASK.astype(bool)
+    np.testing.assert_allclose(logits[valid], expected[valid], atol=2e-5)
+
+
+def test_layerdrop_leaves_whole_blocks_out() -> None:
+    """Without its blocks a decoder does not see the source."""
+    config = dataclasses.replace(
+        CONFIGS["blenderbot"], scan=True, dropout=0.0, decoder_layerdrop=1 - 1e-7
+    )
+    variables = {"params": weights("blenderbot", config)}
+
+    @jax.jit
+    def draw(source: np.ndarray) -> jax.Array:
+        rngs = {"dropout": jax.random.key(0, impl="rbg")}
+        return Bart(config).apply(variables, source, TARGET, deterministic=False, rngs=rngs)
+
+    assert (draw(SOURCE) == draw(SOURCE[::-1])).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_decide_the_compute_dtype(name: str, dtype: Any) -> None:
+    config = dataclasses.replace(CONFIGS[name], scan=True)
+    half = jax.tree.map(lambda leaf: leaf.astype(dtype), weights(name, config))
+    program = str(jax.make_jaxpr(Bart(config).apply)({"params": half}, SOURCE, TARGET, MASK))
+    narrow = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    assert recorded.dtypes(program, "dot_general") == {narrow}
+    assert recorded.dtypes(program, "exp") == recorded.dtypes(program, "rsqrt") == {"f32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d_model": 30}, "d_model = 30 does not divide into encoder_attention_heads = 4"),
+        ({"decoder_layers": 0}, "decoder_layers must be a positive int, not 0"),
+        ({"encoder_layerdrop": 1}, "encoder_layerdrop must lie in"),
+    ],
+)
+def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIGS["bart"], **change)
+
+
+def test_too_long_a_row_is_refused() -> None:
+    long = np.zeros((1, 25), np.int32)
+    with pytest.raises(ValueError, match="25 tokens in a row, but max_position_embeddings = 24"):
+        jax.eval_shape(Bart(CONFIGS["bart"]).init, jax.random.key(0), SOURCE, long)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json_goes_both_ways(name: str) -> None:
+    assert config_from_hf(config_to_hf(CONFIGS[name])) == CONFIGS[name]
+
+
+def test_config_json_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="model_type = 'mbart' is not supported"):
+        config_from_hf({"model_type": "mbart"})
+    with pytest.raises(ValueError, match="normalize_before = True is not supported"):
+        config_from_hf({"model_type": "bart", "normalize_before": True})
+    with pytest.raises(ValueError, match="transformers has no such model"):
+        config_to_hf(dataclasses.replace(CONFIGS["bart"], normalize_before=True))

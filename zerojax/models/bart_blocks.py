@@ -1,0 +1,160 @@
+"""The blocks of BART's encoder and decoder, with keys and values cached between tokens.
+
+Shapes: B batch, S source, T target, D d_model, H heads, d = D / H.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from zerojax.models.bart_config import BartConfig
+from zerojax.models.layers import attend, split_heads
+
+LAYER_NORM_EPS = 1e-5
+
+KeysValues = tuple[jax.Array, jax.Array]  # [B, S, H, d] each
+
+
+class Attention(nn.Module):
+    """[B, T, D] reads from `source` [B, S, D], or where that is None from `cached` keys and values.
+
+    Keys and values of a source are written into the cached ones from `position` on. Returns what
+    was read, [B, T, D], and the keys and values.
+    """
+
+    config: BartConfig
+    heads: int
+    deterministic: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        source: jax.Array | None,
+        mask: jax.Array | None,
+        cached: KeysValues | None = None,
+        position: jax.Array | int = 0,
+    ) -> tuple[jax.Array, KeysValues]:
+        c = self.config
+
+        def project(x: jax.Array, name: str) -> jax.Array:
+            return split_heads(dense(c.d_model, c, name)(x), self.heads)
+
+        q = project(x, "q_proj")
+        if source is None:
+            assert cached is not None
+            k, v = cached
+        else:
+            k, v = project(source, "k_proj"), project(source, "v_proj")
+            if cached is not None:
+                k, v = (
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
+                    for old, new in zip(cached, (k, v), strict=True)
+                )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+        dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
+        y = attend(scores, v, mask, dropout).reshape(x.shape)
+        return dense(c.d_model, c, "out_proj")(y), (k, v)
+
+
+class EncoderBlock(nn.Module):
+    """Attention to all of x [B, S, D], then an MLP. The second argument and result are `scan`'s."""
+
+    config: BartConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None, mask: jax.Array | None) -> tuple[jax.Array, None]:
+        c, before = self.config, x
+        read = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
+        branch, mlp = _branch(c, self.deterministic), _mlp(c, c.encoder_ffn_dim, self.deterministic)
+        x, _ = branch(x, "self_attn_layer_norm", lambda x: read(x, x, mask))
+        x, _ = branch(x, "final_layer_norm", mlp)
+        return _left_out(self, c.encoder_layerdrop, before, x), None
+
+
+class DecoderBlock(nn.Module):
+    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP.
+
+    A cache is a block's own keys and values, and those of the memory, None before the first call;
+    it is returned as it is after this one.
+    """
+
+    config: BartConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: tuple[KeysValues, KeysValues | None] | None,
+        memory: jax.Array | None,
+        mask: jax.Array | None,
+        memory_mask: jax.Array | None,
+        position: jax.Array | int,
+    ) -> tuple[jax.Array, Any]:
+        c, before, (own, memorized) = self.config, x, cache or (None, None)
+        read, look = (
+            Attention(c, c.decoder_attention_heads, self.deterministic, name=name)
+            for name in ("self_attn", "encoder_attn")
+        )
+        branch, mlp = _branch(c, self.deterministic), _mlp(c, c.decoder_ffn_dim, self.deterministic)
+        x, own = branch(x, "self_attn_layer_norm", lambda x: read(x, x, mask, own, position))
+        x, memorized = branch(
+            x, "encoder_attn_layer_norm", lambda x: look(x, memory, memory_mask, memorized)
+        )
+        x, _ = branch(x, "final_layer_norm", mlp)
+        x = _left_out(self, c.decoder_layerdrop, before, x)
+        return x, None if cache is None else (own, memorized)
+
+
+def _branch(c: BartConfig, deterministic: bool) -> Callable[..., tuple[jax.Array, Any]]:
+    """x + f(norm(x)), or norm(x + f(x)), and what f returns beside."""
+
+    def branch(
+        x: jax.Array, norm: str, f: Callable[[jax.Array], tuple[jax.Array, Any]]
+    ) -> tuple[jax.Array, Any]:
+        normal = layer_norm(c, norm)
+        y, more = f(normal(x) if c.normalize_before else x)
+        x = x + nn.Dropout(c.dropout, deterministic=deterministic)(y)
+        return (x if c.normalize_before else normal(x)), more
+
+    return branch
+
+
+def _mlp(
+    c: BartConfig, width: int, deterministic: bool
+) -> Callable[[jax.Array], tuple[jax.Array, None]]:
+    """[B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
+
+    def mlp(x: jax.Array) -> tuple[jax.Array, None]:
+        h = nn.gelu(dense(width, c, "fc1")(x), approximate=False)
+        h = nn.Dropout(c.activation_dropout, deterministic=deterministic)(h)
+        return dense(c.d_model, c, "fc2")(h), None
+
+    return mlp
+
+
+def _left_out(block: Any, rate: float, before: jax.Array, after: jax.Array) -> jax.Array:
+    """LayerDrop: a step leaves the block out at this rate, for all rows. arXiv:1909.11556."""
+    if block.deterministic or not rate:
+        return after
+    return jnp.where(jax.random.bernoulli(block.make_rng("dropout"), rate), before, after)
+
+
+def dense(features: int, c: BartConfig, name: str) -> nn.Dense:
+    init = nn.initializers.normal(c.init_std)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
+
+
+def embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:
+    init = nn.initializers.normal(c.init_std)
+    return nn.Embed(rows, c.d_model, dtype=c.dtype, embedding_init=init, name=name)
+
+
+def layer_norm(c: BartConfig, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(LAYER_NORM_EPS, dtype=c.dtype, name=name)

@@ -1,0 +1,269 @@
+"""Beam search, as a function to jit: the targets of Hugging Face's `generate(num_beams=...)`.
+
+>>> from zerojax.models.bart import SIZES, Bart, BartConfig
+>>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
+>>> source = jnp.ones((2, 5), jnp.int32)
+>>> variables = jax.eval_shape(model.init, jax.random.key(0), source, source)     # or jax.jit(...)
+>>> write = functools.partial(generate, model, num_beams=3, max_length=7)
+>>> targets, scores = jax.eval_shape(write, variables, source, source > 0)
+>>> targets.shape, scores.shape
+((2, 7), (2,))
+
+Each step extends K hypotheses a row by every token and keeps the 2 K best of them. Those among the
+first K that end are compared with the row's finished ones, by log-probability over length to the
+power of `length_penalty`; the K best of the others go on. Semantics: transformers 5.23.
+
+Shapes: B rows, K num_beams, L max_length, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.models.bart import Bart
+from zerojax.models.loss import widen
+from zerojax.models.ngrams import completes
+
+NEVER = -1e9  # added to the score of what is not to be chosen
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Beams(NamedTuple):
+    """Hypotheses of each row, best first."""
+
+    tokens: jax.Array  # int32 [B, K, L]
+    scores: jax.Array  # fp32 [B, K]
+
+
+class State(NamedTuple):
+    """Between two steps."""
+
+    length: jax.Array  # int32 [], tokens of a running hypothesis, the start token among them
+    running: Beams  # scores: the sum of log-probabilities
+    finished: Beams  # scores: that over length ** length_penalty
+    complete: jax.Array  # bool [B, K], whether there is a finished one
+    improvable: jax.Array  # bool [B]
+    stuck: jax.Array  # bool [], no hypothesis can be extended
+    cache: Any
+
+
+def beam_search(
+    step: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
+    cache: Any,
+    *,
+    rows: int,
+    start: int,
+    end: int,
+    pad: int,
+    num_beams: int,
+    max_length: int,
+    min_length: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    forced_end: bool = False,
+    forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    cache_axis: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """The best target of each row, int32 [B, L], filled up with `pad`, and its score, fp32 [B].
+
+    Args:
+      step: `step(tokens, position, cache)` returns logits [B K, V] after tokens int32 [B K] that
+        stand at this position of the targets, and the cache with them in it.
+      cache: Arrays with a dimension of B K, the beams of a row side by side.
+      rows: B.
+      start: The token before the first; it counts in every length.
+      end: The token after which a target is finished.
+      pad: What stands behind it.
+      num_beams: K. 1 takes the likeliest token each time and is done at the first `end`.
+      max_length: L: targets end here at the latest.
+      min_length: Targets do not end before.
+      length_penalty: The exponent of length: above 0 longer targets are preferred.
+      early_stopping: When a row with K finished ones is done. True: at once; False: as soon as the
+        best running one would not reach the worst of them if it ended now; "never": could not
+        reach it at any length up to L.
+      forced_end: Whether a target at L ends with `end` in any case (`forced_eos_token_id`).
+      forbid: `forbid(tokens, length)` returns bool [B K, V], True for what may not follow on the
+        first `length` of tokens int32 [B K, L].
+      cache_axis: Of the dimension of B K: 1 for stacked blocks.
+
+    Raises:
+      ValueError: An option is out of range.
+    """
+    check_options(num_beams, max_length, min_length, early_stopping)
+    if num_beams == 1:
+        early_stopping = True
+    flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
+
+    def next_scores(state: State) -> tuple[jax.Array, Any]:
+        """Log-probabilities [B, K V] of the hypotheses with each token, and the new cache."""
+        last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
+        logits, cache = step(flat(last), state.length - 1, state.cache)
+        scores = jax.nn.log_softmax(widen(logits))
+        ends = jnp.arange(scores.shape[-1]) == end
+        scores = jnp.where(ends & (state.length < min_length), -jnp.inf, scores)
+        if forbid is not None:
+            scores = jnp.where(forbid(flat(state.running.tokens), state.length), -jnp.inf, scores)
+        if forced_end:
+            forced = jnp.where(ends, 0, -jnp.inf)
+            scores = jnp.where(state.length == max_length - 1, forced, scores)
+        scores = scores.reshape(rows, num_beams, -1) + state.running.scores[..., None]
+        return scores.reshape(rows, -1), cache
+
+    def body(state: State) -> State:
+        scores, cache = next_scores(state)
+        vocabulary = scores.shape[-1] // num_beams
+        scores, chosen = jax.lax.top_k(scores, 2 * num_beams)
+        beams, tokens = jnp.divmod(chosen, vocabulary)
+        longer = _of_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
+        length = state.length + 1
+        ended = (tokens == end) | (length >= max_length)
+
+        order = jax.lax.top_k(scores + NEVER * ended, num_beams)[1]
+        running = Beams(_of_beams(longer, order), _of_beams(scores + NEVER * ended, order))
+        beams = flat(_of_beams(beams, order) + num_beams * jnp.arange(rows)[:, None])
+        cache = jax.tree.map(lambda x: jnp.take(x, beams, axis=cache_axis), cache)
+
+        first = jnp.arange(2 * num_beams) < num_beams
+        full = state.complete.all(-1) & (early_stopping is True)
+        closed = (full | ~state.improvable)[:, None] | ~(ended & first)
+        candidates = scores / (length - 1.0) ** length_penalty + NEVER * closed
+        candidates = jnp.concatenate([state.finished.scores, candidates], axis=1)
+        best, order = jax.lax.top_k(candidates, num_beams)
+        both = jnp.concatenate([state.finished.tokens, longer], axis=1)
+        complete = jnp.concatenate([state.complete, ended & first], axis=1)
+        complete = _of_beams(complete, order)
+
+        until = max_length if early_stopping == "never" and length_penalty > 0 else length
+        reachable = running.scores[:, 0] / (until - 1.0) ** length_penalty
+        worst = jnp.where(complete, best.min(-1, keepdims=True), NEVER)
+        return State(
+            length=length,
+            running=running,
+            finished=Beams(_of_beams(both, order), best),
+            complete=complete,
+            improvable=state.improvable & (reachable[:, None] > worst).any(-1),
+            stuck=ended.all(),
+            cache=cache,
+        )
+
+    def unfinished(state: State) -> jax.Array:
+        done = state.complete.all() & (early_stopping is True)
+        return state.improvable.any() & ~done & ~state.stuck
+
+    empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32).at[:, :, 0].set(start)
+    # All start alike: but for the first, the beams of a row are not to be chosen yet.
+    unlike = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
+    state = State(
+        length=jnp.int32(1),
+        running=Beams(empty, jnp.broadcast_to(unlike, (rows, num_beams))),
+        finished=Beams(empty, jnp.full((rows, num_beams), NEVER)),
+        complete=jnp.zeros((rows, num_beams), bool),
+        improvable=jnp.ones(rows, bool),
+        stuck=jnp.array(False),
+        cache=cache,
+    )
+    finished = jax.lax.while_loop(unfinished, body, state).finished
+    return finished.tokens[:, 0], finished.scores[:, 0]
+
+
+def check_options(
+    num_beams: int, max_length: int, min_length: int, early_stopping: EarlyStopping
+) -> None:
+    """Refuse options of `beam_search` that are out of range."""
+    if num_beams < 1:
+        raise ValueError(f"num_beams = {num_beams} must be 1 or more")
+    if max_length < 2:
+        raise ValueError(f"max_length = {max_length} must be 2 or more: it counts the start token")
+    if not 0 <= min_length <= max_length:
+        raise ValueError(
+            f"min_length = {min_length} must lie between 0 and max_length = {max_length}"
+        )
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
+
+
+def _of_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
+    """x [B, J, ...] at these of each row's J: [B, K, ...] for int [B, K]."""
+    return jnp.take_along_axis(x, beams.reshape(*beams.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def generate(
+    model: Bart,
+    variables: Any,
+    input_ids: jax.Array,
+    attention_mask: jax.Array | None = None,
+    *,
+    num_beams: int = 1,
+    max_length: int = 20,
+    no_repeat_ngram_size: int = 0,
+    encoder_no_repeat_ngram_size: int = 0,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The best target int32 [B, max_length] of each source int [B, S], and its score, fp32 [B].
+
+    Args:
+      model: An encoder-decoder.
+      variables: Of `model.apply`: `{"params": params}`.
+      input_ids: Sources, filled up.
+      attention_mask: [B, S], 0 or False where they are.
+      num_beams: Hypotheses of a row.
+      max_length: Of a target, with the token that it starts from.
+      no_repeat_ngram_size: n: a target has no n tokens twice in the same order; 0 allows it.
+      encoder_no_repeat_ngram_size: n: nor any n tokens of its source, padding included.
+      options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
+
+    Raises:
+      ValueError: The model has no positions for `max_length` tokens, or an option is out of range.
+    """
+    c, rows = model.config, input_ids.shape[0]
+    stop, shortest = options.get("early_stopping", False), options.get("min_length", 0)
+    check_options(num_beams, max_length, shortest, stop)
+    if max_length > c.max_position_embeddings:
+        raise ValueError(
+            f"max_length = {max_length}, but max_position_embeddings = {c.max_position_embeddings}"
+        )
+
+    def repeated(x: Any) -> Any:
+        return x if x is None else jnp.repeat(x, num_beams, axis=0)
+
+    call: Callable[..., Any] = functools.partial(model.apply, variables)
+    mask = repeated(attention_mask)
+    memory = repeated(call(input_ids, attention_mask, method="encode"))
+    empty = call(rows * num_beams, max_length, method="empty_cache")
+    starts = jnp.full(rows * num_beams, c.decoder_start_token_id)
+    # The memory's keys and values are the same in each step.
+    _, _, memorized = call(starts, 0, empty, None, memory, mask, method="decode")
+
+    def step(tokens: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
+        return decoded[:2]
+
+    def forbid(written: jax.Array, length: jax.Array) -> jax.Array:
+        histories = (
+            (no_repeat_ngram_size, written, length),
+            (encoder_no_repeat_ngram_size, repeated(input_ids), input_ids.shape[1]),
+        )
+        repeats = (
+            completes(written, length, history, count, size=size, vocabulary=c.vocab_size)
+            for size, history, count in histories
+            if size
+        )
+        return functools.reduce(jnp.logical_or, repeats)
+
+    return beam_search(
+        step,
+        empty,
+        rows=rows,
+        start=c.decoder_start_token_id,
+        end=c.eos_token_id,
+        pad=c.pad_token_id,
+        num_beams=num_beams,
+        max_length=max_length,
+        forbid=forbid if no_repeat_ngram_size or encoder_no_repeat_ngram_size else None,
+        cache_axis=1 if c.scan else 0,
+        **options,
+    )

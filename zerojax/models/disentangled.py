@@ -1,0 +1,108 @@
+"""DeBERTa's attention, to what tokens are and to how far away they are, each by itself.
+
+Source: He et al. 2021 (arXiv:2006.03654), with the buckets of distances of DeBERTa v2.
+
+Shapes: B batch, T time, D hidden_size, H num_attention_heads, d = D / H, S the span of distances.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from zerojax.models.deberta_config import DebertaConfig
+from zerojax.models.layers import attend, split_heads
+
+
+def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
+    """Distances as buckets of the same sign: exact up to buckets / 2, then by the logarithm.
+
+    With m = buckets / 2, |x| > m becomes m + ceil((m - 1) log(|x| / m) / log((farthest - 1) / m)).
+    Computed in fp32, whose rounding decides on the borders.
+
+    >>> bucket_of(np.array([-2, 4, 5, 8, 16, 31]), buckets=8, farthest=32)
+    array([-2,  4,  5,  6,  7,  7])
+    """
+    middle = buckets // 2
+    far = np.maximum(np.abs(distances), middle).astype(np.float32) / np.float32(middle)
+    widest = np.log(np.float32((farthest - 1) / middle))
+    logarithmic = np.ceil(np.log(far) / widest * np.float32(middle - 1)) + middle
+    exact = np.abs(distances) <= middle
+    return np.where(exact, distances, np.sign(distances) * logarithmic).astype(np.int64)
+
+
+def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
+    """Rows [2 T - 1] of the table of positions for distances T - 1, T - 2, ..., 1 - T."""
+    distances = np.arange(tokens - 1, -tokens, -1)
+    if config.position_buckets > 0:
+        distances = bucket_of(distances, config.position_buckets, config.farthest)
+    return np.clip(distances + config.span, 0, 2 * config.span - 1)
+
+
+def by_pairs(scores: jax.Array) -> jax.Array:
+    """[..., T, 2 T - 1] by distance as [..., T, T]: entry (i, j) is (i, T - 1 - i + j).
+
+    Reading the rows as one string in which each is a place too long moves them against each other,
+    so that nothing is gathered.
+
+    >>> by_pairs(jnp.tile(jnp.arange(2, -3, -1), (3, 1)))                        # i - j
+    Array([[ 0, -1, -2],
+           [ 1,  0, -1],
+           [ 2,  1,  0]], dtype=int32)
+    """
+    *batch, tokens, distances = scores.shape
+    longer = jnp.pad(scores, [(0, 0)] * len(batch) + [(0, 0), (0, 1)])
+    string = longer.reshape(*batch, -1)[..., tokens - 1 : tokens - 1 + tokens * distances]
+    return string.reshape(*batch, tokens, distances)[..., :tokens]
+
+
+class SelfAttention(nn.Module):
+    """[B, T, D] -> [B, T, D]: softmax((q k + q p_k + p_q k) / sqrt(3 d)) v.
+
+    p_k and p_q are keys and queries of the table of positions [2 S, D], read at the distance of the
+    two tokens; one term the less in the sum is one the less under the root.
+    """
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None) -> jax.Array:
+        c = self.config
+        scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
+        query, key, value = (
+            dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
+        )
+        q, k, v = (split_heads(layer(x), c.num_attention_heads) for layer in (query, key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
+
+        if table is not None:
+            # Only the rows that these distances read are projected.
+            rows, places = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
+            table = hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
+
+            def positions(shared: nn.Dense, name: str) -> jax.Array:
+                layer = shared if c.share_att_key else dense(c.hidden_size, c, name)
+                return split_heads(layer(table), c.num_attention_heads)[places]
+
+            if "c2p" in c.pos_att_type:
+                p_k = positions(key, "pos_key_proj")
+                scores += by_pairs(jnp.einsum("bqhd,phd->bhqp", q * scale, p_k))
+            if "p2c" in c.pos_att_type:
+                p_q = positions(query, "pos_query_proj")[::-1]
+                by_key = by_pairs(jnp.einsum("bkhd,phd->bhkp", k, p_q * scale))
+                scores += by_key.swapaxes(-1, -2)
+
+        dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
+        return attend(scores, v, mask, dropout).reshape(x.shape)
+
+
+def hidden_dropout(c: DebertaConfig, deterministic: bool) -> nn.Dropout:
+    return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
+
+
+def dense(features: int, c: DebertaConfig, name: str) -> nn.Dense:
+    init = nn.initializers.normal(c.initializer_range)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

@@ -1,0 +1,104 @@
+"""Hugging Face's `bart` and `blenderbot`: their `config.json` and their names.
+
+>>> config = config_from_hf({"model_type": "blenderbot", "d_model": 64, "decoder_layers": 3})
+>>> config.encoder_layers, config.normalize_before   # as in BlenderbotConfig where nothing is said
+(2, True)
+>>> config_from_hf(config_to_hf(config)) == config
+True
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.models.bart_config import BLENDERBOT, BartConfig
+from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.module_names import Name, module_names
+
+# Copies of one table, which older files have beside it.
+TIED = {
+    name: "model.shared.weight"
+    for name in (
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    )
+}
+
+# What zerojax.models.bart computes; transformers has the first value of each as its default.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("bart", "blenderbot"),
+    "activation_function": ("gelu",),
+    "tie_word_embeddings": (True,),
+}
+
+ARCHITECTURES = {
+    "bart": "BartForConditionalGeneration",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+}
+
+# What makes a `Bart` of each, and transformers' defaults of its sizes.
+_BART: dict[str, Any] = dict(
+    vocab_size=50265, d_model=1024, encoder_layers=12, decoder_layers=12,
+    encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096,
+    decoder_ffn_dim=4096, max_position_embeddings=1024,
+)  # fmt: skip
+_BLENDERBOT = BLENDERBOT | dict(
+    vocab_size=8008, d_model=2560, encoder_layers=2, decoder_layers=24,
+    encoder_attention_heads=32, decoder_attention_heads=32, encoder_ffn_dim=10240,
+    decoder_ffn_dim=10240, max_position_embeddings=128, scale_embedding=False,
+)  # fmt: skip
+KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
+
+
+def names(config: BartConfig) -> dict[str, Name]:
+    """The tensors of a `BartForConditionalGeneration`, or Blenderbot's, by paths of a `Bart`."""
+    layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
+    stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
+    bias = {"final_logits_{bias}": Name("final_logits_{bias}", "... -> ...")}
+    return bias | module_names("model.", stacks if config.scan else {})
+
+
+def ignored(config: BartConfig) -> tuple[str, ...]:
+    """Tensors of a file that such a model has no parameter for."""
+    return () if config.add_logits_bias else ("final_logits_bias",)
+
+
+def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
+    """What `zerojax.models.bart` makes of a `config.json`; other keys are passed over.
+
+    Files hold a `final_logits_bias`, of zeros as a rule; where it is not, set `add_logits_bias`.
+
+    Raises:
+      ValueError: Another `model_type`, or a value that `zerojax.models.bart` does not compute.
+    """
+    check_supported(values, SUPPORTED, "zerojax.models.bart")
+    kind = KINDS[values.get("model_type", "bart")]
+    flags = {"normalize_before", "normalize_embedding", "add_final_layer_norm"} & set(values)
+    fixed = BartConfig(**kind)
+    check_supported(values, {key: (getattr(fixed, key),) for key in flags}, "zerojax.models.bart")
+    return BartConfig(**kind | of_fields(BartConfig, values))
+
+
+def config_to_hf(config: BartConfig) -> dict[str, Any]:
+    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out.
+
+    Raises:
+      ValueError: The config is neither BART's nor BlenderBot's.
+    """
+    flags = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "position_offset")
+    found = [getattr(config, flag) for flag in flags]
+    kinds = {name: BartConfig(**sizes) for name, sizes in KINDS.items()}
+    same = [name for name, one in kinds.items() if found == [getattr(one, flag) for flag in flags]]
+    if not same:
+        given = dict(zip(flags, found, strict=True))
+        raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
+    kind = same[0]
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        **of_fields(BartConfig, dataclasses.asdict(config)),
+        "model_type": kind,
+        "activation_function": "gelu",
+        "tie_word_embeddings": True,
+        "is_encoder_decoder": True,
+    }

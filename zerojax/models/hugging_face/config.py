@@ -1,0 +1,31 @@
+"""Hugging Face's `config.json` by the fields of a config of the same names."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OURS = ("scan", "remat", "dtype")  # how a model is computed, which no config.json says
+
+
+def check_supported(
+    values: Mapping[str, Any], supported: Mapping[str, Sequence[Any]], module: str
+) -> None:
+    """Refuse values that the module does not compute.
+
+    >>> check_supported({"hidden_act": "relu"}, {"hidden_act": ["gelu"]}, "zerojax.models.deberta")
+    Traceback (most recent call last):
+        ...
+    ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta computes 'gelu'
+    """
+    for key, known in supported.items():
+        if key in values and values[key] not in known:
+            raise ValueError(
+                f"{key} = {values[key]!r} is not supported: {module} computes "
+                f"{' or '.join(map(repr, known))}"
+            )
+
+
+def of_fields(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that a config of that type has as fields, and a file may say."""
+    names = {field.name for field in dataclasses.fields(config)} - set(OURS)
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,90 @@
+"""Hugging Face's `deberta-v2`, of which v3 is one too: its `config.json` and its names.
+
+>>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4})
+>>> config.num_hidden_layers, config.pos_att_type   # as in DebertaV2Config where nothing is said
+(24, ())
+>>> config_from_hf(config_to_hf(config)) == config
+True
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.models.deberta_config import DebertaConfig
+from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.module_names import Name, module_names
+
+# What zerojax.models.deberta computes; transformers has the first value of each as its default.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("deberta-v2",),
+    "hidden_act": ("gelu",),
+    "pooler_hidden_act": ("gelu",),
+    "pooler_dropout": (0.0,),
+    "conv_groups": (1,),
+}
+
+# transformers' defaults where they are not DebertaConfig's.
+DEFAULTS: dict[str, Any] = dict(
+    vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
+    intermediate_size=6144, position_buckets=-1, share_att_key=False, norm_rel_ebd="none",
+    position_biased_input=True, conv_act="tanh",
+)  # fmt: skip
+
+
+def names(config: DebertaConfig) -> dict[str, Name]:
+    """The tensors of a `DebertaV2ForSequenceClassification` by paths of a `DebertaClassifier`."""
+    first = 1 if config.conv_kernel_size else 0
+    stacked = {"deberta/encoder/layer": range(first, config.num_hidden_layers)}
+    return module_names("", stacked if config.scan else {})
+
+
+def ignored(config: DebertaConfig) -> tuple[str, ...]:
+    """Tensors of a file that such a model has no parameter for: those of pretraining."""
+    heads = ("lm_predictions.{rest:path}", "mask_predictions.{rest:path}", "cls.{rest:path}")
+    positions = (
+        () if config.position_biased_input else ("deberta.embeddings.position_embeddings.weight",)
+    )
+    return (*heads, "deberta.embeddings.position_ids", *positions)
+
+
+def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
+    """What `zerojax.models.deberta` makes of a `config.json`; other keys are passed over.
+
+    Raises:
+      ValueError: A value that `zerojax.models.deberta` does not compute.
+    """
+    check_supported(values, SUPPORTED, "zerojax.models.deberta")
+    sizes = DEFAULTS | dict(values)
+    same = {
+        "embedding_size": sizes["hidden_size"],
+        "pooler_hidden_size": sizes["hidden_size"],
+        "attention_head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "cls_dropout": sizes.get("hidden_dropout_prob", DebertaConfig.hidden_dropout_prob),
+    }
+    others = {key: (None, value) for key, value in same.items()}
+    check_supported(values, others, "zerojax.models.deberta")
+
+    terms = sizes.get("pos_att_type") if sizes.get("relative_attention") else None
+    terms = terms.lower().split("|") if isinstance(terms, str) else terms or ()
+    norms = sizes["norm_rel_ebd"].lower().split("|")
+    sizes |= {
+        "pos_att_type": tuple(term.strip() for term in terms),
+        "norm_rel_ebd": "layer_norm" if "layer_norm" in map(str.strip, norms) else "none",
+        "conv_kernel_size": max(0, sizes.get("conv_kernel_size", 0)),
+        "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
+    }
+    return DebertaConfig(**of_fields(DebertaConfig, sizes))
+
+
+def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
+    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    return {
+        "architectures": ["DebertaV2ForSequenceClassification"],
+        **{key: supported[0] for key, supported in SUPPORTED.items()},
+        **of_fields(DebertaConfig, dataclasses.asdict(config)),
+        "pos_att_type": list(config.pos_att_type),
+        "relative_attention": bool(config.pos_att_type),
+        "id2label": {str(i): f"LABEL_{i}" for i in range(config.num_labels)},
+        "label2id": {f"LABEL_{i}": i for i in range(config.num_labels)},
+    }

@@ -1,0 +1,126 @@
+"""Tokenizers by the `tokenizers` library: a folder's own, or GPT-2's from its merges.
+
+    tokenizer = load_tokenizer("deberta-v2-xlarge-mnli/", vocab_size=config.vocab_size)
+    tokenizer.enable_truncation(128)
+    tokenizer.enable_padding(length=128)
+    rows = tokenizer.encode_batch([("It rains.", "The street is wet."), ...])
+    input_ids = np.array([row.ids for row in rows])                         # [B, 128]
+    attention_mask = np.array([row.attention_mask for row in rows])
+
+The library: https://huggingface.co/docs/tokenizers, of the extra `zerojax[text]`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
+    """The `tokenizers.Tokenizer` of a folder's `tokenizer.json`.
+
+    Args:
+      folder: The model's, or the file itself.
+      vocab_size: The model's, to be compared with the tokenizer's ids.
+
+    Raises:
+      FileNotFoundError: The folder has no `tokenizer.json`.
+      ImportError: `tokenizers` is not installed.
+      ValueError: The file is none of a tokenizer, or ids lie beyond the model's vocabulary.
+    """
+    file = Path(folder)
+    file = file if file.is_file() else file / "tokenizer.json"
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} is not there. Where the model has another kind of tokenizer file alone "
+            "(spm.model, vocab.json with merges.txt), transformers makes one: "
+            "AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
+        )
+    try:
+        tokenizer = _library().Tokenizer.from_file(str(file))
+    except ImportError:
+        raise
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{file} is no tokenizer's file: {error}") from error
+    return _fitting(tokenizer, vocab_size, str(file))
+
+
+def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
+    """GPT-2's byte-level BPE from `vocab.bpe` alone, which others call `merges.txt`.
+
+    The ids follow from the file: the 256 bytes, printable ones first, the merges in their order,
+    then `<|endoftext|>`. Source: Radford et al. 2019, and `encoder.json` of GPT-2, which lists the
+    same ids.
+
+    Args:
+      merges: The file: a line of its version, then two symbols a line.
+      vocab_size: The model's, to be compared with the tokenizer's ids.
+
+    Raises:
+      FileNotFoundError: The file does not exist.
+      ImportError: `tokenizers` is not installed.
+      ValueError: A line is none of two symbols, or ids lie beyond the model's vocabulary.
+    """
+    library, file = _library(), Path(merges)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    first = 1 if lines and lines[0].startswith("#version") else 0
+    pairs, tokens = [], byte_symbols()
+    known = set(tokens)
+    for number, line in enumerate(lines[first:], first + 1):
+        pair = tuple(line.split(" "))
+        if not line:
+            continue
+        if len(pair) != 2 or not known >= set(pair):
+            raise ValueError(
+                f"{file}:{number}: {line!r} merges no two symbols of the lines before: give the "
+                "whole vocab.bpe or merges.txt of a GPT-2"
+            )
+        pairs.append(pair)
+        tokens.append("".join(pair))
+        known.add(tokens[-1])
+    vocabulary = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return _fitting(tokenizer, vocab_size, str(file))
+
+
+def byte_symbols() -> list[str]:
+    """A visible character for each byte, those that are visible themselves first.
+
+    >>> symbols = byte_symbols()
+    >>> len(set(symbols)), symbols[0], symbols[188], symbols[220]       # bytes 33, 0 and 32
+    (256, '!', 'Ā', 'Ġ')
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    visible += range(ord("®"), ord("ÿ") + 1)
+    others = 256 - len(visible)
+    return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(others)]
+
+
+def _fitting(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
+    """The tokenizer, where a model of that vocabulary can read all its ids.
+
+    Raises:
+      ValueError: It cannot.
+    """
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    token = max(ids, key=ids.__getitem__)
+    if vocab_size is not None and ids[token] >= vocab_size:
+        beyond = sum(i >= vocab_size for i in ids.values())
+        raise ValueError(
+            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), lie "
+            f"beyond vocab_size = {vocab_size}. Take the tokenizer of the model's own folder, or "
+            f"a model of vocab_size = {ids[token] + 1} or more"
+        )
+    return tokenizer
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError("tokenizers are of the extra: pip install 'zerojax[text]'") from None
+    return tokenizers

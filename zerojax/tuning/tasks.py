@@ -1,0 +1,102 @@
+"""Workloads by name, for `zerojax plan --model deberta-v2-xlarge`: no models of the next token.
+
+`pyproject.toml` lists them as entry points of the group `zerojax.models`. Each trains with dropout,
+drawn anew in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan` as
+the models of `zerojax.models.names` do.
+
+>>> import zerojax
+>>> made = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
+>>> {name: leaf.shape for name, leaf in made.batch.items()}
+{'input_ids': (200, 128), 'attention_mask': (200, 128), 'labels': (200, 64)}
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from zerojax.api import Zero
+from zerojax.models import bart, deberta
+from zerojax.trace.gradients import value_and_grad, weighted_mean
+from zerojax.tuning.workload import LEARNING_RATE, Workload
+
+
+def classification(
+    size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
+) -> Workload:
+    """A DeBERTa that learns the class of rows, or of pairs, of `seq` tokens."""
+    config = deberta.DebertaConfig(**deberta.SIZES[size], remat=remat, scan=scan)
+    model = deberta.DebertaClassifier(config)
+
+    def loss(params: Any, batch: Any, rngs: Any) -> jax.Array:
+        logits = model.apply(
+            {"params": params}, batch["input_ids"], batch["attention_mask"],
+            deterministic=False, rngs=rngs,
+        )  # fmt: skip
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    return _workload(zero, partial(_params, model, jnp.zeros((1, 8), jnp.int32)), loss, batch, seq)
+
+
+def seq2seq(
+    size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
+) -> Workload:
+    """A BART that learns targets of `seq / 2` tokens for sources of `seq`."""
+    sizes = bart.SIZES[size]
+    longest = max(seq, sizes["max_position_embeddings"])
+    sizes = sizes | {"max_position_embeddings": longest}
+    config = bart.BartConfig(**sizes, remat=remat, scan=scan)
+    model, target = bart.Bart(config), max(1, seq // 2)
+
+    def loss(params: Any, batch: Any, rngs: Any) -> jax.Array:
+        labels = batch["labels"]
+        losses: Any = model.apply(
+            {"params": params}, batch["input_ids"], bart.shifted(labels, config),
+            batch["attention_mask"], targets=labels, deterministic=False, rngs=rngs,
+        )  # fmt: skip
+        return weighted_mean(losses, labels != config.pad_token_id)
+
+    batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows, target), jnp.int32)}
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    return _workload(zero, partial(_params, model, tokens, tokens), loss, batch, seq + target)
+
+
+def _workload(
+    zero: Zero,
+    init: Callable[[jax.Array], Any],
+    loss: Callable[[Any, Any, Any], jax.Array],
+    batch: dict[str, jax.ShapeDtypeStruct],
+    tokens: int,
+) -> Workload:
+    tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
+
+    def create_state(key: jax.Array) -> TrainState:
+        return TrainState.create(apply_fn=loss, params=init(key), tx=tx)
+
+    def train_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+        rngs = {"dropout": jax.random.fold_in(key, state.step)}
+        value, grads = value_and_grad(loss)(state.params, batch, rngs)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    rows = batch["input_ids"].shape[0]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return Workload(create_state, train_step, batch, tokens=rows * tokens, args=(key,))
+
+
+def _params(model: Any, *inputs: jax.Array) -> Any:
+    *tokens, key = inputs
+    return model.init(key, *tokens)["params"]
+
+
+def _tokens(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    return {"input_ids": shape, "attention_mask": shape}
+
+
+deberta_v2_xlarge = partial(classification, "deberta-v2-xlarge")  # 887 million parameters
+blenderbot_400m = partial(seq2seq, "blenderbot-400m")  # 365 million

@@ -144,7 +144,7 @@ did you mean `learning_rate`?
     warmup_ratio: float = _of(optional(FRACTION), 0.0)
     bf16: bool = _of(FLAG, False)
     fp16: bool = _of(FLAG, False)
-    gradient_checkpointing: bool = _of(FLAG, False)
+    gradient_checkpointing: bool = _of(optional(FLAG), False)
     logging_strategy: str = _of(_STRATEGY, "steps")
     logging_steps: float = _of(ABOVE_ZERO, 500)
     logging_first_step: bool = _of(FLAG, False)
@@ -207,6 +207,7 @@ did you mean `learning_rate`?
         if report == ("all",):
             report = tuple(n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n))
         object.__setattr__(self, "report_to", () if report == ("none",) else report)
+        object.__setattr__(self, "label_names", self.label_names or ("labels",))
 
     def _contradictions(self) -> Iterator[str]:
         if self.bf16 and self.fp16:

@@ -18,19 +18,19 @@ from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of
 
 Loss = Callable[[Any, Any], Any]
-Step = Callable[..., Any]
+Create = Callable[..., Any]
 
 
 class Model(Protocol):
     """What the loop knows of a model. A state is a ``TrainState``, or (model, optimizer) of NNX."""
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Step, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Create, tuple[Any, ...]]:
         """A function that makes the state, and its arguments, for ``zero.init``."""
 
-    def train_step(self, zero: Zero) -> Step:
+    def train_step(self, zero: Zero) -> Any:
         """The step, decorated."""
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Step:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         """function(forward, batch) of a state and a batch, without dropout, decorated."""
 
     def update(self, step: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
@@ -111,7 +111,7 @@ class Linen:
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Step, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Create, tuple[Any, ...]]:
         def create(key: jax.Array) -> LinenState:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
@@ -121,7 +121,7 @@ class Linen:
 
         return create, (jax.random.key(self._seed),)
 
-    def train_step(self, zero: Zero) -> Step:
+    def train_step(self, zero: Zero) -> Any:
         @zero
         def train_step(state: Any, batch: Any, key: jax.Array) -> Any:
             apply = nn.apply(self._loss, self._module, mutable=[*state.variables])
@@ -137,7 +137,7 @@ class Linen:
 
         return train_step
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Step:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         @zero.evaluate
         def evaluate(state: Any, batch: Any) -> Any:
             variables = {"params": state.params, **state.variables}
@@ -162,7 +162,7 @@ class Nnx:
     def __init__(self, model: Any, loss: Loss, seed: int) -> None:
         self._model, self._loss, self._seed = model, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Step, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> tuple[Create, tuple[Any, ...]]:
         def both(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -172,7 +172,7 @@ class Nnx:
             return (lambda arrays: both(nnx.merge(graph, arrays))), (arrays,)
         return (lambda: both(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
-    def train_step(self, zero: Zero) -> Step:
+    def train_step(self, zero: Zero) -> Any:
         @zero
         def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Any:
             def loss_fn(model: nnx.Module) -> jax.Array:
@@ -184,7 +184,7 @@ class Nnx:
 
         return train_step
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Step:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         @zero.evaluate
         def evaluate(model: nnx.Module, batch: Any) -> Any:
             model.eval()

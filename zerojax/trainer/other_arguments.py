@@ -16,8 +16,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     for names, why in (
         ("do_train do_eval do_predict resume_from_checkpoint", _SCRIPT),
         ("dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
-         "dataloader_pin_memory", _LOOP),
-        ("gradient_checkpointing_kwargs", "`use_reentrant` chooses between PyTorch's two ways"),
+         "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order", _LOOP),
+        ("gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+         "`use_reentrant` chooses between PyTorch's two ways"),
         ("torch_empty_cache_steps ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb "
          "ddp_broadcast_buffers ddp_timeout half_precision_backend fp16_backend fp16_opt_level "
          "use_legacy_prediction_loop ddp_static_graph jit_mode_eval use_ipex "
@@ -37,7 +38,8 @@ WITHOUT_EFFECT: dict[str, str] = {
          "push_to_hub_model_id push_to_hub_organization push_to_hub_token", _HUB),
         ("fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
          "every parameter is cut by itself, and no layer is wrapped"),
-        ("trackio_space_id", "trackio is not written to"),
+        ("trackio_space_id trackio_bucket_id trackio_static_space_id", "trackio is not written to"),
+        ("use_cache", "a training step keeps no cache of keys and values"),
     )
     for name in names.split()
 }  # fmt: skip
@@ -46,6 +48,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0, 0.0), "smooth the labels in loss="),
     "group_by_length": ((False,), "sort the dataset"),
+    "train_sampling_strategy": (("random",), "write the loop yourself for another order"),
     "length_column_name": (("length",), "sort the dataset"),
     "push_to_hub": ((False,), "save_model() writes a folder to push"),
     "auto_find_batch_size": ((False,), "`python -m zerojax fit` finds the batch that fits"),
@@ -72,6 +75,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
 }

@@ -28,8 +28,8 @@ class TrainingProgress:
         speaks = jax.process_index() == 0
         self._console = Console(quiet=not speaks)
         self._steps, self._mesh = steps, mesh
-        self._since: float | None = None
-        self._tokens, self._rows = 0, 0
+        self._mark: float | None = None
+        self._seconds, self._tokens, self._rows = 0.0, 0, 0
         self._bar = Progress(
             TextColumn("step {task.completed:>5}/{task.total}"),
             BarColumn(bar_width=None),
@@ -57,12 +57,16 @@ class TrainingProgress:
     def advance(self, rows: int, batch: Mapping[str, Any]) -> None:
         """An update of so many rows, those of all processes, is under way."""
         shape = batch["input_ids"].shape[1:] if "input_ids" in batch else None
-        if self._since is None:  # the first one compiles
-            self._since = time.perf_counter()
-        else:
+        if self._mark is not None:
+            self._seconds += time.perf_counter() - self._mark
             self._rows += rows
             self._tokens += 0 if shape is None else rows * math.prod(shape)
+        self._mark = time.perf_counter()  # the first one compiles, and is not counted
         self._bar.advance(self._task)
+
+    def restart(self) -> None:
+        """Counts no time since the last update: of an evaluation, say."""
+        self._mark = self._mark and time.perf_counter()
 
     def log(self, step: int, logs: Mapping[str, Any]) -> None:
         """Prints the figures of a log; the loss has been read, so that the device is done."""
@@ -71,12 +75,12 @@ class TrainingProgress:
         self._console.print(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}  {self._pace()}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def _pace(self) -> str:
-        seconds = time.perf_counter() - self._since if self._since else 0.0
         number, unit = (self._tokens, "tokens/s") if self._tokens else (self._rows, "rows/s")
-        pace = f"{number / seconds:,.0f} {unit}  " if number and seconds else ""
+        pace = f"{number / self._seconds:,.0f} {unit}  " if self._seconds else ""
         return f"{pace}{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
 
 

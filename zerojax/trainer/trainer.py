@@ -191,6 +191,8 @@ class Trainer:
                         raise SystemExit(PREEMPTED)
                     if control.should_training_stop:
                         break
+                    if control.should_evaluate or control.should_save:
+                        bar.restart()
                     control.should_log = control.should_evaluate = control.should_save = False
             if args.load_best_model_at_end:
                 folder.checkpoints.wait()
@@ -260,7 +262,7 @@ class Trainer:
             first("save_model", write, LONGEST)
         return out
 
-    def _reader(self, dataset: data.Dataset | None) -> data.Reader:
+    def _reader(self, dataset: Any) -> data.Reader:
         data.check("the dataset", dataset)
         numbers = self.args.remove_unused_columns
         return data.Reader(dataset, self._collator, self.zero.mesh, numbers)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer.jobs import CONFIG, POINTS, TOKENS, Classifier, digest, dropout_job
 
 import zerojax
 from zerojax import Trainer, TrainingArguments
-from zerojax.checkpoint import CheckpointError
+from zerojax.checkpoint import PREEMPTED, CheckpointError
 from zerojax.models.gpt import GPT
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.trainer import (
@@ -177,17 +178,18 @@ def test_the_best_model_metrics_callbacks_and_weights(tmp_path: Path) -> None:
     events = Events()
     args = arguments(
         tmp_path, num_train_epochs=8, load_best_model_at_end=True, save_total_limit=2,
-        metric_for_best_model="accuracy", report_to="csv",
+        report_to="csv",
     )  # fmt: skip
     trainer = classifier(args, callbacks=[events, EarlyStoppingCallback(10)])
     assert trainer.train().global_step == 20
     assert events.seen == {"epochs": 4, "saves": 4}
     scores = logged(trainer, "eval_accuracy")
     assert len(scores) == 4
-    assert trainer.state.best_metric == max(scores)
+    losses = logged(trainer, "eval_loss")
+    assert trainer.state.best_metric == min(losses)
     kept = {int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()}
     assert kept == {trainer.state.best_global_step, 20}
-    assert trainer.evaluate()["eval_accuracy"] == max(scores)
+    assert trainer.evaluate()["eval_loss"] == min(losses)
     # Dropout is off in evaluations: as the dense layer alone.
     dense = jax.device_get(trainer.train_state.params["Dense_0"])
     x = np.stack([row["x"] for row in POINTS[:21]])
@@ -207,7 +209,7 @@ def test_the_best_model_metrics_callbacks_and_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="resume_from_checkpoint=True"):
         classifier(args).train()
     begun = classifier(arguments(tmp_path / "b"), params=trainer.train_state.params)
-    assert begun.evaluate()["eval_accuracy"] == max(scores)
+    assert begun.evaluate()["eval_loss"] == min(losses)
 
 
 class NnxClassifier(nnx.Module):
@@ -239,6 +241,21 @@ def test_nnx_and_a_path_to_go_on_from(made: bool, tmp_path: Path) -> None:
         assert resumed.state.global_step == 10
         kernel = resumed.train_state[0].dense.kernel[...]
         np.testing.assert_array_equal(kernel, model.dense.kernel[...])
+
+
+def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
+    class Terminate(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    args = arguments(tmp_path / "a", num_train_epochs=1)
+    with pytest.raises(SystemExit) as left:
+        classifier(args, callbacks=[Terminate]).train()
+    assert left.value.code == PREEMPTED
+    resumed, whole = classifier(args), classifier(arguments(tmp_path / "b", num_train_epochs=1))
+    assert resumed.train(resume_from_checkpoint=True).global_step == whole.train().global_step
+    assert digest(resumed) == digest(whole)
 
 
 def test_a_model_that_gives_its_own_loss_and_has_batch_statistics(tmp_path: Path) -> None:

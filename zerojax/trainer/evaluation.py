@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -91,15 +92,15 @@ class Evaluator:
                 raise TypeError(
                     f"compute_metrics returned {type(computed).__name__}; return a dict of numbers"
                 )
+            plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in computed.items()}
+            json.dumps(plain)  # checkpoints hold the history
         except Exception as error:
             shapes = jax.tree.map(np.shape, tuple(given))
             error.add_note(
                 f"Raised by compute_metrics, of predictions {shapes[0]} and label_ids {shapes[1]}."
             )
             raise
-        return {
-            (k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in computed.items()
-        }
+        return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
 
     def try_metrics(self, state: Any, reader: Reader) -> None:
         """Evaluates one batch, so that a ``compute_metrics`` that raises does so before any step.
@@ -128,7 +129,8 @@ class Evaluator:
         if jax.process_index():
             return
         self._writers = self._writers or open_writers(self._zero.config)
-        events = [(f"Eval/Samples/{k}", v, samples) for k, v in metrics.items()]
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        events = [(f"Eval/Samples/{k}", v, samples) for k, v in numbers.items()]
         for writer in self._writers:
             writer.write(events)
 

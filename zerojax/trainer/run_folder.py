@@ -99,7 +99,7 @@ class RunFolder:
             "losses": [float(x) for x in losses],
         }
         unknown = {self._metric: math.nan} if self._metric else {}
-        scores = {**unknown, **{k: v for k, v in scores.items() if _is_number(v)}}
+        scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
 
     def _data(self) -> dict[str, Any]:
@@ -154,11 +154,3 @@ def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
         return path.parent, int(path.name)
     inner = path / "checkpoints"
     return (inner if inner.exists() else path), None
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True

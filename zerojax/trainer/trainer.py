@@ -6,6 +6,8 @@ To change more than the arguments do, copy this file.
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import os
 import pathlib
 import threading
@@ -14,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -106,6 +107,8 @@ class Trainer:
         mesh: Mesh | None = None,
     ) -> None:
         self.args = args = TrainingArguments() if args is None else args
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(f"args: {type(args).__name__} is not zerojax.TrainingArguments")
         self.callbacks = Callbacks(callbacks, args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator, self._params = data_collator, params
@@ -147,7 +150,8 @@ class Trainer:
         if self.train_dataset is None:
             raise ValueError("train: the Trainer has no train_dataset")
         args, epochs, reader = self.args, self.epochs, self._reader(self.train_dataset)
-        key, began, total, count = jax.random.key(args.seed), time.perf_counter(), 0.0, 0
+        key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
+        began, total, count = time.perf_counter(), 0.0, 0
         with RunFolder(args, self.zero, epochs) as folder:
             begun = folder.begin(resume_from_checkpoint, self._fresh, self._abstract)
             self.train_state, self.state, self._losses = begun
@@ -174,7 +178,7 @@ class Trainer:
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
                     bar.advance(epochs.batch, batch)
                     self.callbacks("on_step_end", state, control)
-                    if (step + 1) % epochs.updates == 0:
+                    if (step + 1) % epochs.updates == 0 or step + 1 == epochs.steps:
                         self.callbacks("on_epoch_end", state, control)
                     due(args, state, control, epochs.updates)
                     preempted = preemption is not None and preemption.notice
@@ -223,10 +227,10 @@ class Trainer:
         metrics = run(self._ready(), reader, metric_key_prefix, keep).metrics
         self._log(metrics)
         self._evaluator.write(metrics, state.global_step * self.epochs.batch)
-        if (value := metrics.get(args.metric_for_best_model)) is not None:
-            better = np.greater if args.greater_is_better else np.less
-            if state.best_metric is None or better(value, state.best_metric):
-                state.best_metric, state.best_global_step = float(value), state.global_step
+        value, best = metrics.get(args.metric_for_best_model, math.nan), state.best_metric
+        better = operator.gt if args.greater_is_better else operator.lt
+        if not math.isnan(value) and (best is None or better(value, best)):
+            state.best_metric, state.best_global_step = value, state.global_step
         self.callbacks("on_evaluate", state, self.control, metrics=metrics)
         return metrics
 

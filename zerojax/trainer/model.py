@@ -18,15 +18,13 @@ from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of
 
 Loss = Callable[[Any, Any], Any]
-Create = Callable[..., Any]
+Create = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Model(Protocol):
     """What the loop knows of a model. A state is a ``TrainState``, or (model, optimizer) of NNX."""
 
-    def create(
-        self, tx: optax.GradientTransformation, sample: Any
-    ) -> tuple[Create, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         """A function that makes the state, and its arguments, for ``zero.init``."""
 
     def train_step(self, zero: Zero) -> Any:
@@ -113,9 +111,7 @@ class Linen:
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
 
-    def create(
-        self, tx: optax.GradientTransformation, sample: Any
-    ) -> tuple[Create, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         def create(key: jax.Array) -> LinenState:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
@@ -166,9 +162,7 @@ class Nnx:
     def __init__(self, model: Any, loss: Loss, seed: int) -> None:
         self._model, self._loss, self._seed = model, loss, seed
 
-    def create(
-        self, tx: optax.GradientTransformation, sample: Any
-    ) -> tuple[Create, tuple[Any, ...]]:
+    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         def both(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,6 +82,39 @@ class TrainingProgress:
         number, unit = (self._tokens, "tokens/s") if self._tokens else (self._rows, "rows/s")
         pace = f"{number / self._seconds:,.0f} {unit}  " if self._seconds else ""
         return f"{pace}{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
+
+
+class MeanLoss:
+    """The losses of a run's steps, read when they are logged.
+
+    Args:
+      values: Those since the last log, of the run before it stopped.
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._since: list[Any] = [*values]
+        self._sum, self._count = 0.0, 0
+
+    def add(self, loss: jax.Array) -> None:
+        """Takes a step's loss, and waits for the step before: one is in flight, no more."""
+        jax.block_until_ready(self._since[-1:])
+        self._since.append(loss)
+
+    def values(self) -> list[float]:
+        """The losses since the last log."""
+        return [*map(float, self._since)]
+
+    def take(self) -> float:
+        """Their mean; the next log begins after them."""
+        values = self.values()
+        self._sum, self._count = self._sum + sum(values), self._count + len(values)
+        self._since.clear()
+        return sum(values) / len(values) if values else math.nan
+
+    def of_run(self) -> float:
+        """The mean of all losses."""
+        self.take()
+        return self._sum / self._count if self._count else math.nan
 
 
 def _device_bytes(mesh: Mesh) -> int:

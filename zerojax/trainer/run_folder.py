@@ -7,11 +7,12 @@ import math
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 from zerojax.api import Zero
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption
 from zerojax.distributed import log
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import TrainerState, saved
@@ -25,7 +26,7 @@ class Begun(NamedTuple):
 
     train_state: Any
     state: TrainerState
-    losses: list[Any]
+    losses: list[float]
 
 
 class RunFolder:
@@ -90,14 +91,14 @@ class RunFolder:
         return Begun(restored, state, extra["losses"])
 
     def save(
-        self, train_state: Any, state: TrainerState, losses: list[Any], scores: Mapping[str, float]
+        self,
+        train_state: Any,
+        state: TrainerState,
+        losses: list[float],
+        scores: Mapping[str, float],
     ) -> None:
         """Saves in the background, with what a continued run needs."""
-        extra = {
-            "trainer": saved(state),
-            "data": self._data(),
-            "losses": [float(x) for x in losses],
-        }
+        extra = {"trainer": saved(state), "data": self._data(), "losses": losses}
         unknown = {self._metric: math.nan} if self._metric else {}
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
@@ -146,6 +147,12 @@ class RunFolder:
             )
         for step in reversed(later):
             self.checkpoints.delete(step)
+
+
+def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
+    """Notes SIGTERM, in the main thread, where Python takes signals."""
+    main = threading.current_thread() is threading.main_thread()
+    return Preemption() if main else contextlib.nullcontext()
 
 
 def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:

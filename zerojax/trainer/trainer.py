@@ -5,12 +5,11 @@ To change more than the arguments do, copy this file.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import operator
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.api import zero
-from zerojax.checkpoint import PREEMPTED, Preemption, export
+from zerojax.checkpoint import PREEMPTED, export
 from zerojax.checkpoint.processes import LONGEST, first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
@@ -33,9 +32,9 @@ from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import Loss, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.predictions import PredictionOutput
-from zerojax.trainer.progress import TrainingProgress
+from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
-from zerojax.trainer.run_folder import RunFolder
+from zerojax.trainer.run_folder import RunFolder, preemption_notice
 
 
 class TrainOutput(NamedTuple):
@@ -130,7 +129,7 @@ class Trainer:
         )  # fmt: skip
         self.train_state: Any = None  # made when first needed
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
-        self._losses: list[Any] = []  # since the last log
+        self._losses = MeanLoss()
         self._saved: int | None = None  # the step whose checkpoint has the present state
 
     def train(
@@ -151,10 +150,10 @@ class Trainer:
             raise ValueError("train: the Trainer has no train_dataset")
         args, epochs, reader = self.args, self.epochs, self._reader(self.train_dataset)
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
-        began, total, count = time.perf_counter(), 0.0, 0
+        began = time.perf_counter()
         with RunFolder(args, self.zero, epochs) as folder:
             begun = folder.begin(resume_from_checkpoint, self._fresh, self._abstract)
-            self.train_state, self.state, self._losses = begun
+            self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
             state, start, control = self.state, self.state.global_step, TrainerControl()
             self._saved, self.control = start if start else None, control
             self.callbacks("on_train_begin", state, control)
@@ -163,7 +162,7 @@ class Trainer:
             if args.eval_on_start and not start:
                 self.evaluate()
             bar = TrainingProgress(epochs.steps, start, self.zero.mesh, not args.disable_tqdm)
-            with bar, _preemption() as preemption:
+            with bar, preemption_notice() as preemption:
                 for step in range(start, epochs.steps):
                     if step % epochs.updates == 0:
                         self.callbacks("on_epoch_begin", state, control)
@@ -172,8 +171,7 @@ class Trainer:
                     self.train_state, metrics = self._model.update(
                         self._step, self.train_state, batch, jax.random.fold_in(key, step)
                     )
-                    jax.block_until_ready(self._losses[-1:])  # one step is in flight, no more
-                    self._losses.append(metrics["loss"])
+                    self._losses.add(metrics["loss"])
                     self._saved = None
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
                     bar.advance(epochs.batch, batch)
@@ -183,11 +181,10 @@ class Trainer:
                     due(args, state, control, epochs.updates)
                     preempted = preemption is not None and preemption.notice
                     if control.should_log:
-                        total, count = total + self._sum_of_losses(), count + len(self._losses)
                         bar.log(step + 1, self._log_step())
                     scores = self.evaluate() if control.should_evaluate and not preempted else {}
                     if control.should_save or preempted:
-                        folder.save(self.train_state, state, self._losses, scores)
+                        folder.save(self.train_state, state, self._losses.values(), scores)
                         self._saved = step + 1
                         self.callbacks("on_save", state, control)
                     if preempted:
@@ -203,10 +200,9 @@ class Trainer:
                 if (best := folder.checkpoints.best_step()) is not None:
                     self.train_state, self._saved = None, best  # room for the other state first
                     self.train_state = folder.checkpoints.restore(self._abstract(), best)
-        total, count = total + self._sum_of_losses(), count + len(self._losses)
         seconds, made = time.perf_counter() - began, state.global_step - start
         figures = {
-            "train_loss": total / count if count else float("nan"),
+            "train_loss": self._losses.of_run(),
             "train_runtime": seconds,
             "train_samples_per_second": made * epochs.batch / seconds,
             "train_steps_per_second": made / seconds,
@@ -223,8 +219,7 @@ class Trainer:
         """The loss and the metrics of all rows; rows that fill the last batch up do not count."""
         reader = self._reader(self.eval_dataset if eval_dataset is None else eval_dataset)
         run, state, args = self._evaluator.run, self.state, self.args
-        keep = self._keeps_predictions()
-        metrics = run(self._ready(), reader, metric_key_prefix, keep).metrics
+        metrics = run(self._ready(), reader, metric_key_prefix, self._keeps_predictions()).metrics
         self._log(metrics)
         self._evaluator.write(metrics, state.global_step * self.epochs.batch)
         value, best = metrics.get(args.metric_for_best_model, math.nan), state.best_metric
@@ -255,15 +250,12 @@ class Trainer:
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
         with RunFolder(self.args, self.zero, self.epochs) as folder:
             if self._saved is None:
-                folder.save(self._ready(), self.state, self._losses, {})
+                folder.save(self._ready(), self.state, self._losses.values(), {})
                 self._saved = self.state.global_step
             folder.checkpoints.wait()
-            source, step = folder.checkpoints.directory, self._saved
-
-            def write() -> None:
-                export(source, out, step=step, names=names)
-
-            first("save_model", write, LONGEST)
+            source = folder.checkpoints.directory
+            write = functools.partial(export, source, out, step=self._saved, names=names)
+            first("save_model", lambda: str(write().tensors), LONGEST)
         return out
 
     def _reader(self, dataset: Any) -> data.Reader:
@@ -291,15 +283,10 @@ class Trainer:
     def _keeps_predictions(self) -> bool:
         return self._evaluator.compute_metrics is not None and not self.args.prediction_loss_only
 
-    def _sum_of_losses(self) -> float:
-        return sum(map(float, self._losses))
-
     def _log_step(self) -> dict[str, float]:
         """Logs the mean loss since the last log, and the last step's figures."""
-        report = telemetry(self.train_state)
-        mean = self._sum_of_losses() / len(self._losses)
-        self._losses.clear()
-        logs = {"loss": mean, **{k: float(report[k]) for k in ("grad_norm", "learning_rate")}}
+        last, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
+        logs = {"loss": self._losses.take(), **{name: float(last[name]) for name in names}}
         self._log(logs)
         return logs
 
@@ -307,9 +294,3 @@ class Trainer:
         at = {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append({**logs, **at})
         self.callbacks("on_log", self.state, self.control, logs=logs)
-
-
-def _preemption() -> contextlib.AbstractContextManager[Preemption | None]:
-    """Notes SIGTERM, in the main thread, where Python takes signals."""
-    main = threading.current_thread() is threading.main_thread()
-    return Preemption() if main else contextlib.nullcontext()

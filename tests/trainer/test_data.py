@@ -68,8 +68,10 @@ def test_rows_that_make_no_batch(rows: list[Any], says: str) -> None:
 def test_what_is_no_dataset() -> None:
     with pytest.raises(ValueError, match="eval_dataset is empty"):
         check("eval_dataset", [])
-    with pytest.raises(TypeError, match="generator has no __len__"):
+    with pytest.raises(TypeError, match="generator has no rows by number"):
         check("train_dataset", (x for x in ()))
+    with pytest.raises(TypeError, match="dict has no rows by number"):
+        check("eval_dataset", {"a": [1]})
     with pytest.raises(ValueError, match=r"train_dataset has 7 rows, fewer than the 8 .* 4 x .* 1"):
         epochs(7)
     text = Reader([{"x": "a"}], None, zerojax.mesh(), numbers_only=False)

@@ -208,8 +208,14 @@ def test_the_best_model_metrics_callbacks_and_weights(tmp_path: Path) -> None:
     # A new run refuses the folder; one that starts from the parameters has them.
     with pytest.raises(CheckpointError, match="resume_from_checkpoint=True"):
         classifier(args).train()
-    begun = classifier(arguments(tmp_path / "b"), params=trainer.train_state.params)
+    given = trainer.train_state.params
+    begun = classifier(arguments(tmp_path / "b", max_steps=1), params=given)
     assert begun.evaluate()["eval_loss"] == min(losses)
+    assert begun.train().global_step == 1
+    np.testing.assert_array_equal(given["Dense_0"]["kernel"], dense["kernel"])  # still there
+    wrong = classifier(args, params=lambda like: {"Dense_0": {"kernel": np.zeros((8, 4))}})
+    with pytest.raises(ValueError, match=r"\['bias'\] is None where the model has \(4,\)"):
+        wrong.evaluate()
 
 
 class NnxClassifier(nnx.Module):
@@ -223,8 +229,10 @@ class NnxClassifier(nnx.Module):
 
 @pytest.mark.parametrize("made", [True, False], ids=["function", "module"])
 def test_nnx_and_a_path_to_go_on_from(made: bool, tmp_path: Path) -> None:
+    own = NnxClassifier(rngs=nnx.Rngs(42))
+
     def job(folder: str, **more: Any) -> Trainer:
-        model = NnxClassifier if made else NnxClassifier(rngs=nnx.Rngs(42))
+        model = NnxClassifier if made else own
         more = dict(num_train_epochs=2, save_total_limit=None) | more
         return classifier(arguments(tmp_path / folder, **more), model=model)
 
@@ -235,12 +243,19 @@ def test_nnx_and_a_path_to_go_on_from(made: bool, tmp_path: Path) -> None:
     logits = x @ np.asarray(model.dense.kernel[...]) + np.asarray(model.dense.bias[...])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert own.dense.kernel[...].shape == (8, 4)  # the caller's module is as before
+    assert np.isfinite(own.dense.kernel[...]).all()
     if made:
         resumed = job("b")
         resumed.train(resume_from_checkpoint=tmp_path / "a/checkpoints/5")
         assert resumed.state.global_step == 10
         kernel = resumed.train_state[0].dense.kernel[...]
         np.testing.assert_array_equal(kernel, model.dense.kernel[...])
+        begun = classifier(
+            arguments(tmp_path / "c"), model=NnxClassifier,
+            params=lambda like: jax.tree.map(lambda x: np.zeros(x.shape), like),
+        )  # fmt: skip
+        assert begun.evaluate()["eval_loss"] == pytest.approx(math.log(4))
 
 
 def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ def check(name: str, dataset: Any) -> int:
     Raises:
       ValueError, TypeError: The dataset is empty, or has no length or no rows by number.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    has = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has or isinstance(dataset, Mapping):
         raise TypeError(
-            f"{name}: {type(dataset).__name__} has no __len__ and __getitem__, which a run needs "
-            "to go on where it stopped: pass a list, a datasets.Dataset or a grain.MapDataset"
+            f"{name}: {type(dataset).__name__} has no rows by number and no length, which a run "
+            "needs to go on where it stopped: pass a list, a datasets.Dataset or a grain.MapDataset"
         )
     if not len(dataset):
         raise ValueError(f"{name} is empty: pass at least one row")

@@ -216,8 +216,13 @@ def _mean(given: Any) -> jax.Array:
     return mean
 
 
-def placed(params: Any, like: Any) -> Any:
-    """Arrays in the places and dtypes of others; each of the others is given up.
+def placed(params: Any, like: Any, *, own: bool = True) -> Any:
+    """Arrays in the places and dtypes of others.
+
+    Args:
+      params: The arrays.
+      like: The others, a tree of the same form.
+      own: Whether the arrays are the caller's, and copied: a step takes its state's memory over.
 
     Raises:
       ValueError: The trees or shapes differ.
@@ -233,7 +238,10 @@ def placed(params: Any, like: Any) -> Any:
                 f"params: {path} is {shapes[0]} where the model has {shapes[1]} (None: there is no "
                 "such parameter)"
             )
-    leaves = [jax.device_put(given[path].astype(x.dtype), x.sharding) for path, x in wanted.items()]
+    leaves = [
+        jax.device_put(given[path].astype(x.dtype), x.sharding, may_alias=not own)
+        for path, x in wanted.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -244,4 +252,4 @@ def as_params(source: Any, like: Any) -> Any:
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
     )
-    return placed(source(abstract), like)
+    return placed(source(abstract), like, own=False)

@@ -152,10 +152,13 @@ class Trainer:
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
         began = time.perf_counter()
         with RunFolder(args, self.zero, epochs) as folder:
-            begun = folder.begin(resume_from_checkpoint, self._fresh, self._abstract)
+            if self.state.global_step or resume_from_checkpoint:
+                self.train_state = None  # room for the other state first
+            begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
             self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
             state, start, control = self.state, self.state.global_step, TrainerControl()
-            self._saved, self.control = start if start else None, control
+            there, self.control = folder.checkpoints.all_steps(), control
+            self._saved = start if start in there else None
             self.callbacks("on_train_begin", state, control)
             if self._keeps_predictions() and args.eval_strategy != "no":
                 self._evaluator.try_metrics(self.train_state, self._reader(self.eval_dataset))
@@ -198,7 +201,7 @@ class Trainer:
             if args.load_best_model_at_end:
                 folder.checkpoints.wait()
                 if (best := folder.checkpoints.best_step()) is not None:
-                    self.train_state, self._saved = None, best  # room for the other state first
+                    self.train_state, self._saved = None, best
                     self.train_state = folder.checkpoints.restore(self._abstract(), best)
         seconds, made = time.perf_counter() - began, state.global_step - start
         figures = {

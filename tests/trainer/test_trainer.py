@@ -21,6 +21,7 @@ import zerojax
 from zerojax import Trainer, TrainingArguments
 from zerojax.checkpoint import PREEMPTED, CheckpointError
 from zerojax.models.gpt import GPT
+from zerojax.models.hugging_face.gpt2 import export_names, load
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.trainer import (
     EarlyStoppingCallback,
@@ -94,11 +95,12 @@ def test_losses_are_those_of_a_plain_loop(
     rates = logged(trainer, "learning_rate")
     np.testing.assert_allclose(rates[:4], [0, 1e-2 / 3, 2e-2 / 3, 1e-2], rtol=1e-6)
     if not more:
-        check_evaluation(trainer)
+        check_evaluation(trainer, tmp_path)
 
 
-def check_evaluation(trainer: Trainer) -> None:
-    """The loss over 21 rows, whose tokens count unequally, is that of all tokens at once."""
+def check_evaluation(trainer: Trainer, folder: Path) -> None:
+    """The loss over 21 rows, whose tokens count unequally, is that of all tokens at once; of the
+    weights in transformers' folder, too."""
     rng = np.random.default_rng(1)
     rows = []
     for row in TOKENS[:21]:
@@ -115,6 +117,14 @@ def check_evaluation(trainer: Trainer) -> None:
     assert output.predictions.shape == (21, 12, 64)
     np.testing.assert_array_equal(output.label_ids, labels)
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    written = trainer.save_model(names=export_names)
+    assert (written / "config.json").exists()
+    args = TrainingArguments(str(folder / "loaded"), fsdp="full_shard")
+    loaded = Trainer(
+        GPT(CONFIG), args, eval_dataset=rows, loss=causal_lm_loss,
+        params=lambda like: load(written, CONFIG, like=like),
+    )  # fmt: skip
+    assert loaded.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_killed_run_goes_on_bit_for_bit(
@@ -325,6 +335,8 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
 
 def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    with pytest.raises(TypeError, match="train_dataset: NoneType has no rows by number"):
+        classifier(args, train_dataset=None).train()
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
         classifier(args).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="the model gives no loss"):

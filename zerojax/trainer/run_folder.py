@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -36,9 +37,13 @@ class RunFolder:
       args: The run.
       zero: Of the run.
       epochs: How its data becomes updates.
+      model: The model's config; checkpoints have its fields, from which weights get their names.
     """
 
-    def __init__(self, args: TrainingArguments, zero: Zero, epochs: Epochs) -> None:
+    def __init__(
+        self, args: TrainingArguments, zero: Zero, epochs: Epochs, model: Any = None
+    ) -> None:
+        self._about = _fields(model)
         self._args, self._zero, self._epochs = args, zero, epochs
         self._metric = args.metric_for_best_model if args.load_best_model_at_end else None
         keep = args.save_total_limit
@@ -98,7 +103,9 @@ class RunFolder:
         scores: Mapping[str, float],
     ) -> None:
         """Saves in the background, with what a continued run needs."""
-        extra = {"trainer": saved(state), "data": self._data(), "losses": losses}
+        extra = {
+            "trainer": saved(state), "data": self._data(), "losses": losses, "model": self._about
+        }  # fmt: skip
         unknown = {self._metric: math.nan} if self._metric else {}
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
@@ -153,6 +160,14 @@ def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
     """Notes SIGTERM, in the main thread, where Python takes signals."""
     main = threading.current_thread() is threading.main_thread()
     return Preemption() if main else contextlib.nullcontext()
+
+
+def _fields(config: Any) -> dict[str, Any] | None:
+    """The fields of a config that JSON can hold; None where it is no dataclass."""
+    if not dataclasses.is_dataclass(config):
+        return None
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: v for k, v in values.items() if isinstance(v, int | float | str)}
 
 
 def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:

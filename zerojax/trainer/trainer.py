@@ -5,13 +5,13 @@ To change more than the arguments do, copy this file.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState, due
 from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
 from zerojax.trainer.losses import model_loss
-from zerojax.trainer.model import Loss, hidden_size, model_of
+from zerojax.trainer.model import Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
@@ -121,6 +121,7 @@ class Trainer:
         steps = self.epochs.steps
         config = resolved(args, world=world, steps=steps, hidden_size=hidden_size(model))
         self.zero = zero(config, mesh=mesh)
+        self._folder = partial(RunFolder, args, self.zero, self.epochs, config_of(model))
         self._tx = optimizer_of(args, self.zero, steps, optimizer)
         self._step = self._model.train_step(self.zero)
         self._evaluator = Evaluator(
@@ -146,12 +147,11 @@ class Trainer:
             mix its checkpoints with those of an earlier one.
           SystemExit: With status 75, after SIGTERM and a last checkpoint.
         """
-        if self.train_dataset is None:
-            raise ValueError("train: the Trainer has no train_dataset")
-        args, epochs, reader = self.args, self.epochs, self._reader(self.train_dataset)
+        args, epochs = self.args, self.epochs
+        reader = self._reader(self.train_dataset, "train_dataset")
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
         began = time.perf_counter()
-        with RunFolder(args, self.zero, epochs) as folder:
+        with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
                 self.train_state = None  # room for the other state first
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
@@ -251,18 +251,18 @@ class Trainer:
           names: What the tensors are called, as for :func:`zerojax.checkpoint.export`.
         """
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
-        with RunFolder(self.args, self.zero, self.epochs) as folder:
+        with self._folder() as folder:
             if self._saved is None:
                 folder.save(self._ready(), self.state, self._losses.values(), {})
                 self._saved = self.state.global_step
             folder.checkpoints.wait()
             source = folder.checkpoints.directory
-            write = functools.partial(export, source, out, step=self._saved, names=names)
+            write = partial(export, source, out, step=self._saved, names=names)
             first("save_model", lambda: str(write().tensors), LONGEST)
         return out
 
-    def _reader(self, dataset: Any) -> data.Reader:
-        data.check("the dataset", dataset)
+    def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
+        data.check(name, dataset)
         numbers = self.args.remove_unused_columns
         return data.Reader(dataset, self._collator, self.zero.mesh, numbers)
 

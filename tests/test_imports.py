@@ -41,6 +41,7 @@ ROOMS = (
     "api",
     "checkpoint",
     "models",
+    "trainer",
     "tuning",
     "doctor",
     "launch",

@@ -42,6 +42,8 @@ if _TYPE_CHECKING:
     from zerojax.trace.gradients import grad as grad
     from zerojax.trace.gradients import value_and_grad as value_and_grad
     from zerojax.trace.gradients import weighted_mean as weighted_mean
+    from zerojax.trainer.arguments import TrainingArguments as TrainingArguments
+    from zerojax.trainer.trainer import Trainer as Trainer
     from zerojax.tuning.fit import Fitted as Fitted
     from zerojax.tuning.fit import fit as fit
     from zerojax.tuning.workload import Workload as Workload
@@ -55,6 +57,8 @@ _MODULES = {
     "LossScaleError": "monitor.after_step",
     "OutOfMemoryError": "foresight.guard",
     "Plan": "plan.plan",
+    "Trainer": "trainer.trainer",
+    "TrainingArguments": "trainer.arguments",
     "Workload": "tuning.workload",
     "Zero": "api",
     "ZeroConfig": "config",

@@ -1,0 +1,81 @@
+"""Rows: their order, their reading, their forms."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax import TrainingArguments
+from zerojax.trainer.data import Epochs, Reader, check, stacked
+
+
+def epochs(rows: int, world: int = 2, **more: Any) -> Epochs:
+    args = TrainingArguments("out", per_device_train_batch_size=4, **more)
+    return Epochs.of([0] * rows, args, world)
+
+
+def test_an_epoch_sees_every_row_and_fills_its_last_batch_with_its_first() -> None:
+    made = epochs(20, num_train_epochs=2.5)
+    assert (made.updates, made.steps) == (3, 8)
+    first = np.concatenate([made.indices(step) for step in range(3)])
+    assert sorted(first[:20]) == [*range(20)]
+    assert list(first[20:]) == list(first[:4])
+    second = np.concatenate([made.indices(step) for step in range(3, 6)])
+    assert list(second) != list(first)
+    assert list(made.indices(4)) == list(epochs(20).indices(4))  # of seed and step alone
+
+
+def test_drop_last_and_max_steps() -> None:
+    assert epochs(20, dataloader_drop_last=True).updates == 2
+    assert epochs(20, max_steps=7).steps == 7
+    assert list(epochs(20, data_seed=1).indices(0)) != list(epochs(20).indices(0))
+
+
+class Listed:
+    """As ``datasets.Dataset``: many rows at once."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
+        return [{"x": [i, i], "text": "a", "words": ["b"], "none": None} for i in indices]
+
+
+def test_a_dataset_that_gives_many_rows_is_asked_for_many() -> None:
+    batches = [*Reader(Listed(), None, zerojax.mesh()).all(2)]
+    assert [rows for rows, _ in batches] == [2, 2, 1]
+    assert {name: x.tolist() for name, x in batches[1][1].items()} == {"x": [[2, 2], [3, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"x": [1]}, {"x": [1, 2]}], r"x: rows of shapes \(1,\) and \(2,\): pad"),
+        ([{"x": 1}, {"y": 1}], "some rows have no x"),
+        ([(1, 2)], "a row is tuple, not a dict: pass data_collator"),
+    ],
+)
+def test_rows_that_make_no_batch(rows: list[Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        stacked(rows)
+
+
+def test_what_is_no_dataset() -> None:
+    with pytest.raises(ValueError, match="eval_dataset is empty"):
+        check("eval_dataset", [])
+    with pytest.raises(TypeError, match="generator has no rows by number"):
+        check("train_dataset", (x for x in ()))
+    with pytest.raises(TypeError, match="dict has no rows by number"):
+        check("eval_dataset", {"a": [1]})
+    with pytest.raises(ValueError, match=r"train_dataset has 7 rows, fewer than the 8 .* 4 x .* 1"):
+        epochs(7)
+    text = Reader([{"x": "a"}], None, zerojax.mesh(), numbers_only=False)
+    with pytest.raises(TypeError, match="the batch's x is <U1"):
+        text.sample()
+    with pytest.raises(TypeError, match="data_collator gave list"):
+        Reader([{"x": 1}], lambda rows: rows, zerojax.mesh()).sample()  # type: ignore[arg-type]

@@ -1,0 +1,37 @@
+"""Two processes, each with its own rows, have the numbers of one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer.jobs import POINTS, Classifier
+
+from zerojax import Trainer, TrainingArguments
+from zerojax.trainer import classification_loss
+
+
+def job(process: int, folder: str) -> tuple[list[float], list[float], Any]:
+    """Losses of training and of evaluations of 21 rows, and the predictions."""
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=1, num_train_epochs=2, fsdp="full_shard",
+        logging_steps=1, eval_strategy="epoch", save_steps=10, learning_rate=0.05,
+    )  # fmt: skip
+    data: Any = dict(train_dataset=POINTS, eval_dataset=POINTS[:21], loss=classification_loss)
+    trainer = Trainer(Classifier(), args, **data)
+    trainer.train()
+    output = trainer.predict(POINTS[:21])
+    history = trainer.state.log_history
+    losses = ([log[name] for log in history if name in log] for name in ("loss", "eval_loss"))
+    return (*losses, output.predictions)
+
+
+@pytest.mark.sweep
+def test_two_processes_have_the_numbers_of_one(
+    in_two_processes: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    alone = job(0, str(tmp_path / "one"))
+    for each in in_two_processes(job, str(tmp_path / "two")):
+        for ours, theirs in zip(each, alone, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,16 @@
+"""Hugging Face's Trainer over ``@zero``: its arguments, its loop, its callbacks.
+
+See :class:`Trainer`.
+"""
+
+from zerojax.trainer.arguments import TrainingArguments as TrainingArguments
+from zerojax.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from zerojax.trainer.callbacks import TrainerCallback as TrainerCallback
+from zerojax.trainer.callbacks import TrainerControl as TrainerControl
+from zerojax.trainer.callbacks import TrainerState as TrainerState
+from zerojax.trainer.losses import causal_lm_loss as causal_lm_loss
+from zerojax.trainer.losses import classification_loss as classification_loss
+from zerojax.trainer.predictions import EvalPrediction as EvalPrediction
+from zerojax.trainer.predictions import PredictionOutput as PredictionOutput
+from zerojax.trainer.trainer import Trainer as Trainer
+from zerojax.trainer.trainer import TrainOutput as TrainOutput

@@ -1,0 +1,276 @@
+"""``TrainingArguments``: a run, under the names of Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, StrictStr
+
+from zerojax.config.errors import ConfigError, closest, hint, shown
+from zerojax.config.keys.row import (
+    ABOVE_ZERO,
+    AMOUNT,
+    ANYTHING,
+    BETA,
+    FLAG,
+    FRACTION,
+    INTEGER,
+    OBJECT,
+    POSITIVE,
+    TEXT,
+    WHOLE,
+    ValueKind,
+    choice,
+    optional,
+)
+from zerojax.distributed import log
+from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT
+from zerojax.trainer.schedules import SCHEDULES
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "AdamW"),
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "lion_32bit": "Lion",
+}
+"""The optimizer of the JSON's table for each name of Hugging Face's."""
+
+MONITORS = ("tensorboard", "wandb", "csv")
+
+_STAGES = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
+
+_STRATEGY = choice("no", "steps", "epoch")
+_PATH = ValueKind("a path", Annotated[StrictStr, BeforeValidator(lambda x: _text(x))])
+_NAMES = ValueKind(
+    "a name or a list of names",
+    Annotated[tuple[StrictStr, ...], BeforeValidator(lambda x: _listed(x))],
+)
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _listed(value: Any) -> Any:
+    if value is None or value is False:
+        return ()
+    return tuple(value.split()) if isinstance(value, str) else value
+
+
+def _of(kind: ValueKind, default: Any) -> Any:
+    return field(default=default, metadata={"kind": kind})
+
+
+@dataclass(frozen=True, init=False, kw_only=True)
+class TrainingArguments:
+    """The arguments of a run, as Hugging Face's Trainer has them, with the same defaults.
+
+    Further arguments of Hugging Face's are taken, too: one without effect here says so in a line,
+    and one whose meaning zerojax lacks is an error that names the way. With ``deepspeed`` an "auto"
+    in the JSON becomes the argument's value, and so does what the JSON leaves out.
+
+    Args:
+      output_dir: The folder of checkpoints (``checkpoints/STEP``) and logs.
+      **arguments: By the names below.
+
+    Attributes:
+      overwrite_output_dir: Whether a new run removes the checkpoints of an earlier one.
+      per_device_train_batch_size: Rows of one device in one micro-batch.
+      per_device_eval_batch_size: Rows of one device in one batch of an evaluation.
+      gradient_accumulation_steps: Micro-batches per update.
+      learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim: The optimizer.
+      max_grad_norm: The largest global norm of a gradient; 0 turns clipping off.
+      num_train_epochs: Epochs; 1.5 ends in the middle of the second.
+      max_steps: Updates in place of epochs, where above 0.
+      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules`.
+      warmup_steps, warmup_ratio: Updates of the warm-up, or their share of all.
+      bf16, fp16: The compute dtype; master weights stay float32.
+      gradient_checkpointing: Whether the model's blocks are computed again in the backward pass, by
+        its option ``remat``.
+      logging_strategy, logging_steps, logging_first_step: When the loss is logged. A number of
+        steps below 1 is the share of all.
+      eval_strategy, eval_steps, eval_on_start, eval_delay: When ``eval_dataset`` is evaluated.
+      prediction_loss_only: Whether evaluations leave predictions and ``compute_metrics`` out.
+      save_strategy, save_steps, save_total_limit: When checkpoints are saved, and how many stay.
+      load_best_model_at_end, metric_for_best_model, greater_is_better: Whether ``train`` ends with
+        the parameters of the best checkpoint.
+      report_to: "tensorboard", "wandb", "csv", "all" (those installed) or "none".
+      logging_dir, run_name, project: The folder of logs, and the run's name there.
+      seed, data_seed: The seed of parameters and dropout, and of the order of rows.
+      dataloader_drop_last: Whether rows beyond the last whole batch of an epoch are left out. By
+        default the epoch's first rows fill that batch up, as Accelerate does.
+      remove_unused_columns: Whether columns that are not numbers are left out.
+      label_names: The fields that are labels.
+      disable_tqdm: Whether the progress bar is left out.
+      deepspeed: The DeepSpeed JSON, as a path or a dict.
+      fsdp: In place of ``deepspeed``: "full_shard" (stage 3), "shard_grad_op" (2), "no_shard", each
+        with "offload" if wanted. Without both, plain data parallelism (stage 0).
+      given: The names of the arguments that were given.
+
+    Raises:
+      ConfigError: A line for each wrong value, unknown name and contradiction.
+
+    Example:
+      >>> TrainingArguments("out", max_steps=100, warmup_ratio=0.06).warmup(100)
+      6
+      >>> TrainingArguments("out", learning_rat=1e-4)
+      Traceback (most recent call last):
+      zerojax.config.errors.ConfigError: TrainingArguments: learning_rat: unknown argument; \
+did you mean `learning_rate`?
+    """
+
+    output_dir: str = _of(_PATH, "trainer_output")
+    overwrite_output_dir: bool = _of(FLAG, False)
+    per_device_train_batch_size: int = _of(POSITIVE, 8)
+    per_device_eval_batch_size: int = _of(POSITIVE, 8)
+    gradient_accumulation_steps: int = _of(POSITIVE, 1)
+    learning_rate: float = _of(AMOUNT, 5e-5)
+    weight_decay: float = _of(AMOUNT, 0.0)
+    adam_beta1: float = _of(BETA, 0.9)
+    adam_beta2: float = _of(BETA, 0.999)
+    adam_epsilon: float = _of(AMOUNT, 1e-8)
+    optim: str = _of(choice(*OPTIMIZERS), "adamw_torch")
+    max_grad_norm: float = _of(AMOUNT, 1.0)
+    num_train_epochs: float = _of(ABOVE_ZERO, 3.0)
+    max_steps: int = _of(INTEGER, -1)
+    lr_scheduler_type: str = _of(choice(*SCHEDULES), "linear")
+    lr_scheduler_kwargs: Mapping[str, Any] | None = _of(optional(OBJECT), None)
+    warmup_steps: float = _of(AMOUNT, 0)
+    warmup_ratio: float = _of(optional(FRACTION), 0.0)
+    bf16: bool = _of(FLAG, False)
+    fp16: bool = _of(FLAG, False)
+    gradient_checkpointing: bool = _of(optional(FLAG), False)
+    logging_strategy: str = _of(_STRATEGY, "steps")
+    logging_steps: float = _of(ABOVE_ZERO, 500)
+    logging_first_step: bool = _of(FLAG, False)
+    eval_strategy: str = _of(_STRATEGY, "no")
+    eval_steps: float | None = _of(optional(ABOVE_ZERO), None)
+    eval_on_start: bool = _of(FLAG, False)
+    eval_delay: float = _of(AMOUNT, 0)
+    prediction_loss_only: bool = _of(FLAG, False)
+    save_strategy: str = _of(_STRATEGY, "steps")
+    save_steps: float = _of(ABOVE_ZERO, 500)
+    save_total_limit: int | None = _of(optional(POSITIVE), None)
+    load_best_model_at_end: bool = _of(FLAG, False)
+    metric_for_best_model: str = _of(optional(TEXT), None)
+    greater_is_better: bool = _of(optional(FLAG), None)
+    report_to: tuple[str, ...] = _of(_NAMES, ())
+    logging_dir: str | None = _of(optional(_PATH), None)
+    run_name: str | None = _of(optional(TEXT), None)
+    project: str | None = _of(optional(TEXT), None)
+    seed: int = _of(WHOLE, 42)
+    data_seed: int | None = _of(optional(WHOLE), None)
+    dataloader_drop_last: bool = _of(FLAG, False)
+    remove_unused_columns: bool = _of(FLAG, True)
+    label_names: tuple[str, ...] = _of(_NAMES, ("labels",))
+    disable_tqdm: bool = _of(optional(FLAG), False)
+    deepspeed: Any = field(default=None, metadata={"kind": ANYTHING})
+    fsdp: tuple[str, ...] = _of(_NAMES, ())
+    given: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
+        given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
+        own = {f.name: f for f in fields(self) if f.init}
+        problems = [*_others(given, own)]
+        for name, f in own.items():
+            value = given.get(name, f.default)
+            try:
+                value = f.metadata["kind"].check(value)
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+                value = f.default
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "given", frozenset(given))
+        self._settle()
+        problems += self._contradictions()
+        if problems:
+            raise ConfigError(problems, "TrainingArguments")
+        unused = [f"{name} ({WITHOUT_EFFECT[name]})" for name in given if name in WITHOUT_EFFECT]
+        if self.eval_strategy != "steps" and self.eval_steps is not None:
+            unused.append(f'eval_steps (eval_strategy is "{self.eval_strategy}")')
+        if unused:
+            log.warning("TrainingArguments without effect here: %s", "; ".join(unused))
+
+    def _settle(self) -> None:
+        """Fills in what follows from other arguments."""
+        metric = self.metric_for_best_model or "loss"
+        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        object.__setattr__(self, "metric_for_best_model", metric)
+        if self.greater_is_better is None:
+            object.__setattr__(self, "greater_is_better", not metric.endswith("loss"))
+        report = self.report_to
+        if report == ("all",):
+            report = tuple(n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n))
+        object.__setattr__(self, "report_to", () if report == ("none",) else report)
+        object.__setattr__(self, "label_names", self.label_names or ("labels",))
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.bf16 and self.fp16:
+            yield "bf16 and fp16 are both true; choose one"
+        for name in self.report_to:
+            if name not in MONITORS:
+                yield f'report_to: {shown(name)} is none of {", ".join(MONITORS)}, "all", "none"'
+        for name in self.fsdp:
+            if name not in (*_STAGES, "auto_wrap", "offload"):
+                yield (
+                    f"fsdp: {shown(name)} is none of {', '.join(_STAGES)}, auto_wrap, offload; for "
+                    'hybrid sharding pass deepspeed={"zero_optimization": {"stage": 3, '
+                    '"mics_shard_size": 8}}'
+                )
+        if self.fsdp and self.deepspeed is not None:
+            yield "fsdp and deepspeed are both given; keep one"
+        if not self.load_best_model_at_end:
+            return
+        if self.eval_strategy != self.save_strategy or self.save_strategy == "no":
+            yield (
+                "load_best_model_at_end needs an evaluation before each save: eval_strategy is "
+                f'"{self.eval_strategy}", save_strategy "{self.save_strategy}"; give both the same'
+            )
+        elif self.save_strategy == "steps" and self.save_steps % (self.eval_steps or
+                                                                  self.logging_steps):  # fmt: skip
+            yield (
+                "load_best_model_at_end needs an evaluation before each save: save_steps = "
+                f"{self.save_steps:g} is no multiple of eval_steps = "
+                f"{self.eval_steps or self.logging_steps:g}"
+            )
+
+    @property
+    def stage(self) -> int:
+        """The stage that ``fsdp`` stands for."""
+        return max((_STAGES[name] for name in self.fsdp if name in _STAGES), default=0)
+
+    def warmup(self, steps: int) -> int:
+        """Updates of the warm-up, of so many in all."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
+
+    def every(self, event: str, steps: int, epoch: int) -> int:
+        """Updates from one "logging", "eval" or "save" to the next; 0 for never.
+
+        Args:
+          event: Its name.
+          steps: Updates of the run.
+          epoch: Updates of an epoch.
+        """
+        strategy = getattr(self, f"{event}_strategy")
+        if strategy != "steps":
+            return epoch if strategy == "epoch" else 0
+        number = getattr(self, f"{event}_steps") or self.logging_steps
+        return math.ceil(number * steps) if number < 1 else int(number)
+
+
+def _others(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """A problem for each argument that is unknown, or that zerojax refuses."""
+    known = [*own, *WITHOUT_EFFECT, *REFUSED]
+    for name, value in given.items():
+        off, why = REFUSED.get(name, ((), ""))
+        if why and value not in off:
+            yield f"{name} = {shown(value)} is not supported: {why}"
+        elif name not in known:
+            yield f"{name}: unknown argument; {hint(name, closest(name, known), 'take it out')}"

@@ -1,0 +1,147 @@
+"""Evaluation of a whole dataset: the loss over all its rows, predictions, metrics."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.api import Zero
+from zerojax.monitor.writers import MetricsWriter, open_writers
+from zerojax.trainer.data import Reader
+from zerojax.trainer.losses import Forward
+from zerojax.trainer.model import Model
+from zerojax.trainer.predictions import EvalPrediction, PredictionOutput, joined, to_host
+
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, Any]]
+Preprocess = Callable[[Any, Any], Any]
+
+
+class Evaluator:
+    """Evaluates a model.
+
+    ``zero.evaluate`` fills a batch's rows up to the devices with copies that do not count, so that
+    a dataset of any size has the numbers of plain evaluation: the mean over its rows of a loss that
+    is a scalar, and the weighted mean over all its tokens of one that is a pair.
+
+    Args:
+      model: What is evaluated.
+      zero: Of the run.
+      rows: Of a batch, over all devices.
+      labels: The names of labels.
+      compute_metrics, preprocess: As for the Trainer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        zero: Zero,
+        rows: int,
+        labels: tuple[str, ...],
+        compute_metrics: ComputeMetrics | None,
+        preprocess: Preprocess | None,
+    ) -> None:
+        self._model, self._zero, self._rows, self._labels = model, zero, rows, labels
+        self.compute_metrics, self._preprocess = compute_metrics, preprocess
+        self._loss_alone = model.evaluate(zero, _loss)
+        self._with_predictions = model.evaluate(zero, self._kept)
+        self._writers: list[MetricsWriter] = []
+
+    def run(
+        self, state: Any, reader: Reader, prefix: str, keep: bool, limit: int | None = None
+    ) -> PredictionOutput:
+        """All rows of a dataset, or the first ``limit``; predictions where ``keep`` asks for them.
+
+        Raises:
+          TypeError: ``compute_metrics`` does not return a dict.
+          Exception: Whatever ``compute_metrics`` raises, with a note of the shapes that it got.
+        """
+        began, losses, weights = time.perf_counter(), [], []
+        predictions, labels, n = [], [], 0
+        function = self._with_predictions if keep else self._loss_alone
+        for rows, batch in reader.all(self._rows, limit):
+            out = self._model.evaluated(function, state, batch)
+            value, weight = out["loss"] or (0.0, 0.0)
+            # A mean over these rows, or a sum with its weight.
+            losses.append(value * rows if weight is None else value)
+            weights.append(rows if weight is None else weight)
+            if keep:
+                predictions.append(to_host(out["predictions"]))
+                labels.append(to_host(out["labels"]))
+            n += rows
+        metrics: dict[str, float] = {}
+        if total := sum(map(float, weights)):
+            metrics[f"{prefix}_loss"] = sum(map(float, losses)) / total
+        given = EvalPrediction(joined(predictions), joined(labels))
+        if keep and self.compute_metrics is not None and given.label_ids is not None:
+            metrics |= self._computed(given, prefix)
+        seconds = time.perf_counter() - began
+        figures = {"runtime": seconds, "samples_per_second": n / seconds}
+        metrics |= {f"{prefix}_{name}": value for name, value in figures.items()}
+        return PredictionOutput(*given, metrics)
+
+    def _computed(self, given: EvalPrediction, prefix: str) -> dict[str, float]:
+        assert self.compute_metrics is not None
+        try:
+            computed = self.compute_metrics(given)
+            if not isinstance(computed, Mapping):
+                raise TypeError(
+                    f"compute_metrics returned {type(computed).__name__}; return a dict of numbers"
+                )
+            plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in computed.items()}
+            json.dumps(plain)  # checkpoints hold the history
+        except Exception as error:
+            shapes = jax.tree.map(np.shape, tuple(given))
+            error.add_note(
+                f"Raised by compute_metrics, of predictions {shapes[0]} and label_ids {shapes[1]}."
+            )
+            raise
+        return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
+
+    def try_metrics(self, state: Any, reader: Reader) -> None:
+        """Evaluates one batch, so that a ``compute_metrics`` that raises does so before any step.
+
+        A metric may be undefined for so few rows, so that the whole dataset decides.
+        """
+        limit = min(self._rows, len(reader.dataset))
+        try:
+            self.run(state, reader, "eval", True, limit)
+        except Exception:
+            self.run(state, reader, "eval", True)
+
+    def _kept(self, forward: Forward, batch: Mapping[str, Any]) -> dict[str, Any]:
+        predictions: Any = forward.predictions
+        labels = {name: batch[name] for name in self._labels if name in batch}
+        if self._preprocess is not None:
+            one, label = (
+                (next(iter(x.values())) if len(x) == 1 else tuple(x.values()) or None)
+                for x in (predictions, labels)
+            )
+            predictions = {"predictions": self._preprocess(one, label)}
+        return _loss(forward, batch) | {"predictions": predictions, "labels": labels}
+
+    def write(self, metrics: Mapping[str, Any], samples: int) -> None:
+        """Writes an evaluation's metrics to the config's monitors, in process 0."""
+        if jax.process_index():
+            return
+        self._writers = self._writers or open_writers(self._zero.config)
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        events = [(f"Eval/Samples/{k}", v, samples) for k, v in numbers.items()]
+        for writer in self._writers:
+            writer.write(events)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+
+def _loss(forward: Forward, batch: Any) -> dict[str, Any]:
+    """The batch's loss: (sum, weight) of a pair, (mean, None) of a scalar, or None."""
+    mean = None if forward.mean is None else (forward.mean, None)
+    return {"loss": mean if forward.sums is None else forward.sums}

@@ -1,0 +1,82 @@
+"""Arguments of Hugging Face's that change nothing here, and those that zerojax refuses."""
+
+from typing import Any
+
+_SCRIPT = "scripts read it, Trainer does not"
+_LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
+_TORCH = "it steers PyTorch"
+_XLA = "XLA compiles every step"
+_LOGS = 'logging.getLogger("zerojax") has the level, and process 0 speaks for all'
+_HUB = "nothing is pushed to a hub"
+_PLACES = "a launcher or JAX_PLATFORMS chooses devices and processes"
+_ALWAYS = "always so"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    name: why
+    for names, why in (
+        ("do_train do_eval do_predict resume_from_checkpoint", _SCRIPT),
+        ("dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
+         "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order", _LOOP),
+        ("gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+         "`use_reentrant` chooses between PyTorch's two ways"),
+        ("torch_empty_cache_steps ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb "
+         "ddp_broadcast_buffers ddp_timeout half_precision_backend fp16_backend fp16_opt_level "
+         "use_legacy_prediction_loop ddp_static_graph jit_mode_eval use_ipex "
+         "dispatch_batches split_batches", _TORCH),
+        ("torch_compile torch_compile_backend torch_compile_mode torchdynamo", _XLA),
+        ("use_liger_kernel liger_kernel_config", "the model chooses its kernels"),
+        ("log_level log_level_replica log_on_each_node", _LOGS),
+        ("logging_nan_inf_filter", "a loss that is not finite is logged as it is"),
+        ("tf32", "jax.default_matmul_precision chooses the precision of float32 products"),
+        ("local_rank tpu_num_cores use_cpu no_cuda use_mps_device ray_scope xpu_backend", _PLACES),
+        ("save_safetensors full_determinism average_tokens_across_devices "
+         "enable_jit_checkpoint save_on_each_node", _ALWAYS),
+        ("eval_accumulation_steps", "predictions go to host memory batch by batch"),
+        ("skip_memory_metrics include_tokens_per_second include_num_input_tokens_seen "
+         "tpu_metrics_debug", "the progress line has tokens/s and memory"),
+        ("hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision "
+         "push_to_hub_model_id push_to_hub_organization push_to_hub_token", _HUB),
+        ("fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
+         "every parameter is cut by itself, and no layer is wrapped"),
+        ("trackio_space_id trackio_bucket_id trackio_static_space_id", "trackio is not written to"),
+        ("use_cache", "a training step keeps no cache of keys and values"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""The reason for each argument that has no effect."""
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "label_smoothing_factor": ((0, 0.0), "smooth the labels in loss="),
+    "group_by_length": ((False,), "sort the dataset"),
+    "train_sampling_strategy": (("random",), "write the loop yourself for another order"),
+    "length_column_name": (("length",), "sort the dataset"),
+    "push_to_hub": ((False,), "save_model() writes a folder to push"),
+    "auto_find_batch_size": ((False,), "`python -m zerojax fit` finds the batch that fits"),
+    "neftune_noise_alpha": ((None,), "add the noise in loss="),
+    "past_index": ((-1,), "no model here returns a past"),
+    "adafactor": ((False,), "Trainer(optimizer=optax.adafactor(...)) takes any optax optimizer"),
+    "optim_args": ((None, ""), "Trainer(optimizer=...) takes any optax optimizer"),
+    "optim_target_modules": ((None,), "Trainer(optimizer=...) takes any optax optimizer"),
+    "bf16_full_eval": ((False,), "bf16=True evaluates in bfloat16, too"),
+    "fp16_full_eval": ((False,), "fp16=True evaluates in float16, too"),
+    "save_only_model": ((False,), "checkpoints have the optimizer's state; save_model() has not"),
+    "ignore_data_skip": ((False,), "a continued run reads on where it stood"),
+    "restore_callback_states_from_checkpoint": ((False,), "callbacks keep no state"),
+    "batch_eval_metrics": ((False,), "compute_metrics gets all rows at once"),
+    "eval_do_concat_batches": ((True,), "predictions are joined"),
+    "eval_use_gather_object": ((False,), "predictions are arrays"),
+    "include_inputs_for_metrics": ((False,), "return inputs from loss= beside `loss`"),
+    "include_for_metrics": (([], (), None), "return them from loss= beside `loss`"),
+    "accelerator_config": ((None,), "zerojax's own loop has no Accelerator"),
+    "parallelism_config": ((None,), "Trainer(mesh=...) takes a mesh"),
+    "debug": (("", [], ()), "`python -m zerojax doctor` and JAX's own switches find faults"),
+}
+"""The values that an argument may have, and what to do in place of others."""
+
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+}
+"""Present names by old ones."""

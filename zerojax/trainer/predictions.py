@@ -1,0 +1,67 @@
+"""Predictions of an evaluation, brought to the host and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax.trainer.losses import IGNORED
+
+
+class EvalPrediction(NamedTuple):
+    """What ``compute_metrics`` gets: all rows, in order, in every process.
+
+    Attributes:
+      predictions: The model's results beside the loss; a tuple where it has several.
+      label_ids: The labels; a tuple where ``label_names`` has several, None without any.
+    """
+
+    predictions: Any
+    label_ids: Any
+
+
+class PredictionOutput(NamedTuple):
+    """What ``predict`` returns: the fields of :class:`EvalPrediction`, and the metrics."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of all processes as NumPy's."""
+
+    def whole(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return np.asarray(x)
+
+    return jax.tree.map(whole, tree)
+
+
+def joined(parts: list[dict[str, Any]]) -> Any:
+    """Batches one after the other; rows of several lengths are filled up with -100.
+
+    Example:
+      >>> joined([{"logits": np.ones((1, 2), int)}, {"logits": np.ones((1, 3), int)}]).tolist()
+      [[1, 1, -100], [1, 1, 1]]
+    """
+    columns = [_concatenated([part[name] for part in parts]) for name in (parts or [{}])[0]]
+    return columns[0] if len(columns) == 1 else tuple(columns) or None
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Mapping):
+        return {k: _concatenated([part[k] for part in parts]) for k in parts[0]}
+    if isinstance(parts[0], tuple | list):
+        return tuple(_concatenated([*each]) for each in zip(*parts, strict=True))
+    if parts[0].ndim < 2 or len({x.shape[1] for x in parts}) == 1:
+        return np.concatenate(parts)
+    longest = max(x.shape[1] for x in parts)
+    fill = [((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)) for x in parts]
+    filled = (np.pad(x, f, constant_values=IGNORED) for x, f in zip(parts, fill, strict=True))
+    return np.concatenate([*filled])

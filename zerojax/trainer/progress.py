@@ -1,0 +1,129 @@
+"""What a run shows: a bar with time left, tokens/s and memory on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class TrainingProgress:
+    """Times steps and prints, in process 0.
+
+    Args:
+      steps: Updates of the run.
+      done: Those made before.
+      mesh: The devices.
+      bar: Whether a terminal gets a bar.
+    """
+
+    def __init__(self, steps: int, done: int, mesh: Mesh, bar: bool) -> None:
+        speaks = jax.process_index() == 0
+        self._console = Console(quiet=not speaks)
+        self._steps, self._mesh = steps, mesh
+        self._mark: float | None = None
+        self._seconds, self._tokens, self._rows = 0.0, 0, 0
+        self._bar = Progress(
+            TextColumn("step {task.completed:>5}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (bar and speaks and self._console.is_terminal),
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done, figures="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, rows: int, batch: Mapping[str, Any]) -> None:
+        """An update of so many rows, those of all processes, is under way."""
+        shape = batch["input_ids"].shape[1:] if "input_ids" in batch else None
+        if self._mark is not None:
+            self._seconds += time.perf_counter() - self._mark
+            self._rows += rows
+            self._tokens += 0 if shape is None else rows * math.prod(shape)
+        self._mark = time.perf_counter()  # the first one compiles, and is not counted
+        self._bar.advance(self._task)
+
+    def restart(self) -> None:
+        """Counts no time since the last update: of an evaluation, say."""
+        self._mark = self._mark and time.perf_counter()
+
+    def log(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Prints the figures of a log; the loss has been read, so that the device is done."""
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
+        self._bar.update(self._task, figures=self._pace())
+        self._console.print(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}  {self._pace()}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _pace(self) -> str:
+        number, unit = (self._tokens, "tokens/s") if self._tokens else (self._rows, "rows/s")
+        pace = f"{number / self._seconds:,.0f} {unit}  " if self._seconds else ""
+        return f"{pace}{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
+
+
+class MeanLoss:
+    """The losses of a run's steps, read when they are logged.
+
+    Args:
+      values: Those since the last log, of the run before it stopped.
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._since: list[Any] = [*values]
+        self._sum, self._count = 0.0, 0
+
+    def add(self, loss: jax.Array) -> None:
+        """Takes a step's loss, and waits for the step before: one is in flight, no more."""
+        jax.block_until_ready(self._since[-1:])
+        self._since.append(loss)
+
+    def values(self) -> list[float]:
+        """The losses since the last log."""
+        return [*map(float, self._since)]
+
+    def take(self) -> float:
+        """Their mean; the next log begins after them."""
+        values = self.values()
+        self._sum, self._count = self._sum + sum(values), self._count + len(values)
+        self._since.clear()
+        return sum(values) / len(values) if values else math.nan
+
+    def of_run(self) -> float:
+        """The mean of all losses."""
+        self.take()
+        return self._sum / self._count if self._count else math.nan
+
+
+def _device_bytes(mesh: Mesh) -> int:
+    """The fullest device's own peak where it keeps one, else the bytes of placed arrays now."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if all("peak_bytes_in_use" in each for each in stats):
+        return max(each["peak_bytes_in_use"] for each in stats)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.live_arrays()
+        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind == "device"
+    )

@@ -1,0 +1,203 @@
+"""The config that a run's arguments stand for, alone or with a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zerojax.config.errors import ConfigError, shown
+from zerojax.config.json_file import read_json, source_of
+from zerojax.config.keys import KEYS, rename
+from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.row import ZERO
+from zerojax.trainer.arguments import TrainingArguments
+
+
+class Entry(NamedTuple):
+    """What the arguments say of one key of the JSON.
+
+    Attributes:
+      path: The key, dotted.
+      value: Its value.
+      names: The arguments that say so; none for a value that only takes the place of "auto".
+      absent: Whether a JSON without the key gets the value, too.
+    """
+
+    path: str
+    value: Any
+    names: tuple[str, ...] = ()
+    absent: bool = True
+
+
+def resolved(
+    args: TrainingArguments, *, world: int, steps: int, hidden_size: int | None = None
+) -> dict[str, Any]:
+    """A config in DeepSpeed's form, for :func:`zerojax.zero`.
+
+    Every "auto" that transformers' integration resolves (``integrations/deepspeed.py``) becomes
+    what the arguments say. So do keys that the JSON leaves out, where there DeepSpeed's default
+    would hold against the argument. Without ``hidden_size`` an "auto" that follows from it is left
+    to the loader.
+
+    Args:
+      args: The arguments.
+      world: Data-parallel devices.
+      steps: Updates of the run.
+      hidden_size: The width of the model.
+
+    Raises:
+      ConfigError: A value of the JSON and an argument contradict each other; the line has both.
+
+    Example:
+      >>> args = TrainingArguments("out", learning_rate=1e-4, max_grad_norm=0.5, deepspeed={
+      ...     "gradient_clipping": "auto", "optimizer": {"type": "Lion", "params": {"lr": "auto"}}})
+      >>> config = resolved(args, world=8, steps=100)
+      >>> config["gradient_clipping"], config["optimizer"]["params"]["lr"]
+      (0.5, 0.0001)
+    """
+    if args.deepspeed is None:
+        return _alone(args)
+    source = source_of(args.deepspeed)
+    raw, problems = read_json(args.deepspeed)
+    problems += rename(raw)
+    if _get(raw, "elasticity.enabled") in (True, "true"):
+        problems.append(
+            "elasticity: the Trainer's batch follows from per_device_train_batch_size; take the "
+            "section out, or write the loop yourself"
+        )
+    for entry in _entries(args, raw, world, steps, hidden_size):
+        given = _get(raw, entry.path)
+        if given == "auto" or (given is None and entry.absent and entry.names):
+            _set(raw, entry.path, entry.value)
+        elif given is not None and entry.names and not _same(entry, given):
+            defaults = args.given.isdisjoint(entry.names)
+            problems.append(
+                f"{entry.path} = {shown(given)}, but TrainingArguments say {_said(args, entry)}"
+                f'{" (the default)" * defaults}; write "auto" in the JSON, or give both one value'
+            )
+    for section, monitor in _monitors(args).items():
+        raw.setdefault(section, monitor)
+    if problems:
+        raise ConfigError(problems, source or "deepspeed")
+    return raw
+
+
+def _said(args: TrainingArguments, entry: Entry) -> str:
+    """The argument with its value, or the arguments that a value follows from."""
+    if len(entry.names) == 1 and getattr(args, entry.names[0]) == entry.value:
+        return f"{entry.names[0]} = {shown(entry.value)}"
+    values = ", ".join(f"{name} = {shown(getattr(args, name))}" for name in entry.names)
+    return f"{shown(entry.value)} ({values})"
+
+
+def _entries(
+    args: TrainingArguments, raw: dict[str, Any], world: int, steps: int, hidden_size: int | None
+) -> Iterator[Entry]:
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    yield Entry("train_micro_batch_size_per_gpu", rows, sizes[:1])
+    yield Entry("gradient_accumulation_steps", accumulation, sizes[1:])
+    yield Entry("train_batch_size", rows * accumulation * world, sizes)
+    yield Entry("gradient_clipping", args.max_grad_norm, ("max_grad_norm",))
+    for dtype in ("bf16", "fp16"):
+        yield Entry(f"{dtype}.enabled", getattr(args, dtype), (dtype,))
+    if hidden_size is not None:
+        yield Entry(f"{ZERO}.reduce_bucket_size", hidden_size**2)
+        yield Entry(f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * hidden_size**2))
+        yield Entry(f"{ZERO}.stage3_param_persistence_threshold", 10 * hidden_size)
+    rate, total = ("learning_rate",), _steps_from(args)
+    warmup = ("warmup_ratio" if args.warmup_ratio and not args.warmup_steps else "warmup_steps",)
+    params = (
+        Entry("optimizer.params.lr", args.learning_rate, rate),
+        Entry("optimizer.params.betas", [args.adam_beta1, args.adam_beta2],
+              ("adam_beta1", "adam_beta2")),
+        Entry("optimizer.params.eps", args.adam_epsilon, ("adam_epsilon",)),
+        Entry("optimizer.params.weight_decay", args.weight_decay, ("weight_decay",)),
+        Entry("scheduler.params.warmup_min_lr", 0),
+        Entry("scheduler.params.warmup_max_lr", args.learning_rate, rate),
+        Entry("scheduler.params.total_num_steps", steps, total),
+        # DeepSpeed's warm-up has two steps at the least, so that 0 and 1 are the same.
+        Entry("scheduler.params.warmup_num_steps", max(1, args.warmup(steps)), warmup),
+    )  # fmt: skip
+    for entry in params:
+        section, _, name = entry.path.split(".")
+        if name in _params_of(section, _get(raw, f"{section}.type")):
+            yield entry
+
+
+def _steps_from(args: TrainingArguments) -> tuple[str, ...]:
+    return ("max_steps",) if args.max_steps > 0 else ("num_train_epochs",)
+
+
+def _params_of(section: str, kind: Any) -> set[str]:
+    """The parameters of a type, in any case; none of an unknown one, which the loader names."""
+    types = {name.lower(): params for name, params in NAMED_TYPES[section].items()}
+    return set(types.get(kind.lower(), ())) if isinstance(kind, str) else set()
+
+
+def _same(entry: Entry, given: Any) -> bool:
+    """Whether a value of the JSON is the arguments'; a wrong one is left to the loader."""
+    try:
+        given = KEYS[entry.path].kind.check(given) if entry.path in KEYS else given
+    except ConfigError:
+        return True
+    if entry.path == "scheduler.params.warmup_num_steps" and given in (0, 1):
+        return entry.value == 1
+    return bool((list(given) if isinstance(given, tuple) else given) == entry.value)
+
+
+def _alone(args: TrainingArguments) -> dict[str, Any]:
+    """The config of a run without a JSON; fp16 has the loss scale of PyTorch's GradScaler."""
+    zero: dict[str, Any] = {"stage": args.stage}
+    if "offload" in args.fsdp:
+        zero |= {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}
+    config: dict[str, Any] = {
+        ZERO: zero,
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+    }
+    if args.bf16:
+        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    if args.fp16:
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "raise_error_at_min_scale": False,
+        }
+    return config | _monitors(args)
+
+
+def _monitors(args: TrainingArguments) -> dict[str, Any]:
+    """The sections of the monitors in ``report_to``."""
+    files = {
+        "enabled": True,
+        "output_path": args.logging_dir or os.path.join(args.output_dir, "runs"),
+        "job_name": args.run_name or "trainer",
+    }
+    sections: dict[str, Any] = {
+        {"csv": "csv_monitor"}.get(name, name): files for name in args.report_to if name != "wandb"
+    }
+    if "wandb" in args.report_to:
+        project = args.project or os.environ.get("WANDB_PROJECT")
+        sections["wandb"] = {"enabled": True, **({"project": project} if project else {})}
+    return sections
+
+
+def _get(raw: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where something on the way is missing or no object."""
+    value: Any = raw
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _set(raw: dict[str, Any], path: str, value: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    if isinstance(raw, dict):
+        raw[name] = value

@@ -1,0 +1,178 @@
+"""The folder of a run: its checkpoints, the one to go on from, and the position in the data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+from zerojax.api import Zero
+from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption
+from zerojax.distributed import log
+from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.callbacks import TrainerState, saved
+from zerojax.trainer.data import Epochs
+
+Resume = bool | str | os.PathLike[str] | None
+
+
+class Begun(NamedTuple):
+    """A training state, how far it has come, and the losses since its last log."""
+
+    train_state: Any
+    state: TrainerState
+    losses: list[float]
+
+
+class RunFolder:
+    """``output_dir/checkpoints``, with as many steps as the arguments keep.
+
+    Args:
+      args: The run.
+      zero: Of the run.
+      epochs: How its data becomes updates.
+      model: The model's config; checkpoints have its fields, from which weights get their names.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, zero: Zero, epochs: Epochs, model: Any = None
+    ) -> None:
+        self._about = _fields(model)
+        self._args, self._zero, self._epochs = args, zero, epochs
+        self._metric = args.metric_for_best_model if args.load_best_model_at_end else None
+        keep = args.save_total_limit
+        if self._metric:  # the best one counts, too
+            keep = sys.maxsize if keep is None else max(1, keep - 1)
+        self.checkpoints = Checkpointer(
+            pathlib.Path(args.output_dir, "checkpoints"),
+            zero,
+            keep=keep,
+            keep_best=1 if self._metric else 0,
+            metric=self._metric,
+            mode="max" if args.greater_is_better else "min",
+        )
+
+    def __enter__(self) -> Self:
+        self.checkpoints.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.checkpoints.__exit__(*error)
+
+    def begin(self, resume: Resume, fresh: Callable[[], Any], abstract: Callable[[], Any]) -> Begun:
+        """A new state, or a saved one.
+
+        Raises:
+          CheckpointError: As for ``Trainer.train``.
+        """
+        there, steps = self.checkpoints.directory, self._epochs.steps
+        if resume is None or resume is False:
+            self._make_room(after=-1)
+            return Begun(fresh(), TrainerState(max_steps=steps), [])
+        folder, step = (there, None) if resume is True else _found(pathlib.Path(resume))
+        with contextlib.ExitStack() as stack:
+            source = self.checkpoints
+            if pathlib.Path(folder).resolve() != pathlib.Path(there).resolve():
+                self._make_room(after=-1)
+                source = stack.enter_context(Checkpointer(folder, self._zero, read_only=True))
+            step = source.latest_step() if step is None else step
+            if step is None:
+                raise CheckpointError(
+                    f"{folder} has no checkpoint to go on from: train() without "
+                    "resume_from_checkpoint begins a new run"
+                )
+            if source is self.checkpoints:
+                self._make_room(after=step)
+            extra = source.extra(step)
+            self._check(extra, f"{folder}/{step}")
+            restored = source.restore(abstract(), step)
+        state = TrainerState(**{**extra["trainer"], "max_steps": steps})
+        return Begun(restored, state, extra["losses"])
+
+    def save(
+        self,
+        train_state: Any,
+        state: TrainerState,
+        losses: list[float],
+        scores: Mapping[str, float],
+    ) -> None:
+        """Saves in the background, with what a continued run needs."""
+        extra = {
+            "trainer": saved(state), "data": self._data(), "losses": losses, "model": self._about
+        }  # fmt: skip
+        unknown = {self._metric: math.nan} if self._metric else {}
+        scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
+        self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
+
+    def _data(self) -> dict[str, Any]:
+        """What a continued run must share, under the names of messages."""
+        epochs = self._epochs
+        return {
+            "rows of train_dataset": epochs.rows,
+            "rows per update": epochs.batch,
+            "updates per epoch": epochs.updates,
+            "seed of the order": epochs.seed,
+            "seed": self._args.seed,
+            "steps": epochs.steps,
+        }
+
+    def _check(self, extra: Any, where: str) -> None:
+        if not isinstance(extra, Mapping) or not {"trainer", "data", "losses"} <= extra.keys():
+            raise CheckpointError(
+                f"{where} was not saved by a Trainer, and has no position in the data; start from "
+                "its parameters: Trainer(params=...)"
+            )
+        before, now = dict(extra["data"]), self._data()
+        steps = before.pop("steps"), now.pop("steps")
+        differ = [f"{k} ({before.get(k)} there, {v} here)" for k, v in now.items()
+                  if before.get(k) != v]  # fmt: skip
+        if differ:
+            raise CheckpointError(
+                f"{where} is of other data: {', '.join(differ)}; a run goes on with the same, and "
+                "a new one may start from its parameters: Trainer(params=...)"
+            )
+        if steps[0] != steps[1]:
+            log.warning(
+                "%s is of a run of %d steps, and this one has %d: its schedule is that of %d steps "
+                "from here on", where, *steps, steps[1],
+            )  # fmt: skip
+
+    def _make_room(self, after: int) -> None:
+        """Removes later steps, where the arguments allow that."""
+        later = [step for step in self.checkpoints.all_steps() if step > after]
+        if later and not self._args.overwrite_output_dir:
+            raise CheckpointError(
+                f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to {later[-1]}: "
+                "go on from the last with train(resume_from_checkpoint=True), choose another "
+                "output_dir, or let overwrite_output_dir=True remove them"
+            )
+        for step in reversed(later):
+            self.checkpoints.delete(step)
+
+
+def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
+    """Notes SIGTERM, in the main thread, where Python takes signals."""
+    main = threading.current_thread() is threading.main_thread()
+    return Preemption() if main else contextlib.nullcontext()
+
+
+def _fields(config: Any) -> dict[str, Any] | None:
+    """The fields of a config that JSON can hold; None where it is no dataclass."""
+    if not dataclasses.is_dataclass(config):
+        return None
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: v for k, v in values.items() if isinstance(v, int | float | str)}
+
+
+def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """The folder of steps and the step of a path: that of a run, of steps, or of a step."""
+    if path.name.isdecimal():
+        return path.parent, int(path.name)
+    inner = path / "checkpoints"
+    return (inner if inner.exists() else path), None

@@ -1,0 +1,299 @@
+"""``Trainer``: a loop over ``zero.init``, ``@zero``, ``@zero.evaluate`` and ``Checkpointer``.
+
+To change more than the arguments do, copy this file.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zerojax.api import zero
+from zerojax.checkpoint import PREEMPTED, export
+from zerojax.checkpoint.processes import LONGEST, first
+from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import mesh as all_devices
+from zerojax.optim.telemetry import telemetry
+from zerojax.trainer import data
+from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState, due
+from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
+from zerojax.trainer.losses import model_loss
+from zerojax.trainer.model import Loss, config_of, hidden_size, model_of
+from zerojax.trainer.optimizer import optimizer_of
+from zerojax.trainer.predictions import PredictionOutput
+from zerojax.trainer.progress import MeanLoss, TrainingProgress
+from zerojax.trainer.resolved import resolved
+from zerojax.trainer.run_folder import RunFolder, preemption_notice
+
+
+class TrainOutput(NamedTuple):
+    """What ``train`` returns: updates made, the mean loss of this call's, and its figures."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains, evaluates and saves a model, as Hugging Face's Trainer does, with ZeRO.
+
+    Args:
+      model: A linen module; an NNX module, or a function of ``rngs`` that makes one, sharded from
+        the start.
+      args: The run; all defaults for None.
+      train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
+        dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``.
+      data_collator: From a list of rows to a dict of arrays; stacks them by default.
+      loss: ``(model, batch)`` to a loss and predictions, see :mod:`zerojax.trainer.losses`; by
+        default ``model(**batch)``, which takes ``labels`` and returns them.
+      params: The parameters to start from: a tree, or a function of the abstract ones, such as
+        ``lambda like: load(folder, config, like=like)``. New ones by default.
+      compute_metrics: ``EvalPrediction`` to a dict of numbers.
+      preprocess_logits_for_metrics: ``(predictions, labels)`` to what is kept of them, on the
+        device.
+      callbacks: Of :class:`zerojax.trainer.TrainerCallback`.
+      optimizer: An optax transformation in place of the arguments' and the JSON's.
+      mesh: As for :func:`zerojax.zero`.
+
+    Raises:
+      ConfigError: Arguments and JSON are wrong, or contradict each other.
+      TypeError, ValueError: A dataset or a callback is of no use.
+
+    Example:
+      >>> import flax.linen as nn, numpy as np, tempfile, zerojax
+      >>> from zerojax.trainer import classification_loss
+      >>> class Classifier(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         return nn.Dense(4)(x)
+      >>> rows = [{"x": np.eye(4, dtype="float32")[i % 4], "label": i % 4} for i in range(128)]
+      >>> trainer = zerojax.Trainer(
+      ...     Classifier(),
+      ...     zerojax.TrainingArguments(tempfile.mkdtemp(), fsdp="full_shard", learning_rate=0.1,
+      ...                               save_strategy="no", max_steps=24),
+      ...     train_dataset=rows, eval_dataset=rows, loss=classification_loss)
+      >>> trainer.train().global_step
+      24
+      >>> bool(trainer.evaluate()["eval_loss"] < 0.5)
+      True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments | None = None,
+        *,
+        train_dataset: data.Dataset | None = None,
+        eval_dataset: data.Dataset | None = None,
+        data_collator: data.Collator | None = None,
+        loss: Loss = model_loss,
+        params: Any = None,
+        compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
+        callbacks: Iterable[Any] = (),
+        optimizer: optax.GradientTransformation | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.args = args = TrainingArguments() if args is None else args
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(f"args: {type(args).__name__} is not zerojax.TrainingArguments")
+        self.callbacks = Callbacks(callbacks, args)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._collator, self._params = data_collator, params
+        self._model = model_of(model, loss, args.seed, args.gradient_checkpointing)
+        world = batch_devices(all_devices() if mesh is None else mesh)
+        self.epochs = data.Epochs.of(train_dataset, args, world)
+        if eval_dataset is not None:
+            data.check("eval_dataset", eval_dataset)
+        elif args.eval_strategy != "no":
+            raise ValueError(f'eval_strategy is "{args.eval_strategy}": pass an eval_dataset')
+        steps = self.epochs.steps
+        config = resolved(args, world=world, steps=steps, hidden_size=hidden_size(model))
+        self.zero = zero(config, mesh=mesh)
+        self._folder = partial(RunFolder, args, self.zero, self.epochs, config_of(model))
+        self._tx = optimizer_of(args, self.zero, steps, optimizer)
+        self._step = self._model.train_step(self.zero)
+        self._evaluator = Evaluator(
+            self._model, self.zero, world * args.per_device_eval_batch_size, args.label_names,
+            compute_metrics, preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self.train_state: Any = None  # made when first needed
+        self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
+        self._losses = MeanLoss()
+        self._saved: int | None = None  # the step whose checkpoint has the present state
+
+    def train(
+        self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None
+    ) -> TrainOutput:
+        """Trains to the last step.
+
+        Args:
+          resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir``, to the
+            numbers of a run that was not stopped; a path goes on from there. By default a new run.
+
+        Raises:
+          CheckpointError: There is no such checkpoint, or it is of other data; or a new run would
+            mix its checkpoints with those of an earlier one.
+          SystemExit: With status 75, after SIGTERM and a last checkpoint.
+        """
+        args, epochs = self.args, self.epochs
+        reader = self._reader(self.train_dataset, "train_dataset")
+        key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
+        began = time.perf_counter()
+        with self._folder() as folder:
+            if self.state.global_step or resume_from_checkpoint:
+                self.train_state = None  # room for the other state first
+            begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
+            self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
+            state, start, control = self.state, self.state.global_step, TrainerControl()
+            there, self.control = folder.checkpoints.all_steps(), control
+            self._saved = start if start in there else None
+            self.callbacks("on_train_begin", state, control)
+            if self._keeps_predictions() and args.eval_strategy != "no":
+                self._evaluator.try_metrics(self.train_state, self._reader(self.eval_dataset))
+            if args.eval_on_start and not start:
+                self.evaluate()
+            bar = TrainingProgress(epochs.steps, start, self.zero.mesh, not args.disable_tqdm)
+            with bar, preemption_notice() as preemption:
+                for step in range(start, epochs.steps):
+                    if step % epochs.updates == 0:
+                        self.callbacks("on_epoch_begin", state, control)
+                    self.callbacks("on_step_begin", state, control)
+                    batch = reader.batch(epochs.indices(step))
+                    self.train_state, metrics = self._model.update(
+                        self._step, self.train_state, batch, jax.random.fold_in(key, step)
+                    )
+                    self._losses.add(metrics["loss"])
+                    self._saved = None
+                    state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
+                    bar.advance(epochs.batch, batch)
+                    self.callbacks("on_step_end", state, control)
+                    if (step + 1) % epochs.updates == 0 or step + 1 == epochs.steps:
+                        self.callbacks("on_epoch_end", state, control)
+                    due(args, state, control, epochs.updates)
+                    preempted = preemption is not None and preemption.notice
+                    if control.should_log:
+                        bar.log(step + 1, self._log_step())
+                    scores = self.evaluate() if control.should_evaluate and not preempted else {}
+                    if control.should_save or preempted:
+                        folder.save(self.train_state, state, self._losses.values(), scores)
+                        self._saved = step + 1
+                        self.callbacks("on_save", state, control)
+                    if preempted:
+                        folder.checkpoints.wait()
+                        raise SystemExit(PREEMPTED)
+                    if control.should_training_stop:
+                        break
+                    if control.should_evaluate or control.should_save:
+                        bar.restart()
+                    control.should_log = control.should_evaluate = control.should_save = False
+            if args.load_best_model_at_end:
+                folder.checkpoints.wait()
+                if (best := folder.checkpoints.best_step()) is not None:
+                    self.train_state, self._saved = None, best
+                    self.train_state = folder.checkpoints.restore(self._abstract(), best)
+        seconds, made = time.perf_counter() - began, state.global_step - start
+        figures = {
+            "train_loss": self._losses.of_run(),
+            "train_runtime": seconds,
+            "train_samples_per_second": made * epochs.batch / seconds,
+            "train_steps_per_second": made / seconds,
+        }
+        self._log(figures)
+        self._step.close()
+        self._evaluator.close()
+        self.callbacks("on_train_end", state, control)
+        return TrainOutput(state.global_step, figures["train_loss"], figures)
+
+    def evaluate(
+        self, eval_dataset: data.Dataset | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The loss and the metrics of all rows; rows that fill the last batch up do not count."""
+        reader = self._reader(self.eval_dataset if eval_dataset is None else eval_dataset)
+        run, state, args = self._evaluator.run, self.state, self.args
+        metrics = run(self._ready(), reader, metric_key_prefix, self._keeps_predictions()).metrics
+        self._log(metrics)
+        self._evaluator.write(metrics, state.global_step * self.epochs.batch)
+        value, best = metrics.get(args.metric_for_best_model, math.nan), state.best_metric
+        better = operator.gt if args.greater_is_better else operator.lt
+        if not math.isnan(value) and (best is None or better(value, best)):
+            state.best_metric, state.best_global_step = value, state.global_step
+        self.callbacks("on_evaluate", state, self.control, metrics=metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: data.Dataset, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The predictions for all rows, in order; where there are labels, the metrics, too."""
+        reader = self._reader(test_dataset)
+        output = self._evaluator.run(self._ready(), reader, metric_key_prefix, True)
+        self.callbacks("on_predict", self.state, self.control, metrics=output.metrics)
+        return output
+
+    def save_model(
+        self, output_dir: str | os.PathLike[str] | None = None, names: Any = None
+    ) -> pathlib.Path:
+        """Writes the parameters as safetensors; needs the extra ``export``.
+
+        Args:
+          output_dir: A new or empty folder; ``model`` in the run's by default.
+          names: What the tensors are called, as for :func:`zerojax.checkpoint.export`.
+        """
+        out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
+        with self._folder() as folder:
+            if self._saved is None:
+                folder.save(self._ready(), self.state, self._losses.values(), {})
+                self._saved = self.state.global_step
+            folder.checkpoints.wait()
+            source = folder.checkpoints.directory
+            write = partial(export, source, out, step=self._saved, names=names)
+            first("save_model", lambda: str(write().tensors), LONGEST)
+        return out
+
+    def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
+        data.check(name, dataset)
+        numbers = self.args.remove_unused_columns
+        return data.Reader(dataset, self._collator, self.zero.mesh, numbers)
+
+    def _created(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
+        return self._model.create(self._tx, self._reader(dataset).sample())
+
+    def _fresh(self) -> Any:
+        create, arguments = self._created()
+        state = self.zero.init(create, *arguments)
+        return state if self._params is None else self._model.with_params(state, self._params)
+
+    def _abstract(self) -> Any:
+        create, arguments = self._created()
+        return self.zero.abstract_state(create, *arguments)
+
+    def _ready(self) -> Any:
+        self.train_state = self._fresh() if self.train_state is None else self.train_state
+        return self.train_state
+
+    def _keeps_predictions(self) -> bool:
+        return self._evaluator.compute_metrics is not None and not self.args.prediction_loss_only
+
+    def _log_step(self) -> dict[str, float]:
+        """Logs the mean loss since the last log, and the last step's figures."""
+        last, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
+        logs = {"loss": self._losses.take(), **{name: float(last[name]) for name in names}}
+        self._log(logs)
+        return logs
+
+    def _log(self, logs: dict[str, float]) -> None:
+        at = {"epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append({**logs, **at})
+        self.callbacks("on_log", self.state, self.control, logs=logs)

@@ -162,10 +162,10 @@ def _mismatch(
     if tensor.shape != tuple(needed):
         remedy = ""
         if tensor.shape == tuple(needed)[::-1]:
-            remedy = f': transpose it with Tensor({name!r}, "o i -> i o"), or do not where you do'
+            remedy = ': transpose by the arrangement "o i -> i o", or not where you do'
         return [
-            f"{tensor.file}: {name} is {[*tensor.shape]}, the model needs {[*needed]} for "
-            f"{path}{remedy}"
+            f"{tensor.file}: {name} is {[*tensor.shape]}, the model needs {[*needed]}"
+            f"{remedy} (for {path})"
         ]
     floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
     if floats or tensor.dtype == dtype:

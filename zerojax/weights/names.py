@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,19 +130,21 @@ def link(
         else:
             tied |= {path} if rule.tied else set()
     tensors: dict[str, tuple[int, ...]] = {}
+    owners: dict[str, str] = {}
     held: dict[str, int] = {}
     for path, parts in links.items():
         for part in parts:
+            owner = owners.setdefault(part.tensor, path)
             if tensors.setdefault(part.tensor, part.tensor_shape) != part.tensor_shape:
                 problems.append(
                     f"{part.tensor} is {[*part.tensor_shape]} by {path}, and "
-                    f"{[*tensors[part.tensor]]} by another parameter"
+                    f"{[*tensors[part.tensor]]} by {owner}"
                 )
             held[part.tensor] = held.get(part.tensor, 0) + (0 if path in tied else part.size)
     problems += [
         _uncovered(name, shape, held[name])
         for name, shape in tensors.items()
-        if held[name] != functools.reduce(int.__mul__, shape, 1)
+        if held[name] != math.prod(shape)
     ]
     refuse("the names do not fit the parameters", problems, "Nothing was read or written.")
     return Linked(links, tensors, frozenset(tied))
@@ -187,7 +190,7 @@ def _near(text: str, known: Mapping[str, object]) -> str:
 
 
 def _uncovered(name: str, shape: Sequence[int], held: int) -> str:
-    size = functools.reduce(int.__mul__, shape, 1)
+    size = math.prod(shape)
     if held > size:
         return (
             f"{name} {[*shape]} has {size} elements, and parameters take {held} of them: give all "

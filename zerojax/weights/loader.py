@@ -16,7 +16,7 @@ from zerojax.plan import layout
 from zerojax.plan.stored import shown, stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
-from zerojax.weights.pieces import clipped, from_pieces
+from zerojax.weights.pieces import clipped, from_pieces, zeros
 from zerojax.weights.reader import open_tensors
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
@@ -224,8 +224,7 @@ def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[s
 
     def read(bounds: Bounds) -> np.ndarray:
         inside = clipped(bounds, shape)
-        padded = inside != bounds
-        piece = (np.zeros if padded else np.empty)([b - a for a, b in bounds], dtype)
+        piece = zeros(tuple(b - a for a, b in bounds), dtype)
         for part in links:
             for box in part.boxes(inside):
                 sources[part.tensor].read(box.view(piece, bounds), box.offset, box.strides)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import stored
 from zerojax.weights.arrangement import Bounds
+
+_ALIGNED = 64
 
 
 def from_pieces(
@@ -50,6 +53,14 @@ def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) 
     places = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
     # The copies keep this piece: wait for them, so that the host holds one piece at a time.
     return jax.block_until_ready([jax.device_put(piece, place) for place in places])
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A piece of zeros that a CPU device takes over without a copy, as it begins at 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNED
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:

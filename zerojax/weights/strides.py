@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-BAND_BYTES = 16 * 2**20
+BAND_BYTES = 2**18  # stays in a core's cache while it is transposed
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from zerojax.weights.writer import TensorSpec, writing
 MODELS = SIZES | {
     "llama-1b": SIZES["llama-7b"] | dict(n_layer=16, n_head=16, n_embd=2048, n_inner=5504)
 }
+COUNTING = 200  # bytes that the count of bytes reads itself
 MOST = 1.2  # of the largest tensor, in host memory beside the shards
 FILE_BYTES = 5 * 10**9
 BLOCK = 2**24  # elements drawn at a time
@@ -82,7 +83,7 @@ class Loaded:
     def missed(self) -> list[str]:
         """What was not as expected, one line each."""
         limits = {
-            f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files,
+            f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files + COUNTING,
             f"{self.beside:.2f} of the largest tensor, more than {MOST}": self.beside <= MOST,
             "the shards hold other numbers than the files": self.same,
         }
@@ -116,12 +117,12 @@ def measure(folder: Path, model: str, scan: bool) -> Loaded:
     like = zero.abstract_state(create_state, jax.random.key(0)).params
     with open_tensors(folder) as found:
         sizes = [2 * int(np.prod(tensor.shape)) for tensor in found.values()]
-    before, bytes_before = resident("VmRSS"), _bytes_read()
+    before = resident("VmRSS")
     forget_peak()
-    begun = time.perf_counter()
+    bytes_before, begun = _bytes_read(), time.perf_counter()
     params = jax.block_until_ready(zerojax.weights.load(folder, like=like, names=NAMES))
-    seconds = time.perf_counter() - begun
-    peak, bytes_after = resident("VmHWM"), _bytes_read()
+    seconds, bytes_after = time.perf_counter() - begun, _bytes_read()
+    peak = resident("VmHWM")
     return Loaded(
         scan=scan,
         tensors=sum(sizes),
@@ -178,17 +179,9 @@ def _bytes_read() -> int:
 
 def in_a_process(folder: Path, model: str, scan: bool) -> Loaded:
     """:func:`measure` in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.weights",
-        "--model",
-        model,
-        "--folder",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "benchmarks.weights", "--model", model]
     done = subprocess.run(
-        [*command, "--measure", "scanned" if scan else "unrolled"],
+        [*command, "--folder", folder, "--measure", "scanned" if scan else "unrolled"],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,
@@ -238,8 +231,8 @@ def record(model: str, files: int, results: list[Loaded], folder: Path) -> None:
     missed = [text for each in results for text in each.missed()]
     parts = [
         heading("Loading sharded safetensors at stage 3", ", 8 virtual devices"),
-        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random numbers, "
-        "onto 8 devices at stage 3.\nBytes read are those of the process's system calls, headers "
+        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
+        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, headers "
         "and index among them; the shards of virtual devices are in host memory.",
         markdown_table(table(results)),
         f"Limits missed: {'; '.join(missed) or 'none'}.",

@@ -108,6 +108,8 @@ def link(
         a shape, or elements of a tensor are in no parameter, or in several.
     """
     names = Names.of(names)
+    for pattern in (*names.tensors, *names.ignored):
+        pattern_of(pattern)
     problems = [
         f"{pattern} is no parameter of the model{_near(pattern, shapes)}"
         for pattern in names.tensors

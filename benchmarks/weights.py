@@ -232,8 +232,8 @@ def record(model: str, files: int, results: list[Loaded], folder: Path) -> None:
     parts = [
         heading("Loading sharded safetensors at stage 3", ", 8 virtual devices"),
         f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
-        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, headers "
-        "and index among them; the shards of virtual devices are in host memory, "
+        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
+        "headers and index among them; the shards of virtual devices are in host memory, "
         "where devices that hold the same elements may share them.",
         markdown_table(table(results)),
         f"Limits missed: {'; '.join(missed) or 'none'}.",

@@ -142,7 +142,7 @@ def _same(folder: Path, params: Any, scan: bool) -> bool:
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
-    held = {}
+    held: dict[str, Any] = {}
     for file in files:
         with safe_open(file, framework="numpy") as opened:
             held |= {name: functools.partial(_tensor, file, name) for name in opened.keys()}  # noqa: SIM118

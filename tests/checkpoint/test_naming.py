@@ -106,7 +106,7 @@ def test_names_are_the_callables(folder: Path) -> None:
         ({"h/w": None}, r"b \[4\] has no name"),
         ({"h/w": None, "b": None, "c": None}, "c is no parameter of the model"),
         ({"h/w": Tensor("a", "x -> x"), "b": None}, r"h/w \[2, 3\]: .* has 1 dimensions"),
-        ({"h/w": "a", "b": "a"}, r"a is \[4\] by b, and \[2, 3\] by h/w"),
+        ({"h/w": "a", "b": "a"}, r"a is \[2, 3\] by h/w, and \[4\] by b"),
     ],
 )
 def test_names_that_do_not_fit(names: Any, message: str, folder: Path) -> None:
@@ -125,6 +125,6 @@ def test_a_callable_may_refuse(folder: Path) -> None:
 
 
 def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
-    save_plain(tmp_path, 1, {"params": {"a": jnp.ones(3, jnp.int4)}})
+    save_plain(tmp_path / "in", 1, {"params": {"a": jnp.ones(3, jnp.int4)}})
     with pytest.raises(CheckpointError, match="a is int4, which safetensors does not have"):
-        export(tmp_path, tmp_path / "out", dtype="float16")
+        export(tmp_path / "in", tmp_path / "out", dtype="float16")

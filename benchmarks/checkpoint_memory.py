@@ -65,25 +65,26 @@ def measure(task: str, saver: str, folder: Path, gigabytes: float, mesh: Mesh) -
     by = SAVERS[saver](folder, zero)
     if task == "save":
         state = jax.block_until_ready(zero.init(create_state))
-        before = _resident("VmRSS")
-        _forget_peak()
+        before = resident("VmRSS")
+        forget_peak()
         by.save(1, state)
         by.wait()
     else:
         abstract = zero.abstract_state(create_state)
-        before = _resident("VmRSS")
-        _forget_peak()
+        before = resident("VmRSS")
+        forget_peak()
         jax.block_until_ready(by.restore(abstract))
-    peak = _resident("VmHWM")
+    peak = resident("VmHWM")
     by.close()
     return Footprint(task=task, saver=saver, before=before, peak=peak)
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
+    """From here on counts the peak."""
     CLEAR.write_text("5")
 
 
-def _resident(what: str) -> int:
+def resident(what: str) -> int:
     """VmRSS: bytes resident now; VmHWM: the most since the peak was forgotten."""
     match = re.search(rf"^{what}:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert match is not None

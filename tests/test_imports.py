@@ -39,6 +39,7 @@ ROOMS = (
     "step",
     "evaluation",
     "api",
+    "weights",
     "checkpoint",
     "models",
     "trainer",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from zerojax import weights as weights
     from zerojax.api import Zero as Zero
     from zerojax.api import zero as zero
     from zerojax.config import ConfigError as ConfigError
@@ -78,6 +79,7 @@ _MODULES = {
     "topology": "devices.topology",
     "value_and_grad": "trace.gradients",
     "weighted_mean": "trace.gradients",
+    "weights": "weights",
     "wrap": "optim.wrap",
     "zero": "api",
 }
@@ -93,7 +95,8 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
-    value = getattr(_import_module(f"zerojax.{_MODULES[name]}"), name)
+    module = _import_module(f"zerojax.{_MODULES[name]}")
+    value = module if name == "weights" else getattr(module, name)
     globals()[name] = value
     return value
 

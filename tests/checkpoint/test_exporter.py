@@ -24,12 +24,12 @@ from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
-    safetensors_files,
     saved,
 )
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.exporter import export
 from zerojax.checkpoint.naming import Renamed
+from zerojax.weights import Tensor, writer
 
 ROOT = Path(__file__).parents[2]
 GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -134,13 +134,8 @@ def test_compressed_chunks_of_plain_orbax(
 
 def layers(shapes: Any, extra: Any) -> Renamed:
     """Of stacked parameters a tensor for each layer."""
-    return Renamed(
-        {
-            name: [(f"{name}.{i}", i) for i in range(shape[0])] if "h." in name else [(name, None)]
-            for name, shape in shapes.items()
-        },
-        {"about.txt": f"{extra}"},
-    )
+    names = {"h/{x}": Tensor("h.{x}.{layer}", "... -> layer ..."), "{path:path}": "{path}"}
+    return Renamed(names, {"about.txt": f"{extra}"})
 
 
 def by_layer(seed: int) -> dict[str, np.ndarray]:
@@ -262,14 +257,14 @@ def test_arguments_that_mean_nothing(folder: Path, tmp_path: Path) -> None:
 def test_a_full_disk(
     there: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = safetensors_files._Files.put
+    put = writer._Files.put
 
     def full(self: Any, name: str, *args: Any) -> None:
         if name == "wte":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         put(self, name, *args)
 
-    monkeypatch.setattr(safetensors_files._Files, "put", full)
+    monkeypatch.setattr(writer._Files, "put", full)
     if there:
         (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match=r"No space left .* need 5,400 bytes, make room or"):

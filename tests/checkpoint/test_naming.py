@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from checkpoint.recorded import save, save_plain
@@ -15,8 +14,10 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.checkpoint import CheckpointError
-from zerojax.checkpoint.naming import Renamed, parameters, rename, tensor_parts
+from zerojax.checkpoint.exporter import export
+from zerojax.checkpoint.naming import Renamed, parameters, rename
 from zerojax.checkpoint.saved import find
+from zerojax.weights import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -91,34 +92,27 @@ def test_names_are_the_callables(folder: Path) -> None:
     def split(shapes: Shapes, extra: Any) -> Renamed:
         assert shapes == {"h.w": (2, 3), "b": (4,)}
         assert extra == {"n": 2}
-        return Renamed({"h.w": [("w.1", 1), ("w.0", 0)], "b": []}, {"a.txt": "a"})
+        return Renamed({"h/w": Tensor("w.{i}", "x -> i x"), "b": None}, {"a.txt": "a"})
 
-    renamed = rename(leaves, split, saved)
-    assert renamed.texts == {"a.txt": "a"}
-    found = list(tensor_parts("h.w", leaves["h.w"], renamed, jnp.dtype("float16")))
-    assert [(part.tensor.name, part.tensor.shape, part.at) for part in found] == [
-        ("w.1", (3,), 1),
-        ("w.0", (3,), 0),
-    ]
-    assert {part.tensor.dtype for part in found} == {np.dtype("float16")}
-    assert list(tensor_parts("b", leaves["b"], renamed, None)) == []
+    linked, texts = rename(leaves, split, saved)
+    assert texts == {"a.txt": "a"}
+    assert linked.tensors == {"w.0": (3,), "w.1": (3,)}
+    assert [*linked.links] == ["h.w"]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("names", "message"),
     [
-        ({"h.w": []}, "say nothing of the parameter b"),
-        ({"h.w": [], "b": [], "c": []}, "something of an unknown parameter c"),
-        ({"h.w": [("a", 2)], "b": []}, r"a: h.w \[2, 3\] has no index 2"),
-        ({"h.w": [("a", -1)], "b": []}, r"h.w \[2, 3\] has no index -1"),
-        ({"h.w": [("a", 0), ("a", 1)], "b": []}, "have a twice"),
-        ({"h.w": [("a", None)], "b": [("a", None)]}, "have a twice"),
+        ({"h/w": None}, r"b \[4\] has no name"),
+        ({"h/w": None, "b": None, "c": None}, "c is no parameter of the model"),
+        ({"h/w": Tensor("a", "x -> x"), "b": None}, r"h/w \[2, 3\]: .* has 1 dimensions"),
+        ({"h/w": "a", "b": "a"}, r"a is \[2, 3\] by h/w, and \[4\] by b"),
     ],
 )
-def test_names_that_do_not_fit(tensors: Any, message: str, folder: Path) -> None:
+def test_names_that_do_not_fit(names: Any, message: str, folder: Path) -> None:
     saved = find(folder)
     with pytest.raises(CheckpointError, match=message):
-        rename(parameters(saved), lambda *_: Renamed(tensors, {}), saved)
+        rename(parameters(saved), lambda *_: Renamed(names, {}), saved)
 
 
 def test_a_callable_may_refuse(folder: Path) -> None:
@@ -131,8 +125,6 @@ def test_a_callable_may_refuse(folder: Path) -> None:
 
 
 def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
-    save_plain(tmp_path, 1, {"params": {"a": jnp.ones(3, jnp.int4)}})
-    saved = find(tmp_path)
-    leaves = parameters(saved)
+    save_plain(tmp_path / "in", 1, {"params": {"a": jnp.ones(3, jnp.int4)}})
     with pytest.raises(CheckpointError, match="a is int4, which safetensors does not have"):
-        list(tensor_parts("a", leaves["a"], rename(leaves, None, saved), jnp.dtype("float16")))
+        export(tmp_path / "in", tmp_path / "out", dtype="float16")

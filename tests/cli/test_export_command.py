@@ -22,7 +22,7 @@ NO_FUNCTION = 3
 
 def upper(leaves, extra):
     """For ``--names``."""
-    return Renamed({name: [(name.upper(), None)] for name in leaves}, {"about.txt": extra})
+    return Renamed({name: name.upper() for name in leaves}, {"about.txt": extra})
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,25 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from checkpoint import recorded
 
+from zerojax.checkpoint.exporter import export
 from zerojax.models.gpt import stack_blocks
-from zerojax.models.hugging_face.llama import from_hf, shapes_of
+from zerojax.models.hugging_face.llama import (
+    config_from_hf,
+    config_to_hf,
+    export_names,
+    from_hf,
+    load,
+    read_config,
+    save,
+    shapes_of,
+)
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 
 # Logits [2, 2, 12, 61] of transformers 5.23.0 with torch 2.15.0 on a CPU, one array for each of
@@ -116,8 +128,41 @@ def test_a_tied_output_may_be_there_twice() -> None:
         np.testing.assert_array_equal, from_hf(tensors, TIED), from_hf(weights(TIED), TIED)
     )
     tensors["lm_head.weight"] = tensors[TABLE] + 1
-    with pytest.raises(ValueError, match=r"lm_head.weight .* set tie_word_embeddings=False"):
+    with pytest.raises(ValueError, match=r"lm_head.weight .* differs from .*embed_tokens.weight"):
         from_hf(tensors, TIED)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_saved_exported_and_loaded(scan: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(GROUPED, scan=scan)
+    params = from_hf(weights(GROUPED), config)
+    save(params, config, tmp_path / "saved", max_shard_size=20_000)
+    about = {name: value for name, value in vars(config).items() if name != "dtype"}
+    arrays = jax.tree.map(jax.numpy.asarray, params)
+    recorded.save(tmp_path / "in", 1, {"params": arrays}, extra={"model": about})
+    export(tmp_path / "in", tmp_path / "out", max_shard_size=20_000, names=export_names)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == {
+        file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()
+    }
+    assert read_config(tmp_path / "out") == GROUPED
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "out", config), params)
+    with pytest.raises(ValueError, match=r"rope_theta = 1000.0, but the model has rope_theta = 1"):
+        load(tmp_path / "out", dataclasses.replace(config, rope_theta=1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling = .* is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3' is not supported"),
+        ({"head_dim": 64}, "head_dim = 64 is not supported: .* = 128"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused(values: dict[str, Any], message: str) -> None:
+    assert config_from_hf(config_to_hf(TIED)) == TIED
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(values)
 
 
 def put(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors], Tensors]:
@@ -131,9 +176,12 @@ def put(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tens
             lambda t: {n: x for n, x in t.items() if n != GATE},
             r"gate_proj.weight \[88, 32\] is mis",
         ),
-        (lambda t: t | {"model.layers.2.x": t[GATE]}, r"layers.2.x \[88, 32\] is no parameter"),
+        (lambda t: t | {"model.layers.2.x": t[GATE]}, r"layers.2.x \[88, 32\] is one tensor"),
         (put(GATE, np.transpose), r"is \[32, 88\], the model needs \[88, 32\]"),
-        (put(GATE, lambda x: x.astype(np.int8)), "is int8: weights are floats"),
+        (
+            put(GATE, lambda x: x.astype(np.int8)),
+            "is int8, the parameter layers_1/mlp/gate_proj/kernel float32",
+        ),
         (lambda t: t | {"norm.weight": t["model.norm.weight"]}, "norm.weight is there twice"),
         (lambda _: {}, "and 16 more"),
     ],

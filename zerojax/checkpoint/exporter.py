@@ -14,10 +14,12 @@ import numpy as np
 
 from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.naming import Names, TensorPart, parameters, rename, tensor_parts
+from zerojax.checkpoint.naming import Names, parameters, rename
 from zerojax.checkpoint.record import Record
-from zerojax.checkpoint.safetensors_files import Put, writing
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
+from zerojax.weights.arrangement import Link
+from zerojax.weights.saver import check_tied, saved_dtype, specs, write
+from zerojax.weights.writer import Put, writing
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
@@ -70,16 +72,20 @@ def export(
         raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
-    renamed = rename(leaves, names, saved)
+    linked, texts = rename(leaves, names, saved)
     floats = floats or _default(saved.record)
-    by_name = {name: [*tensor_parts(name, leaves[name], renamed, floats)] for name in leaves}
-    by_name = {name: parts for name, parts in by_name.items() if parts}
-    tensors = [part.tensor for parts in by_name.values() for part in parts]
-    done, total = 0, sum(leaves[name].bytes for name in by_name)
+    links = {name: each for name, each in linked.links.items() if name not in linked.tied}
     try:
-        with writing(out, tensors, max_bytes=max_bytes, texts=renamed.texts) as put:
-            for name, parts in by_name.items():
-                for nbytes in _copy(saved, leaves[name], parts, put):
+        dtypes = {name: saved_dtype(name, leaves[name].dtype, floats) for name in linked.links}
+        tensors = specs(linked, dtypes)
+        check_tied(linked, lambda name: saved.read(leaves[name].name))
+    except ValueError as error:
+        raise CheckpointError(f"{saved.folder}: {error}") from error
+    done, total = 0, sum(leaves[name].bytes for name in links)
+    try:
+        with writing(out, tensors, max_bytes=max_bytes, texts=texts) as put:
+            for name in links:
+                for nbytes in _copy(saved, leaves[name], links[name], dtypes[name], put):
                     done += nbytes
                     if progress:
                         progress(done, total)
@@ -96,37 +102,23 @@ def export(
 
 
 def _copy(
-    saved: SavedStep, leaf: SavedArray, parts: Sequence[TensorPart], put: Put
+    saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: Put
 ) -> Iterator[int]:
     """Writes a parameter, and yields the bytes of every block."""
     checksum = 0
     for start, block in saved.blocks(leaf.name):
         if saved.record:
             checksum += share(block, start)
-        for tensor, at in parts:
-            if at is None:
-                put(tensor.name, _cast(block, tensor.dtype, leaf), start)
-            elif 0 <= at - start[0] < len(block):
-                put(tensor.name, _cast(block[at - start[0]], tensor.dtype, leaf), start[1:])
+        bounds = tuple((at, at + n) for at, n in zip(start, block.shape, strict=True))
+        try:
+            write(put, links, bounds, block, dtype, leaf.name)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         yield block.nbytes
     if saved.record and checksum % 2**32 != saved.record.leaves[leaf.name].checksum:
         raise DamagedCheckpointError(
             f"{saved.item}: {leaf.name} holds other numbers than were saved: export another step"
         )
-
-
-def _cast(block: np.ndarray, dtype: np.dtype, leaf: SavedArray) -> np.ndarray:
-    if block.dtype == dtype:
-        return block
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = block.astype(dtype)
-    lost = np.isinf(cast) & np.isfinite(block)
-    if lost.any():
-        raise CheckpointError(
-            f"{leaf.name} holds {float(block[lost][0]):g}, and {dtype.name} ends at "
-            f"{float(jnp.finfo(dtype).max):g}: choose another dtype"
-        )
-    return cast
 
 
 def _float(dtype: str | None) -> np.dtype | None:

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
+from zerojax import weights
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import decoded
-from zerojax.checkpoint.safetensors_files import DTYPES, TensorSpec
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import PARAMS, Form, Path, unboxed
+from zerojax.weights.names import Linked, link
 
 
 class Renamed(NamedTuple):
     """The names of a model's tensors elsewhere.
 
     Attributes:
-      tensors: By parameter: pairs of a tensor's name and its index of the first dimension, None
-        for the whole parameter. A parameter without pairs is left out.
+      names: As for ``zerojax.weights.save``, with ``/`` between a parameter's keys.
       texts: Other files of the folder by name, such as ``config.json``.
     """
 
-    tensors: Mapping[str, Sequence[tuple[str, int | None]]]
+    names: weights.Names | Mapping[str, str | weights.Tensor | None] | None
     texts: Mapping[str, str]
 
 
 Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed]
 """Takes the parameters' names and shapes, and the ``extra`` of the save; a ValueError says why the
 files cannot be made."""
-
-
-class TensorPart(NamedTuple):
-    """A tensor, and its index of its parameter's first dimension; None for the whole parameter."""
-
-    tensor: TensorSpec
-    at: int | None
 
 
 def parameters(saved: SavedStep) -> dict[str, SavedArray]:
@@ -85,51 +75,30 @@ def _is_key(saved: SavedStep, leaf: SavedArray) -> bool:
     return saved.record is not None and saved.record.leaves[leaf.name].dtype.startswith("key<")
 
 
-def rename(leaves: Mapping[str, SavedArray], names: Names | None, saved: SavedStep) -> Renamed:
-    """The result of ``names``, checked; by default a tensor for each parameter.
-
-    Raises:
-      CheckpointError: ``names`` refuses, names an unknown parameter, or one tensor twice.
-    """
-    if names is None:
-        return Renamed({name: [(name, None)] for name in leaves}, {})
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    try:
-        renamed = names(shapes, decoded(saved.record.extra) if saved.record else None)
-    except ValueError as error:
-        raise CheckpointError(f"{saved.folder}: {error}") from error
-    if odd := renamed.tensors.keys() ^ leaves.keys():
-        name = min(odd)
-        said = "nothing of the parameter" if name in leaves else "something of an unknown parameter"
-        raise CheckpointError(f"{saved.folder}: the names given say {said} {name}")
-    for name, tensors in renamed.tensors.items():
-        for tensor, index in tensors:
-            if index is not None and index not in range(*shapes[name][:1]):
-                raise CheckpointError(f"{tensor}: {name} {list(shapes[name])} has no index {index}")
-    counts = Counter(tensor for tensors in renamed.tensors.values() for tensor, _ in tensors)
-    if twice := [tensor for tensor, n in counts.items() if n > 1]:
-        raise CheckpointError(f"{saved.folder}: the names given have {twice[0]} twice")
-    return renamed
-
-
-def tensor_parts(
-    name: str, leaf: SavedArray, renamed: Renamed, floats: np.dtype | None
-) -> Iterator[TensorPart]:
-    """The tensors of a parameter.
+def rename(
+    leaves: Mapping[str, SavedArray], names: Names | None, saved: SavedStep
+) -> tuple[Linked, Mapping[str, str]]:
+    """The tensors of the parameters, and other files, as ``names`` has them; by default a tensor
+    for each parameter.
 
     Args:
-      name: Of the parameter.
-      leaf: The parameter.
-      renamed: The names of the tensors.
-      floats: The dtype of float tensors; None for the saved one.
+      leaves: The parameters by name.
+
+    Returns:
+      The tensors, by the parameters' names, and the texts of the other files.
 
     Raises:
-      CheckpointError: safetensors has no such dtype.
+      CheckpointError: ``names`` refuses, or what it returns does not fit the parameters.
     """
-    dtype = floats if floats and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
-    if dtype.name not in DTYPES:
-        raise CheckpointError(f"{name} is {dtype.name}, which safetensors does not have")
-    for tensor, at in renamed.tensors[name]:
-        yield TensorPart(
-            TensorSpec(tensor, leaf.shape if at is None else leaf.shape[1:], dtype), at
-        )
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    try:
+        renamed = Renamed(None, {})
+        if names is not None:
+            renamed = names(shapes, decoded(saved.record.extra) if saved.record else None)
+        paths = {name.replace(".", "/"): name for name in leaves}
+        linked = link(renamed.names, {path: shapes[name] for path, name in paths.items()})
+    except ValueError as error:
+        raise CheckpointError(f"{saved.folder}: {error}") from error
+    links = {paths[path]: each for path, each in linked.links.items()}
+    tied = frozenset(paths[path] for path in linked.tied)
+    return Linked(links, linked.tensors, tied), renamed.texts

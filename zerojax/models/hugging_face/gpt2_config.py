@@ -8,14 +8,11 @@ True
 """
 
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig
-from zerojax.models.hugging_face.read import read_json
-
-CONFIG_FILE = "config.json"
+from zerojax.models.hugging_face import config_file
 
 # GPTConfig's name, Hugging Face's, and the default of transformers' GPT2Config.
 SIZES = (
@@ -49,12 +46,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     Raises:
       ValueError: A value that `zerojax.models.gpt` does not compute, such as another activation.
     """
-    for key, supported in SUPPORTED.items():
-        if key in values and values[key] not in supported:
-            raise ValueError(
-                f"{key} = {values[key]!r} is not supported: zerojax.models.gpt computes "
-                f"{' or '.join(map(repr, supported))}"
-            )
+    config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
     sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
     if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
         raise ValueError(
@@ -92,27 +84,4 @@ def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
       FileNotFoundError: The folder has none.
       ValueError: The file is no JSON object, or `zerojax.models.gpt` cannot compute such a model.
     """
-    file = pathlib.Path(folder) / CONFIG_FILE
-    if not file.exists():
-        raise FileNotFoundError(
-            f"{file} is not there: copy it from the model's page, or write a GPTConfig by hand"
-        )
-    try:
-        return config_from_hf(read_json(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-
-
-def check_config(folder: str | os.PathLike[str], config: GPTConfig) -> None:
-    """Refuse a `config` other than the folder's `config.json`: no tensor's shape shows `n_head`.
-
-    Raises:
-      ValueError: A size differs.
-    """
-    theirs = read_config(folder)
-    for ours, key, _ in SIZES:
-        if getattr(theirs, ours) != getattr(config, ours):
-            raise ValueError(
-                f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, ours)}, but the "
-                f"model has {ours} = {getattr(config, ours)}: build it from read_config(folder)"
-            )
+    return config_file.read(folder, config_from_hf)

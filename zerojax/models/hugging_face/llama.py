@@ -1,92 +1,120 @@
-"""Llama weights of Hugging Face as parameters of `zerojax.models.llama`.
+"""Llama weights of Hugging Face as parameters of `zerojax.models.llama`, and back.
 
->>> import jax.numpy as jnp
+A folder is read and written as by `zerojax.models.hugging_face.gpt2`:
+
+>>> import jax, jax.numpy as jnp, tempfile
 >>> from zerojax.models.llama import SIZES, Llama, LlamaConfig
 >>> config = LlamaConfig(**SIZES["llama-tiny"])
->>> rng = np.random.default_rng(0)        # for you: safetensors.numpy.load_file(...) of each file
->>> tensors = {
-...     name: rng.normal(0, 0.02, shape).astype(np.float32)
-...     for name, shape in shapes_of(config).items()
-... }
->>> params = from_hf(tensors, config)
+>>> tokens = jnp.zeros((1, 8), jnp.int32)
+>>> fresh = Llama(config).init(jax.random.key(1), tokens)["params"]
+>>> with tempfile.TemporaryDirectory() as folder:
+...     save(fresh, config, folder)
+...     model = Llama(read_config(folder))
+...     params = load(folder, model.config)
 >>> params["layers_0"]["mlp"]["gate_proj"]["kernel"].shape                 # [in, out] in flax
 (32, 96)
->>> tokens = jnp.zeros((1, 8), jnp.int32)
->>> jax.eval_shape(Llama(config).apply, {"params": params}, tokens)        # the logits
-ShapeDtypeStruct(shape=(1, 8, 256), dtype=float32)
 """
 
 import dataclasses
-import re
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from zerojax import weights
+from zerojax.checkpoint.naming import Renamed
+from zerojax.models.hugging_face import config_file
+from zerojax.models.hugging_face.llama_config import SIZES
+from zerojax.models.hugging_face.llama_config import config_from_hf as config_from_hf
+from zerojax.models.hugging_face.llama_config import config_to_hf as config_to_hf
+from zerojax.models.hugging_face.llama_config import read_config as read_config
+from zerojax.models.hugging_face.parameters import abstract, by_path, fields_of, nested, wanted
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.weights.names import link
+from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES, config_text
+from zerojax.weights.writer import Path
 
-PREFIX = "model."  # of a LlamaForCausalLM's names; a LlamaModel's have none
-HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
-BUFFERS = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # of older transformers
-SHOWN = 5
+_CHECKED = [
+    *(("kv_heads" if ours == "n_kv_head" else ours, key, known) for ours, key, known in SIZES),
+    ("rope_theta", "rope_theta", None),
+]
+_IN_LAYER = "model.layers.{layer}.{module}.weight"
+
+NAMES = weights.Names(
+    {
+        "embed_tokens/embedding": "model.embed_tokens.weight",
+        "norm/scale": "model.norm.weight",
+        # nn.Linear keeps [out, in].
+        "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),
+        "layers_{layer:int}/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> i o"),
+        "layers_{layer:int}/{module:path}/scale": _IN_LAYER,
+        "layers/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> layer i o"),
+        "layers/{module:path}/scale": weights.Tensor(_IN_LAYER, "i -> layer i"),
+    },
+    prefix="model.",  # of a LlamaForCausalLM's names; a LlamaModel's have none
+    ignored=("layers.{layer}.self_attn.rotary_emb.inv_freq",),  # of older transformers
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+
+def load(path: Path, config: LlamaConfig, *, like: Any = None, dtype: Any = None) -> Any:
+    """The `params` of `Llama(config)` from a safetensors file or a folder of Hugging Face's.
+
+    Arguments, result and errors are those of `zerojax.models.hugging_face.gpt2.load`.
+    """
+    like = wanted(Llama(config), like, dtype)
+    if (pathlib.Path(path) / CONFIG_FILE).exists():
+        config_file.check(path, read_config(path), config, _CHECKED)
+    return weights.load(path, like=like, names=NAMES)
+
+
+def save(
+    params: Any, config: LlamaConfig, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
+) -> None:
+    """Write parameters of `Llama(config)` as a folder that `load` and transformers read.
+
+    Arguments and errors are those of `zerojax.models.hugging_face.gpt2.save`.
+    """
+    wanted(Llama(config), params)
+    about = config_to_hf(config)
+    weights.save(folder, params, NAMES, config=about, max_shard_size=max_shard_size)
+
+
+def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
+    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.llama:export_names`.
+
+    The folder is as `save` writes it, from a checkpoint that was saved with
+    `extra={"model": {...}}`: the fields of the `LlamaConfig`.
+
+    Args:
+      leaves: Shapes by name, as `layers_0.mlp.up_proj.kernel`; with `scan=True`, `layers.mlp...`.
+
+    Raises:
+      ValueError: `extra` has no such fields, or the parameters are of another config.
+    """
+    names = [ours for ours, _, _ in SIZES] + ["rope_theta"]
+    about = fields_of(extra, names, "LlamaConfig")
+    scan = any(name.startswith("layers.") for name in leaves)
+    config = LlamaConfig(**{name: about[name] for name in names}, scan=scan)
+    wanted(Llama(config), nested(leaves))
+    return Renamed(NAMES, {CONFIG_FILE: config_text(config_to_hf(config))})
 
 
 def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str, Any]:
-    """The `params` of `Llama(config)`, as numpy arrays in the tensors' dtypes.
-
-    `nn.Linear`'s weights [out, in] become kernels [in, out]. Unrolled, these are views of the
-    tensors; with `scan=True` the layers are copied to `[L, ...]`. Nothing is put on a device:
-    `jax.device_put(params, shardings)` does so shard by shard.
+    """The `params` of `Llama(config)`, as NumPy arrays in the tensors' dtypes.
 
     Args:
       tensors: Arrays by Hugging Face's names, with or without `model.` before them.
         `rotary_emb.inv_freq` is ignored, and the `lm_head.weight` of a tied output.
-      config: The config of the weights. `n_head`, `rope_theta` and `rms_norm_eps` show in no
-        tensor's shape: take them from the model's `config.json`.
+      config: The config of the weights.
 
     Raises:
       ValueError: Tensors are missing, superfluous, of a wrong shape or no floats; with the first
         few.
     """
-    found: dict[str, np.ndarray] = {}
-    problems = []
-    for name, tensor in tensors.items():
-        short = name.removeprefix(PREFIX)
-        if short in found:
-            problems.append(f"{short} is there twice, with and without {PREFIX!r}")
-        if not BUFFERS.fullmatch(short):
-            found[short] = tensor
-    head = found.pop(HEAD, None) if config.tie_word_embeddings else None
-    problems += _unfit(found, {n.removeprefix(PREFIX): s for n, s in shapes_of(config).items()})
-    if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise ValueError(
-            "the tensors do not fit Llama(config):\n  "
-            + "\n  ".join(problems[:SHOWN])
-            + more
-            + "\nGive the config that the weights were made with, the tensors of all its files."
-        )
-    if head is not None and not np.array_equal(head, found[TABLE]):
-        raise ValueError(
-            f"{HEAD} {list(head.shape)} differs from {TABLE} {list(found[TABLE].shape)}, but the "
-            "config ties the output to the embedding: set tie_word_embeddings=False"
-        )
-
-    def leaf(path: Any, layer: int | None = None) -> np.ndarray:
-        tensor = found[_name_of(path, layer).removeprefix(PREFIX)]
-        return tensor.T if path[-1].key == "kernel" else tensor
-
-    blocks, rest = _parameters(config)
-    layers = [
-        jax.tree_util.tree_map_with_path(lambda path, _, i=i: leaf(path, i), blocks)
-        for i in range(config.n_layer)
-    ]
-    rest = jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), rest)
-    if config.scan:
-        return rest | {"layers": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
-    return rest | {f"layers_{i}": layer for i, layer in enumerate(layers)}
+    params: dict[str, Any] = weights.rearranged(tensors, abstract(Llama(config)), NAMES)
+    return params
 
 
 def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -96,43 +124,5 @@ def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     >>> shapes_of(LlamaConfig(**SIZES["llama-70b"]))["model.layers.79.self_attn.k_proj.weight"]
     (1024, 8192)
     """
-    blocks, rest = _parameters(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer, tree in [(None, rest), *((i, blocks) for i in range(config.n_layer))]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            shape = leaf.shape[::-1] if path[-1].key == "kernel" else leaf.shape
-            shapes[_name_of(path, layer)] = shape
-    return shapes
-
-
-def _parameters(config: LlamaConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shapes of the parameters of one block, and of those around the blocks."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    one = dataclasses.replace(config, n_layer=1, scan=False)
-    params = jax.eval_shape(Llama(one).init, jax.random.key(0), tokens)["params"]
-    return params.pop("layers_0"), params
-
-
-def _name_of(path: Any, layer: int | None) -> str:
-    """The tensor of a parameter, by its path in the tree or within the block of that layer."""
-    place = ".".join([*(key.key for key in path[:-1]), "weight"])
-    if layer is not None:
-        return f"{PREFIX}layers.{layer}.{place}"
-    return place if place == HEAD else PREFIX + place
-
-
-def _unfit(found: Mapping[str, np.ndarray], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What is wrong with the tensors, one line each."""
-    problems = []
-    for name in sorted(needed.keys() | found.keys()):
-        if name not in found:
-            problems.append(f"{name} {list(needed[name])} is missing")
-        elif name not in needed:
-            problems.append(f"{name} {list(found[name].shape)} is no parameter of the model")
-        elif found[name].shape != needed[name]:
-            problems.append(
-                f"{name} is {list(found[name].shape)}, the model needs {list(needed[name])}"
-            )
-        elif not jnp.issubdtype(found[name].dtype, jnp.floating):
-            problems.append(f"{name} is {found[name].dtype}: weights are floats")
-    return problems
+    scanned = Llama(dataclasses.replace(config, scan=True))
+    return link(NAMES, {path: x.shape for path, x in by_path(abstract(scanned)).items()}).tensors

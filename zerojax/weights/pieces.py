@@ -1,21 +1,29 @@
-"""Sharded arrays, loaded onto their devices and copied to the host piece by piece.
+"""Sharded arrays, made on their devices and copied to the host piece by piece.
 
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 >>> there = SingleDeviceSharding(jax.devices()[0])
 >>> array = from_pieces((3, 2), there, lambda bounds: rows[*(slice(*b) for b in bounds)])
->>> to_host(array, 1).tolist()
-[2.0, 3.0]
+>>> [(bounds, piece.tolist()) for bounds, piece in to_host(array)]
+[(((0, 3), (0, 2)), [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])]
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-Bounds = tuple[tuple[int, int], ...]  # each dimension's first index, and the one after its last
+from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.stored import stored
+from zerojax.weights.arrangement import Bounds
+
+_ALIGNED = 64
 
 
 def from_pieces(
@@ -47,26 +55,44 @@ def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) 
     return jax.block_until_ready([jax.device_put(piece, place) for place in places])
 
 
-def to_host(array: jax.Array | np.ndarray, layer: int | None = None) -> np.ndarray:
-    """The array, or one index of its first dimension, in host memory of its own.
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A piece of zeros that a CPU device takes over without a copy, as it begins at 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNED
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
-    `np.asarray(array)` is not used: JAX keeps its result for as long as the array lives, so that
+
+def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
+    """The distinct pieces of an array, one after the other, in host memory of their own.
+
+    ``np.asarray(array)`` is not used: JAX keeps its result for as long as the array lives, so that
     a model saved tensor by tensor would pile up on the host.
+
+    Args:
+      array: Of NumPy or JAX, or an array at rest, whose padding is left out.
     """
-    shape = array.shape if layer is None else array.shape[1:]
-    if not isinstance(array, jax.Array):
-        return np.ascontiguousarray(array if layer is None else array[layer]).reshape(shape)
-    whole = np.empty(shape, array.dtype)
+    shape = tuple(array.shape)
+    at_rest = stored(array)
+    if isinstance(at_rest, DiskArray):
+        at_rest = at_rest.load()
+    if not isinstance(at_rest, jax.Array):
+        yield tuple((0, n) for n in shape), np.asarray(at_rest)
+        return
     seen = set()
-    for shard in array.addressable_shards:
-        bounds = _bounds(shard.index, array.shape)
-        if bounds in seen or (layer is not None and not bounds[0][0] <= layer < bounds[0][1]):
-            continue
-        seen.add(bounds)
-        part = shard.data.copy() if layer is None else shard.data[layer - bounds[0][0]]
-        inner = bounds if layer is None else bounds[1:]
-        whole[tuple(slice(*each) for each in inner)] = part
-    return whole
+    for shard in at_rest.addressable_shards:
+        bounds = clipped(_bounds(shard.index, at_rest.shape), shape)
+        if bounds not in seen:
+            seen.add(bounds)
+            piece = np.asarray(shard.data.copy())
+            inside: Any = (*(slice(stop - start) for start, stop in bounds), ...)
+            yield bounds, piece[inside]
+
+
+def clipped(bounds: Bounds, shape: tuple[int, ...]) -> Bounds:
+    """Bounds in a padded array as bounds in the array itself."""
+    ends = ((min(start, n), min(stop, n)) for (start, stop), n in zip(bounds, shape, strict=True))
+    return tuple(ends)
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:

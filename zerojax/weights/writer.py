@@ -7,7 +7,7 @@ file in memory at once, so that it only checks the files that are written here.
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     tensor = TensorSpec("wte.weight", (2, 3), np.dtype("float32"))
 ...     with writing(folder, [tensor], max_bytes=10**9) as put:
-...         put("wte.weight", np.ones((1, 3), np.float32), (1, 0))
+...         put("wte.weight", np.ones((1, 3), np.float32), offset=3)
 ...         put("wte.weight", np.zeros((1, 3), np.float32))
 ...     os.listdir(folder)
 ['model.safetensors']
@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from zerojax.weights.strides import bands, contiguous, runs, start
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,9 +63,15 @@ class TensorSpec(NamedTuple):
 
 
 class Put(Protocol):
-    """Writes the block of a tensor that begins at ``start``, by default at 0."""
+    """Writes elements of a tensor.
 
-    def __call__(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None: ...
+    ``offset`` is that of the first, ``strides`` are those of the block's dimensions in the tensor,
+    both in elements; by default the elements follow each other.
+    """
+
+    def __call__(
+        self, name: str, block: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
+    ) -> None: ...
 
 
 @contextlib.contextmanager
@@ -153,24 +161,25 @@ class _Files:
                 self._places[tensor.name] = _Place(path, len(header) + begin, tensor)
                 self._missing[tensor.name] = tensor.nbytes
 
-    def put(self, name: str, block: np.ndarray, start: Sequence[int] = ()) -> None:
-        """Writes a block; see :class:`Put`."""
-        path, offset, (_, shape, dtype) = self._places[name]
-        start = start or (0,) * len(shape)
+    def put(
+        self, name: str, block: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
+    ) -> None:
+        """Writes elements; see :class:`Put`."""
+        path, begin, (_, shape, dtype) = self._places[name]
         assert block.dtype == dtype, (name, block.dtype, dtype)
-        inside = zip(start, block.shape, shape, strict=True)
-        assert all(0 <= begin <= begin + n <= size for begin, n, size in inside), (name, start)
         if not block.size:
             return
-        # The last dimensions that the block has whole, and the one before them, are one run.
-        cut = max((d for d in range(1, len(shape)) if block.shape[d] != shape[d]), default=0)
-        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
-        offset += sum(begin * stride for begin, stride in zip(start, strides, strict=True))
-        runs = np.asarray(block, order="C").reshape(math.prod(block.shape[:cut]), -1)
-        with path.open("r+b") as file:
-            for at, run in zip(np.ndindex(block.shape[:cut]), runs.view(np.uint8), strict=True):
-                file.seek(offset + sum(i * stride for i, stride in zip(at, strides, strict=False)))
-                file.write(run.data)
+        strides = contiguous(block.shape) if strides is None else strides
+        with path.open("r+b", buffering=0) as file:
+            for band in bands(block.shape, dtype.itemsize):
+                index: Any = (*band, ...)
+                part = np.ascontiguousarray(block[index]).reshape(block[index].shape)
+                length, offsets = runs(part.shape, strides)
+                offsets = offsets + offset + start(band, strides)
+                assert 0 <= offsets[0] <= offsets[-1] + length <= math.prod(shape), (name, offset)
+                rows, step = memoryview(part.reshape(-1).view(np.uint8)), length * dtype.itemsize
+                for i, at in enumerate((begin + offsets * dtype.itemsize).tolist()):
+                    _write(file.fileno(), rows[i * step : (i + 1) * step], at)
         self._missing[name] -= block.nbytes
 
     def finish(self) -> None:
@@ -181,6 +190,12 @@ class _Files:
         for path in self._groups:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
 
 
 @contextlib.contextmanager

@@ -1,0 +1,271 @@
+"""Loading sharded safetensors at stage 3: bytes read, host memory and time.
+
+    python -m benchmarks.weights                                  # 1.1B, a minute on two cores
+    python -m benchmarks.weights --model llama-7b                 # 13.5 GB on disk and in memory
+    python -m benchmarks.weights --model llama-7b --record benchmarks/records
+
+Random bf16 weights in files of 5 GB, under Hugging Face's names, are loaded onto 8 virtual devices
+in a process of its own. To expect: each byte of the tensors is read once, and beside the shards,
+which are in host memory too where the devices are virtual, the host holds at most 1.2 times the
+largest tensor; else the exit status is 1.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import zerojax
+from benchmarks.checkpoint_memory import forget_peak, resident
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from examples.run_clm.devices import data_mesh
+from zerojax.models.hugging_face.llama import NAMES, shapes_of
+from zerojax.models.llama import SIZES, Llama, LlamaConfig
+from zerojax.weights.reader import open_tensors
+from zerojax.weights.writer import TensorSpec, writing
+
+MODELS = SIZES | {
+    "llama-1b": SIZES["llama-7b"] | dict(n_layer=16, n_head=16, n_embd=2048, n_inner=5504)
+}
+COUNTING = 200  # bytes that the count of bytes reads itself
+MOST = 1.2  # of the largest tensor, in host memory beside the shards
+FILE_BYTES = 5 * 10**9
+BLOCK = 2**24  # elements drawn at a time
+BF16 = jnp.dtype(jnp.bfloat16)
+GIGA, MEGA = 1e9, 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """One load; bytes.
+
+    Attributes:
+      scan: Whether the layers are stacked.
+      tensors: Of all tensors; ``largest`` of the largest.
+      files: Of the headers and tensors of all files.
+      read: By the process's system calls while it loaded.
+      before: Resident with the devices ready and nothing on them; ``peak`` the most until all was
+        loaded; ``shards`` what the devices hold then.
+      seconds: Of the load.
+      same: Whether the shards hold what the files do.
+    """
+
+    scan: bool
+    tensors: int
+    largest: int
+    files: int
+    read: int
+    before: int
+    peak: int
+    shards: int
+    seconds: float
+    same: bool
+
+    @property
+    def beside(self) -> float:
+        """Host memory beside the shards at the peak, in largest tensors."""
+        return (self.peak - self.before - self.shards) / self.largest
+
+    def missed(self) -> list[str]:
+        """What was not as expected, one line each."""
+        limits = {
+            f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files + COUNTING,
+            f"{self.beside:.2f} of the largest tensor, more than {MOST}": self.beside <= MOST,
+            "the shards hold other numbers than the files": self.same,
+        }
+        return [text for text, kept in limits.items() if not kept]
+
+
+def write(folder: Path, model: str) -> None:
+    """Random weights in several files."""
+    rng = np.random.default_rng(0)
+    shapes = shapes_of(LlamaConfig(**MODELS[model]))
+    tensors = [TensorSpec(name, shape, BF16) for name, shape in shapes.items()]
+    with writing(folder, tensors, max_bytes=FILE_BYTES) as put:
+        for tensor in tensors:
+            for begin in range(0, tensor.nbytes // 2, BLOCK):
+                size = min(BLOCK, tensor.nbytes // 2 - begin)
+                bits = rng.integers(0, 0x3F80, size, np.uint16)  # of numbers below 1
+                put(tensor.name, bits.view(BF16), begin)
+
+
+def measure(folder: Path, model: str, scan: bool) -> Loaded:
+    """Loads here and now."""
+    llama = Llama(LlamaConfig(**MODELS[model], scan=scan))
+    zero = zerojax.zero(stage=3, mesh=data_mesh(None))
+    tokens = jnp.zeros((1, 8), jnp.int32)
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = llama.init(key, tokens)["params"]
+        params = jax.tree.map(lambda x: x.astype(BF16), params)
+        return TrainState.create(apply_fn=llama.apply, params=params, tx=optax.sgd(0.1))
+
+    like = zero.abstract_state(create_state, jax.random.key(0)).params
+    with open_tensors(folder) as found:
+        sizes = [2 * int(np.prod(tensor.shape)) for tensor in found.values()]
+    before = resident("VmRSS")
+    forget_peak()
+    bytes_before, begun = _bytes_read(), time.perf_counter()
+    params = jax.block_until_ready(zerojax.weights.load(folder, like=like, names=NAMES))
+    seconds, bytes_after = time.perf_counter() - begun, _bytes_read()
+    peak = resident("VmHWM")
+    return Loaded(
+        scan=scan,
+        tensors=sum(sizes),
+        largest=max(sizes),
+        files=sum(file.stat().st_size for file in folder.iterdir()),
+        read=bytes_after - bytes_before,
+        before=before,
+        peak=peak,
+        shards=sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards),
+        seconds=seconds,
+        same=_same(folder, params, scan),
+    )
+
+
+def _same(folder: Path, params: Any, scan: bool) -> bool:
+    """Whether some parameters are what safetensors' own reader makes of the files."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    held: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="numpy") as opened:
+            held |= {name: functools.partial(_tensor, file, name) for name in opened.keys()}  # noqa: SIM118
+    last = max(int(name.split(".")[2]) for name in held if ".layers." in name)
+    layer = params["layers"] if scan else params[f"layers_{last}"]
+    pairs = [
+        (params["embed_tokens"]["embedding"], held["model.embed_tokens.weight"]()),
+        (params["lm_head"]["kernel"], held["lm_head.weight"]().T),
+        *(
+            (
+                layer["mlp"][name]["kernel"][last] if scan else layer["mlp"][name]["kernel"],
+                held[f"model.layers.{last}.mlp.{name}.weight"]().T,
+            )
+            for name in ("gate_proj", "down_proj")
+        ),
+    ]
+    return all(np.array_equal(np.asarray(a), b) for a, b in pairs)
+
+
+def _tensor(file: Path, name: str) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as opened:
+        tensor: np.ndarray = opened.get_tensor(name)
+    return tensor
+
+
+def _bytes_read() -> int:
+    """Of this process, by system calls, from the page cache or the disk."""
+    match = re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1])
+
+
+def in_a_process(folder: Path, model: str, scan: bool) -> Loaded:
+    """:func:`measure` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.weights", "--model", model]
+    done = subprocess.run(
+        [*command, "--folder", folder, "--measure", "scanned" if scan else "unrolled"],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Loaded(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(results: list[Loaded]) -> list[list[str]]:
+    """Headings, and a row for each load."""
+    return [
+        [
+            "layers",
+            "bytes of the tensors",
+            "bytes read",
+            "largest tensor, MB",
+            "shards, MB",
+            "peak beside the shards, MB",
+            "of the largest tensor",
+            "at most",
+            "seconds",
+            "as in the files",
+        ],
+        *(
+            [
+                "stacked" if each.scan else "apart",
+                f"{each.tensors:,}",
+                f"{each.read:,}",
+                f"{each.largest / MEGA:,.0f}",
+                f"{each.shards / MEGA:,.0f}",
+                f"{each.beside * each.largest / MEGA:,.0f}",
+                f"{each.beside:.2f}",
+                str(MOST),
+                f"{each.seconds:.1f}",
+                "yes" if each.same else "no",
+            ]
+            for each in results
+        ),
+    ]
+
+
+def record(model: str, files: int, results: list[Loaded], folder: Path) -> None:
+    """The record and its figures."""
+    stem = folder / f"{datetime.date.today()}-weights"
+    figures: dict[str, Any] = {"model": model, "loads": list(map(dataclasses.asdict, results))}
+    write_json(stem.with_suffix(".json"), figures)
+    missed = [text for each in results for text in each.missed()]
+    parts = [
+        heading("Loading sharded safetensors at stage 3", ", 8 virtual devices"),
+        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
+        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
+        "headers and index among them; the shards of virtual devices are in host memory, "
+        "where devices that hold the same elements may share them.",
+        markdown_table(table(results)),
+        f"Limits missed: {'; '.join(missed) or 'none'}.",
+    ]
+    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weights", description="Loading sharded safetensors at stage 3."
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama-1b")
+    parser.add_argument("--folder", type=Path, help="holds the files, and keeps them")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
+    parser.add_argument("--measure", choices=("scanned", "unrolled"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measured = measure(options.folder, options.model, options.measure == "scanned")
+        print(json.dumps(dataclasses.asdict(measured)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not [*folder.glob("*.safetensors")]:
+            write(folder, options.model)
+        files = len([*folder.glob("*.safetensors")])
+        results = [in_a_process(folder, options.model, scan) for scan in (False, True)]
+    console().print(console_table(table(results), title=options.model))
+    if options.record:
+        record(options.model, files, results, options.record)
+    if missed := [text for each in results for text in each.missed()]:
+        raise SystemExit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

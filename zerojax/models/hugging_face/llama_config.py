@@ -1,0 +1,93 @@
+"""Hugging Face's `config.json` of a Llama, and `LlamaConfig`.
+
+>>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2})
+>>> config.n_embd, config.n_inner, config.kv_heads          # the rest as where nothing is said
+(64, 11008, 4)
+>>> config_from_hf(config_to_hf(config)) == config
+True
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.models.gpt import INIT_STD
+from zerojax.models.hugging_face import config_file
+from zerojax.models.llama import LlamaConfig
+
+# LlamaConfig's name, Hugging Face's, and the default of transformers' LlamaConfig.
+SIZES = (
+    ("vocab_size", "vocab_size", 32000),
+    ("block_size", "max_position_embeddings", 2048),
+    ("n_layer", "num_hidden_layers", 32),
+    ("n_head", "num_attention_heads", 32),
+    ("n_kv_head", "num_key_value_heads", None),
+    ("n_embd", "hidden_size", 4096),
+    ("n_inner", "intermediate_size", 11008),
+    ("rms_norm_eps", "rms_norm_eps", 1e-6),
+    ("tie_word_embeddings", "tie_word_embeddings", False),
+)
+ROPE_THETA = 10000.0
+
+# What zerojax.models.llama computes; transformers has the first value of each as its default.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0.0,),
+    "rope_scaling": (None,),
+}
+
+
+def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
+    """What `zerojax.models.llama` makes of a Llama's `config.json`.
+
+    Keys that say nothing of the forward pass (token ids, generation) are passed over.
+
+    Raises:
+      ValueError: A value that `zerojax.models.llama` does not compute, such as scaled rotations.
+    """
+    module = "zerojax.models.llama"
+    # Of transformers from 5 on; before, rope_theta stands by itself and rope_scaling for the rest.
+    rope = values.get("rope_parameters") or {}
+    config_file.check_supported(values, SUPPORTED, module)
+    config_file.check_supported(rope, {"rope_type": ("default",)}, module)
+    sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
+    if sizes["n_kv_head"] == sizes["n_head"]:
+        sizes["n_kv_head"] = None  # as LlamaConfig says it
+    config = LlamaConfig(
+        **sizes,
+        rope_theta=rope.get("rope_theta", values.get("rope_theta", ROPE_THETA)),
+    )
+    if values.get("head_dim") not in (None, config.head_size):
+        raise ValueError(
+            f"head_dim = {values['head_dim']!r} is not supported: {module} has heads of "
+            f"hidden_size / num_attention_heads = {config.head_size}"
+        )
+    return config
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **{key: supported[0] for key, supported in SUPPORTED.items() if key != "rope_scaling"},
+        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
+        "num_key_value_heads": config.kv_heads,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "initializer_range": INIT_STD,
+        "bos_token_id": 1 if config.vocab_size > 2 else None,
+        "eos_token_id": 2 if config.vocab_size > 2 else None,
+    }
+
+
+def read_config(folder: str | os.PathLike[str]) -> LlamaConfig:
+    """`config_from_hf` of a folder's `config.json`.
+
+    Raises:
+      FileNotFoundError: The folder has none.
+      ValueError: The file is no JSON object, or `zerojax.models.llama` cannot compute such a model.
+    """
+    return config_file.read(folder, config_from_hf)

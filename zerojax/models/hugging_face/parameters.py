@@ -1,0 +1,87 @@
+"""What the parameters of a flax model are to be like: shapes, places and dtypes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from zerojax.plan.stored import stored
+
+
+def abstract(model: nn.Module) -> Any:
+    """The `params` of a language model as `jax.ShapeDtypeStruct`."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+
+def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
+    """Shape, dtype and sharding of every parameter, in a tree like `like`.
+
+    Args:
+      model: The model, with a `config`.
+      like: A tree of arrays, of `jax.ShapeDtypeStruct`, or of shardings; None for the model's.
+      dtype: Of all parameters; None for that of `like`, or float32.
+
+    Raises:
+      ValueError: `like` has not the model's parameters, or `dtype` is none of floats.
+    """
+    name = f"{type(model).__name__}(config)"
+    shapes = abstract(model)
+    like = shapes if like is None else like
+    expected, given = by_path(shapes), by_path(like)
+    if odd := expected.keys() ^ given.keys():
+        path = min(odd)
+        whose = name if path in expected else "the tree given"
+        raise ValueError(
+            f"only {whose} has the parameter {path} ({len(odd)} such parameters): give the config "
+            "that the model was made with, its n_layer and scan among them"
+        )
+    leaves = []
+    for path, leaf in given.items():
+        shape = expected[path].shape
+        placed = isinstance(leaf, Sharding)
+        if not placed and tuple(leaf.shape) != shape:
+            raise ValueError(
+                f"the parameter {path} is {list(leaf.shape)} in the tree given, "
+                f"{list(shape)} in {name}: give the config that the model was made with"
+            )
+        kind = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
+        if not jnp.issubdtype(kind, jnp.floating):
+            raise ValueError(f"the parameter {path} shall be {kind}: weights are floats")
+        sharding = leaf if placed else getattr(stored(leaf), "sharding", None)
+        leaves.append(jax.ShapeDtypeStruct(shape, kind, sharding=sharding))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by path, as `weights.load` has them."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def nested(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Float parameters of a checkpoint, whose names have dots between their keys, by path."""
+    return {
+        name.replace(".", "/"): jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def fields_of(extra: Any, needed: list[str], config: str) -> Mapping[str, Any]:
+    """The fields of a config that a checkpoint was saved with.
+
+    Raises:
+      ValueError: It has no such fields.
+    """
+    about = extra.get("model") if isinstance(extra, Mapping) else None
+    if not isinstance(about, Mapping) or not about.keys() >= set(needed):
+        raise ValueError(
+            f"its extra['model'] is {about!r}, but {', '.join(needed)} of the {config} are needed: "
+            "save(step, state, extra={'model': {...}})"
+        )
+    return about

@@ -1,0 +1,366 @@
+"""Which elements of which tensors make up a parameter, by an arrangement in einops' notation.
+
+``"o i -> i o"`` reads: the tensor's axes, an arrow, the parameter's axes. Axes in parentheses share
+a dimension, the first outermost; ``...`` stands for the rest, in its order.
+
+>>> kernel = Arrangement.parse("(head d) i -> i head d")
+>>> (link,) = kernel.links("q_proj.weight", {}, (8, 2, 3), {}, {})
+>>> link.tensor_shape
+(6, 8)
+>>> [box.shape for box in link.boxes(((0, 4), (1, 2), (0, 3)))]      # in the tensor's order
+[(1, 3, 4)]
+
+Source of the notation: Rogozhnikov 2022 (https://openreview.net/forum?id=oapKSVM2bcj).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Bounds = tuple[tuple[int, int], ...]
+"""Of each dimension the first index, and the one after the last."""
+
+Parts = Mapping[str, Sequence[str] | Mapping[str, int]]
+"""The values of axes that are named, in their order; with the size of each where they differ."""
+
+_ELLIPSIS = "..."
+_AXIS = r"[A-Za-z_]\w*"
+_SIDE = re.compile(rf"\s*(?:(?P<group>\((?:\s*{_AXIS})*\s*\))|(?P<axis>{_AXIS})|(?P<rest>\.\.\.))")
+_FIELD = re.compile(rf"\{{({_AXIS})\}}")
+
+
+class Axis(NamedTuple):
+    """An axis that a tensor and a parameter share.
+
+    Attributes:
+      size: Its length.
+      stride: From one index to the next in the tensor, in elements.
+      dimension: Of the parameter.
+      step: From one index to the next in that dimension.
+    """
+
+    size: int
+    stride: int
+    dimension: int
+    step: int
+
+
+class Box(NamedTuple):
+    """Elements of a tensor, and where they stand in a parameter.
+
+    Attributes:
+      shape: Of the elements, in the tensor's order.
+      offset, strides: In the tensor, in elements.
+      start: The index of the first element in the parameter.
+      dimensions, steps: Of each axis, the parameter's dimension and the step in it.
+    """
+
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    start: tuple[int, ...]
+    dimensions: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def view(self, piece: np.ndarray, bounds: Bounds) -> np.ndarray:
+        """The elements in a piece of the parameter, in the tensor's order; shares memory."""
+        begins = (at - low for at, (low, _) in zip(self.start, bounds, strict=True))
+        corner: Any = (*(slice(i, None) for i in begins), ...)
+        moves = (
+            piece.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
+        )
+        return np.lib.stride_tricks.as_strided(piece[corner], self.shape, tuple(moves))
+
+
+class Link(NamedTuple):
+    """A tensor, or a part of one, that is a parameter, or a part of one.
+
+    Attributes:
+      tensor: Its name.
+      tensor_shape: The shape of the whole tensor.
+      base: The offset of the part in the tensor, in elements.
+      start: The index of the part in the parameter.
+      axes: Of the part, in the tensor's order.
+    """
+
+    tensor: str
+    tensor_shape: tuple[int, ...]
+    base: int
+    start: tuple[int, ...]
+    axes: tuple[Axis, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the part."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def boxes(self, bounds: Bounds) -> Iterator[Box]:
+        """What of the part lies within bounds of the parameter."""
+        ranges = []
+        for dimension, (low, high) in enumerate(bounds):
+            numbers = [i for i, axis in enumerate(self.axes) if axis.dimension == dimension]
+            numbers.sort(key=lambda i: -self.axes[i].step)
+            begin = self.start[dimension]
+            found = _within(low - begin, high - begin, [self.axes[i] for i in numbers])
+            ranges.append([dict(zip(numbers, box, strict=True)) for box in found])
+        for combination in itertools.product(*ranges):
+            by_axis = {i: r for each in combination for i, r in each.items()}
+            ordered = [by_axis[i] for i in range(len(self.axes))]
+            start = list(self.start)
+            for axis, r in zip(self.axes, ordered, strict=True):
+                start[axis.dimension] += r.start * axis.step
+            offsets = (r.start * axis.stride for axis, r in zip(self.axes, ordered, strict=True))
+            yield Box(
+                tuple(map(len, ordered)),
+                self.base + sum(offsets),
+                tuple(axis.stride for axis in self.axes),
+                tuple(start),
+                tuple(axis.dimension for axis in self.axes),
+                tuple(axis.step for axis in self.axes),
+            )
+
+
+def _within(low: int, high: int, axes: Sequence[Axis]) -> Iterator[tuple[range, ...]]:
+    """The indices of axes that share a dimension, the outermost first, at which their sum of steps
+    lies in [low, high), as few boxes."""
+    if not axes:
+        if low <= 0 < high:
+            yield ()
+        return
+    (size, _, _, step), inner = axes[0], axes[1:]
+    extent = 1 + sum((axis.size - 1) * axis.step for axis in inner)
+    touched = range(max(0, (low - extent) // step + 1), min(size, -(-high // step)))
+    whole = range(
+        max(touched.start, -(-low // step)), min(touched.stop, (high - extent) // step + 1)
+    )
+    if whole:
+        yield (whole, *(range(axis.size) for axis in inner))
+    for i in touched:
+        if i not in whole:
+            for box in _within(low - i * step, high - i * step, inner):
+                yield (range(i, i + 1), *box)
+
+
+class Arrangement(NamedTuple):
+    """A tensor's dimensions and a parameter's, each made of named axes."""
+
+    tensor: tuple[tuple[str, ...], ...]
+    parameter: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Arrangement:
+        """An arrangement as it is written.
+
+        Raises:
+          ValueError: The text is none.
+        """
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise ValueError(f'"{text}" is no arrangement: write "o i -> i o"')
+        tensor, parameter = (_dimensions(side, text) for side in sides)
+        if ((_ELLIPSIS,) in tensor) != ((_ELLIPSIS,) in parameter):
+            raise ValueError(f'"{text}" has ... on one side alone')
+        return cls(tensor, parameter)
+
+    def links(
+        self,
+        name: str,
+        given: Mapping[str, str],
+        shape: Sequence[int],
+        parts: Parts,
+        sizes: Mapping[str, int],
+    ) -> list[Link]:
+        """The tensors of a parameter, one for each value of the axes that stand in their name.
+
+        Args:
+          name: The tensors' name; ``{axis}`` in it stands for the value of that axis.
+          given: The values of axes that the parameter's path has.
+          shape: The parameter's shape.
+          parts: The values of axes; those of others in a name are 0, 1, 2 ...
+          sizes: The lengths of axes that no shape shows.
+
+        Raises:
+          ValueError: The arrangement does not fit the shape, or axes are of unknown length.
+        """
+        return _Links(self._spelled(len(shape)), name, given, tuple(shape), parts, sizes).all()
+
+    def _spelled(self, dimensions: int) -> Arrangement:
+        """With axes for the ``...``."""
+        count = dimensions - (len(self.parameter) - 1)
+        rest = tuple((f"{_ELLIPSIS}{i}",) for i in range(count))
+
+        def spelled(side: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+            if (_ELLIPSIS,) not in side:
+                return side
+            at = side.index((_ELLIPSIS,))
+            return (*side[:at], *rest, *side[at + 1 :])
+
+        return Arrangement(spelled(self.tensor), spelled(self.parameter))
+
+    def __str__(self) -> str:
+        def side(dimensions: tuple[tuple[str, ...], ...]) -> str:
+            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dimensions)
+
+        return f"{side(self.tensor)} -> {side(self.parameter)}"
+
+
+def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
+    found, at = [], 0
+    side = side.rstrip()
+    while at < len(side):
+        match = _SIDE.match(side, at)
+        if match is None:
+            raise ValueError(f'"{text}" is no arrangement: {side[at:].strip()!r} is no axis')
+        found.append(
+            tuple(match["group"].strip("()").split()) if match["group"] else (match[0].strip(),)
+        )
+        at = match.end()
+    axes = [axis for dimension in found for axis in dimension]
+    if twice := {axis for axis in axes if axes.count(axis) > 1}:
+        raise ValueError(f'"{text}" has {min(twice)} twice on one side')
+    return tuple(found)
+
+
+class _Links:
+    """The links of one parameter; see :meth:`Arrangement.links`."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        name: str,
+        given: Mapping[str, str],
+        shape: tuple[int, ...],
+        parts: Parts,
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.text, self.name, self.shape, self.given = str(arrangement), name, shape, given
+        self.tensor, self.parameter = arrangement
+        self.parts = {axis: tuple(values) for axis, values in parts.items()}
+        self.sections = {axis: v for axis, v in parts.items() if isinstance(v, Mapping)}
+        self.sizes = {**sizes, **{axis: len(values) for axis, values in self.parts.items()}}
+        if len(self.parameter) != len(shape):
+            raise self._error(f"has {len(self.parameter)} dimensions for a parameter {[*shape]}")
+        of_tensor = {axis for dimension in self.tensor for axis in dimension}
+        of_parameter = {axis for dimension in self.parameter for axis in dimension}
+        fields = [*dict.fromkeys(_FIELD.findall(name))]
+        self.numbered = [axis for axis in fields if axis not in given]
+        if lost := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
+            raise self._error(
+                f"{name} has {{{lost[0]}}}, which is neither in the parameter's path nor an axis "
+                "of the parameter alone"
+            )
+        self.chosen = of_tensor - of_parameter
+        if odd := of_parameter - of_tensor - {*self.numbered}:
+            raise self._error(f"{min(odd)} is an axis of the parameter alone, and not in {name}")
+        if odd := self.chosen - given.keys():
+            raise self._error(f"{min(odd)} is an axis of the tensor alone, and not in the path")
+        if odd := {axis for axis in self.sections if not self._leads(axis)}:
+            raise self._error(f"{min(odd)} has sizes and must be the first of several axes")
+
+    def _error(self, text: str) -> ValueError:
+        return ValueError(f'"{self.text}": {text}')
+
+    def _leads(self, axis: str) -> bool:
+        return any(d[0] == axis and len(d) > 1 for d in (*self.tensor, *self.parameter) if d)
+
+    def all(self) -> list[Link]:
+        counts = {}
+        for axis in self.numbered:
+            known = self.sizes.get(axis)
+            counts[axis] = self._inferred(self.sizes, {})[axis] if known is None else known
+        return [
+            self._link(dict(zip(self.numbered, indices, strict=True)))
+            for indices in itertools.product(*(range(n) for n in counts.values()))
+        ]
+
+    def _link(self, at: dict[str, int]) -> Link:
+        """The link at these indices of the axes in the name."""
+        values = {axis: self._value(axis, i) for axis, i in at.items()}
+        at = at | {axis: self._index(axis) for axis in self.chosen}
+        sizes = self._inferred(self.sizes, at)
+        if odd := {axis for axis in self.chosen if axis not in sizes}:
+            raise self._error(f"the length of {min(odd)} is not known: give it in parts or sizes")
+        tensor_shape, corner, strides = self._laid(self.tensor, sizes, at)
+        shape, start, steps = self._laid(self.parameter, sizes, at)
+        if shape != self.shape:
+            raise self._error(f"makes {[*shape]}, the parameter is {[*self.shape]}")
+        along = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
+        axes = [
+            Axis(sizes[axis], step * along[d], steps[axis][0], steps[axis][1])
+            for axis, (d, step) in strides.items()
+        ]
+        return Link(
+            _FIELD.sub(lambda match: {**self.given, **values}[match[1]], self.name),
+            tensor_shape,
+            sum(i * stride for i, stride in zip(corner, along, strict=True)),
+            start,
+            tuple(axes),
+        )
+
+    def _value(self, axis: str, index: int) -> str:
+        return self.parts[axis][index] if axis in self.parts else str(index)
+
+    def _index(self, axis: str) -> int:
+        value = self.given[axis]
+        if axis in self.parts:
+            if value not in self.parts[axis]:
+                raise self._error(f"{axis} = {value!r}, parts has {', '.join(self.parts[axis])}")
+            return self.parts[axis].index(value)
+        if not value.isdecimal():
+            raise self._error(f"{axis} = {value!r} is no number: give its values in parts")
+        return int(value)
+
+    def _inferred(self, known: Mapping[str, int], at: Mapping[str, int]) -> dict[str, int]:
+        """The lengths of the parameter's axes, by its shape."""
+        sizes = dict(known)
+        for axes, n in zip(self.parameter, self.shape, strict=True):
+            if axes and axes[0] in self.sections:
+                if axes[0] not in at:
+                    continue
+                n = [*self.sections[axes[0]].values()][at[axes[0]]]
+                axes = axes[1:]
+            unknown = [axis for axis in axes if axis not in sizes]
+            if len(unknown) > 1:
+                raise self._error(
+                    f"the lengths of {' and '.join(unknown)} are not known: give sizes"
+                )
+            held = math.prod(sizes[axis] for axis in axes if axis in sizes)
+            if n % held or (not unknown and n != held):
+                raise self._error(f"{' '.join(axes)} = {held} does not make {n} of {[*self.shape]}")
+            sizes |= {axis: n // held for axis in unknown}
+        return sizes
+
+    def _laid(
+        self, dimensions: Sequence[Sequence[str]], sizes: Mapping[str, int], at: Mapping[str, int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, tuple[int, int]]]:
+        """A shape, the index at which the part begins, and each axis's dimension and step."""
+        shape, start, steps = [], [], {}
+        for d, axes in enumerate(dimensions):
+            step, begin = 1, 0
+            for axis in reversed(axes):
+                if axis in at and axis in self.sections:
+                    lengths = [*self.sections[axis].values()]
+                    n = lengths[at[axis]]
+                    if n != step:
+                        value = self._value(axis, at[axis])
+                        raise self._error(f"{axis} = {value} has {n}, its axes {step}")
+                    begin += sum(lengths[: at[axis]])
+                    step = sum(lengths)
+                    continue
+                if axis in at:
+                    if at[axis] >= sizes[axis]:
+                        raise self._error(f"{axis} = {at[axis]} of {sizes[axis]}")
+                    begin += at[axis] * step
+                else:
+                    steps[axis] = (d, step)
+                step *= sizes[axis]
+            shape.append(step)
+            start.append(begin)
+        order = [axis for axes in dimensions for axis in axes if axis in steps]
+        return tuple(shape), tuple(start), {axis: steps[axis] for axis in order}

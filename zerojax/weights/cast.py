@@ -1,0 +1,26 @@
+"""Floats in another dtype."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """An array in another dtype of floats; the array itself where it has that one.
+
+    Raises:
+      ValueError: A finite number is beyond the dtype's range.
+    """
+    if block.dtype == dtype:
+        return block
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = block.astype(dtype)
+    if jnp.finfo(dtype).max < jnp.finfo(block.dtype).max:
+        lost = np.isinf(made) & np.isfinite(block)
+        if lost.any():
+            raise ValueError(
+                f"{name} holds {float(block[lost][0]):g}, and {dtype.name} ends at "
+                f"{float(jnp.finfo(dtype).max):g}: choose another dtype"
+            )
+    return made

@@ -1,0 +1,236 @@
+"""Parameters from safetensors files, each device's piece by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from zerojax.distributed import log
+from zerojax.plan import layout
+from zerojax.plan.stored import shown, stored
+from zerojax.weights.arrangement import Bounds, Link
+from zerojax.weights.names import Linked, Names, Tensor, link, refuse
+from zerojax.weights.pieces import clipped, from_pieces, zeros
+from zerojax.weights.reader import open_tensors
+from zerojax.weights.tree import open_tree
+from zerojax.weights.writer import Path
+
+_ROWS = 1024  # of a tied tensor, compared at a time
+
+
+class Source(Protocol):
+    """A tensor that parameters are made of; see :class:`zerojax.weights.reader.FileTensor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> object: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype | None: ...
+    @property
+    def stored(self) -> str: ...
+    def read(
+        self, out: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
+    ) -> np.ndarray: ...
+
+
+AnySource = TypeVar("AnySource", bound=Source)
+
+
+def load(
+    folder: Path,
+    *,
+    like: Any,
+    names: Names | Mapping[str, str | Tensor | None] | None = None,
+) -> Any:
+    """Parameters from a folder of safetensors files.
+
+    Each device's piece is read by itself and once by a process, and the host holds one piece at a
+    time. Everything is checked before a tensor is read.
+
+    Args:
+      folder: With ``model.safetensors``, or with ``model.safetensors.index.json`` and its files;
+        or one file.
+      like: The parameters' shapes, dtypes and shardings: a tree of arrays or
+        ``jax.ShapeDtypeStruct``, an ``nnx.State`` or an ``nnx.Module``, such as ``.params`` of
+        ``zero.init`` or ``zero.abstract_state``. Without a sharding an array lies on JAX's default
+        device. A cast of floats is logged.
+      names: The tensors' names by parameter; by default the parameters' keys, dots between.
+
+    Returns:
+      A tree like ``like``; for a module another one, with the random streams of ``like``.
+
+    Raises:
+      ValueError: The names do not fit the parameters; a tensor is missing or in no parameter, or
+        of another shape or dtype; a file is damaged.
+      FileNotFoundError: A file does not exist.
+
+    Example:
+      >>> import tempfile
+      >>> from zerojax import weights
+      >>> params = {"up": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "norm": {"scale": jnp.ones(2)}}
+      >>> names = {
+      ...     "up/kernel": weights.Tensor("mlp.up.weight", "o i -> i o"),
+      ...     "norm/scale": "norm.weight",
+      ... }
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     weights.save(folder, params, names)
+      ...     loaded = weights.load(folder, like=jax.eval_shape(lambda: params), names=names)
+      >>> loaded["up"]["kernel"].tolist()
+      [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    """
+    opened, names = open_tree(like), Names.of(names)
+    linked = link(names, {path: tuple(x.shape) for path, x in opened.leaves.items()})
+    dtypes = {path: _dtype(opened.leaves[path]) for path in linked.links}
+    with open_tensors(folder) as tensors:
+        sources = fit(str(folder), names, linked, tensors, dtypes)
+        _tell_casts(str(folder), linked, sources, dtypes)
+        loaded = {
+            path: _array(opened.leaves[path], dtypes[path], links, sources)
+            for path, links in linked.links.items()
+        }
+    return opened.close(loaded)
+
+
+def fit(
+    source: str,
+    names: Names,
+    linked: Linked,
+    tensors: Mapping[str, AnySource],
+    dtypes: Mapping[str, np.dtype],
+) -> dict[str, AnySource]:
+    """The tensors that parameters are made of, by name, after a check of all of them.
+
+    Args:
+      source: The file or folder, for messages.
+      names: The names.
+      linked: The parameters.
+      tensors: The tensors found.
+      dtypes: Of the parameters.
+
+    Raises:
+      ValueError: Tensors are missing, in no parameter, of a wrong shape or dtype, or a copy differs
+        from what it is a copy of.
+    """
+    problems = []
+    found: dict[str, AnySource] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix(names.prefix)
+        if short in found:
+            problems.append(
+                f"{tensor.file}: {short} is there twice, with and without {names.prefix!r}"
+            )
+        found[short] = tensor
+    needed = {name: name.removeprefix(names.prefix) for name in linked.tensors}
+    copies = {
+        short: names.tied[each].removeprefix(names.prefix)
+        for each in names.tied
+        if (short := each.removeprefix(names.prefix)) not in needed.values()
+    }
+    for name in sorted(linked.tensors.keys() - {n for n, s in needed.items() if s in found}):
+        problems.append(f"{source}: {name} {[*linked.tensors[name]]} is missing")
+    for short in sorted(found.keys() - {*needed.values()} - copies.keys()):
+        if not names.is_ignored(short):
+            problems.append(
+                f"{found[short].file}: {short} {[*found[short].shape]} is one tensor too many, "
+                "no parameter of the model"
+            )
+    sources = {name: found[short] for name, short in needed.items() if short in found}
+    owners = {part.tensor: path for path, parts in linked.links.items() for part in parts}
+    for name, tensor in sorted(sources.items()):
+        path = owners[name]
+        problems += _mismatch(name, tensor, linked.tensors[name], path, dtypes[path])
+    remedy = "Give the model that the files are of, and names that fit both."
+    refuse(f"{source} does not fit the model; nothing was loaded", problems, remedy)
+    for copy, short in copies.items():
+        if copy in found and short in found:
+            _check_copy(found[copy], found[short])
+    return sources
+
+
+def _mismatch(
+    name: str, tensor: Source, needed: Sequence[int], path: str, dtype: np.dtype
+) -> list[str]:
+    if tensor.shape != tuple(needed):
+        remedy = ""
+        if tensor.shape == tuple(needed)[::-1]:
+            remedy = ': transpose by the arrangement "o i -> i o", or not where you do'
+        return [
+            f"{tensor.file}: {name} is {[*tensor.shape]}, the model needs {[*needed]}"
+            f"{remedy} (for {path})"
+        ]
+    floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
+    if floats or tensor.dtype == dtype:
+        return []
+    return [
+        f"{tensor.file}: {name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} "
+        f"{dtype.name}, and only floats are cast: save a quantized model in floats first"
+    ]
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _check_copy(copy: Source, tensor: Source) -> None:
+    """Refuse a copy of other numbers: the model would compute something else."""
+    same = copy.shape == tensor.shape and copy.stored == tensor.stored
+    rows = tensor.shape[0] if tensor.shape else 1
+    width = int(np.prod(tensor.shape[1:]))
+    for begin in range(0, rows if same else 0, _ROWS):
+        part = np.empty((min(_ROWS, rows - begin) * width,), tensor.dtype)
+        other = copy.read(np.empty_like(part), begin * width)
+        tensor.read(part, begin * width)
+        same = same and np.array_equal(part.view(np.uint8), other.view(np.uint8))
+    if not same:
+        raise ValueError(
+            f"{copy.file}: {copy.name} {[*copy.shape]} differs from {tensor.name} "
+            f"{[*tensor.shape]}, but the model has one table for both; nothing was loaded. Load an "
+            "untied model, if there is one"
+        )
+
+
+def _tell_casts(
+    source: str, linked: Linked, sources: Mapping[str, Source], dtypes: Mapping[str, np.dtype]
+) -> None:
+    casts = Counter(
+        (sources[part.tensor].stored, dtypes[path].name)
+        for path, parts in linked.links.items()
+        for part in parts
+        if sources[part.tensor].dtype != dtypes[path]
+    )
+    if casts:
+        told = ", ".join(f"{n} tensors {a} become {b}" for (a, b), n in sorted(casts.items()))
+        log.warning("%s: %s, the dtype of `like`.", source, told)
+
+
+def _dtype(leaf: Any) -> np.dtype:
+    dtype: np.dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return dtype
+
+
+def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]) -> Any:
+    """A parameter, each of its pieces read for the devices that hold it."""
+    shape, sharding = tuple(leaf.shape), getattr(stored(leaf), "sharding", None)
+    assert sharding is None or isinstance(sharding, Sharding)
+
+    def read(bounds: Bounds) -> np.ndarray:
+        inside = clipped(bounds, shape)
+        piece = zeros(tuple(b - a for a, b in bounds), dtype)
+        for part in links:
+            for box in part.boxes(inside):
+                sources[part.tensor].read(box.view(piece, bounds), box.offset, box.strides)
+        return piece
+
+    at_rest = shape
+    if isinstance(sharding, NamedSharding):
+        at_rest = layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
+    return shown(from_pieces(at_rest, sharding, read), shape)

@@ -1,0 +1,174 @@
+"""Parameters as safetensors files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.plan.stored import stored
+from zerojax.weights.arrangement import Bounds, Link
+from zerojax.weights.cast import cast
+from zerojax.weights.names import Linked, Names, Tensor, link
+from zerojax.weights.pieces import to_host
+from zerojax.weights.tree import open_tree
+from zerojax.weights.writer import DTYPES, Path, Put, TensorSpec, writing
+
+MAX_FILE_BYTES = 5 * 10**9
+CONFIG_FILE = "config.json"
+
+
+def save(
+    folder: Path,
+    params: Any,
+    names: Names | Mapping[str, str | Tensor | None] | None = None,
+    *,
+    config: Mapping[str, Any] | Path | None = None,
+    dtype: Any = None,
+    max_shard_size: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes parameters as a folder that :func:`load` and transformers read.
+
+    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index where all is more
+    than ``max_shard_size`` bytes. The host holds one device's piece of one array at a time. The
+    files take their names at the end: an error before leaves the folder as it was.
+
+    Args:
+      folder: Made where it does not exist.
+      params: A tree of arrays, an ``nnx.State`` or an ``nnx.Module``, on any devices of this
+        process. An array of NNX's random streams is left out.
+      names: The tensors' names, as for :func:`load`.
+      config: The model's ``config.json``, which transformers needs: its content, or a file or
+        folder to copy the file from.
+      dtype: Of the float tensors; None for that of the arrays.
+      max_shard_size: The largest size of a file in bytes. A larger tensor has a file of its own.
+
+    Raises:
+      ValueError: The names do not fit the parameters, an array lies on devices of other processes,
+        or tied parameters differ.
+      FileNotFoundError: ``config`` does not exist.
+      ImportError: safetensors is not installed; the message names the extra.
+    """
+    opened = open_tree(params)
+    shapes = {path: tuple(x.shape) for path, x in opened.leaves.items()}
+    linked = link(names, shapes)
+    for path, leaf in opened.leaves.items():
+        if not getattr(stored(leaf), "is_fully_addressable", True):
+            raise ValueError(
+                f"params: {path} {[*leaf.shape]} lies on devices of other processes too: save a "
+                "checkpoint and write its parameters by `python -m zerojax export`, or gather them "
+                "(jax.experimental.multihost_utils.process_allgather) and save in one process"
+            )
+    dtypes = {path: saved_dtype(path, opened.leaves[path].dtype, dtype) for path in linked.links}
+    texts = {} if config is None else {CONFIG_FILE: config_text(config)}
+    tensors = specs(linked, dtypes)
+    check_tied(linked, opened.leaves.__getitem__)
+    with writing(folder, tensors, max_bytes=max_shard_size, texts=texts) as put:
+        for path, links in linked.links.items():
+            if path not in linked.tied:
+                for bounds, piece in to_host(opened.leaves[path]):
+                    write(put, links, bounds, piece, dtypes[path], path)
+
+
+def saved_dtype(path: str, dtype: Any, floats: Any = None) -> np.dtype:
+    """The dtype of a parameter in a file: ``floats``, if it is of floats and that is not None.
+
+    Raises:
+      ValueError: safetensors has no such dtype.
+    """
+    dtype = jnp.dtype(floats if floats and jnp.issubdtype(dtype, jnp.floating) else dtype)
+    if dtype.name not in DTYPES:
+        raise ValueError(f"{path} is {dtype.name}, which safetensors does not have")
+    return dtype
+
+
+def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
+    """The tensors to write.
+
+    Raises:
+      ValueError: Parameters of one tensor have several dtypes.
+    """
+    found: dict[str, np.dtype] = {}
+    for path, links in linked.links.items():
+        for part in links if path not in linked.tied else ():
+            if found.setdefault(part.tensor, dtypes[path]) != dtypes[path]:
+                raise ValueError(
+                    f"{part.tensor} is {found[part.tensor].name} by one parameter and "
+                    f"{dtypes[path].name} by {path}: give save a dtype"
+                )
+    return [TensorSpec(name, linked.tensors[name], dtype) for name, dtype in found.items()]
+
+
+def write(
+    put: Put,
+    links: Sequence[Link],
+    bounds: Bounds,
+    piece: np.ndarray,
+    dtype: np.dtype,
+    path: str,
+) -> None:
+    """Writes a piece of a parameter, which stands within these bounds, to its tensors."""
+    piece = cast(piece, dtype, path)
+    for part in links:
+        for box in part.boxes(bounds):
+            put(part.tensor, box.view(piece, bounds), box.offset, box.strides)
+
+
+def config_text(config: Mapping[str, Any] | Path) -> str:
+    """The text of ``config.json``.
+
+    Raises:
+      FileNotFoundError: The file does not exist.
+    """
+    if isinstance(config, Mapping):
+        return json.dumps(config, indent=2) + "\n"
+    file = pathlib.Path(config)
+    file = file / CONFIG_FILE if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"config: {file} does not exist: give the folder of the weights")
+    return file.read_text(encoding="utf-8")
+
+
+def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
+    """Refuse parameters that are one tensor and differ.
+
+    Args:
+      linked: The parameters' tensors.
+      parameter: The array of a parameter.
+
+    Raises:
+      ValueError: Two differ.
+    """
+    for path in sorted(linked.tied & linked.links.keys()):
+        for part in linked.links[path]:
+            owners = [
+                (other, link)
+                for other, links in linked.links.items()
+                for link in links
+                if link.tensor == part.tensor and other not in linked.tied
+            ]
+            tensor = _whole(owners, parameter)
+            again = _whole([*owners, (path, part)], parameter)
+            if not np.array_equal(tensor, again):
+                raise ValueError(
+                    f"{path} and {owners[0][0]} are both {part.tensor}, and they differ: give each "
+                    "a name of its own, or train them as one"
+                )
+
+
+def _whole(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Any]) -> np.ndarray:
+    """A tensor from parameters, the later in place of the earlier."""
+    part = links[0][1]
+    tensor = np.empty(part.tensor_shape, parameter(links[0][0]).dtype)
+    flat = tensor.reshape(-1)
+    for path, part in links:
+        for bounds, piece in to_host(parameter(path)):
+            for box in part.boxes(bounds):
+                strides = [stride * flat.itemsize for stride in box.strides]
+                there = np.lib.stride_tricks.as_strided(flat[box.offset :], box.shape, strides)
+                there[...] = box.view(piece, bounds)
+    return tensor

@@ -1,0 +1,61 @@
+"""The arrays of a model by path: linen's parameters, NNX's states and modules, any other pytree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.tree_util import GetAttrKey, keystr
+
+
+class Opened(NamedTuple):
+    """A model taken apart.
+
+    Attributes:
+      leaves: Its arrays by path, keys with ``/`` between, without those of random streams.
+      close: The model with other arrays in place of those whose paths are given.
+    """
+
+    leaves: dict[str, Any]
+    close: Callable[[Mapping[Any, Any]], Any]
+
+
+def open_tree(tree: Any) -> Opened:
+    """Takes a pytree or an NNX module apart.
+
+    Raises:
+      TypeError: A leaf is no array and no description of one.
+      ValueError: The tree has no arrays.
+    """
+    if isinstance(tree, nnx.Module):
+        graph, state = nnx.split(tree)
+        opened = open_tree(state)
+        return Opened(opened.leaves, lambda arrays: nnx.merge(graph, opened.close(arrays)))
+    keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_stream)
+    paths = [None if _is_stream(leaf) else _path(keys) for keys, leaf in keyed]
+    leaves = {path: leaf for path, (_, leaf) in zip(paths, keyed, strict=True) if path is not None}
+    for path, leaf in leaves.items():
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"{path} is a {type(leaf).__name__}: give a tree of arrays or "
+                "jax.ShapeDtypeStruct, such as state.params, or an nnx.Module"
+            )
+    if not leaves:
+        raise ValueError("the tree has no arrays: give a model's parameters, such as state.params")
+
+    def close(arrays: Mapping[Any, Any]) -> Any:
+        held = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
+        return jax.tree.unflatten(structure, held)
+
+    return Opened(leaves, close)
+
+
+def _is_stream(x: Any) -> bool:
+    return isinstance(x, nnx.RngState)
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    boxed = keys[-1:] == (GetAttrKey("value"),)  # flax's box of an array and its metadata
+    return keystr(keys[:-1] if boxed else keys, simple=True, separator="/")

@@ -13,7 +13,8 @@ from typing import Any
 
 from zerojax.models.bart_config import BLENDERBOT, BartConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
-from zerojax.models.hugging_face.module_names import Name, module_names
+from zerojax.models.hugging_face.module_names import module_names
+from zerojax.weights import Names, Tensor
 
 # Copies of one table, which older files have beside it.
 TIED = {
@@ -51,17 +52,16 @@ _BLENDERBOT = BLENDERBOT | dict(
 KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
 
 
-def names(config: BartConfig) -> dict[str, Name]:
+def names(config: BartConfig) -> Names:
     """The tensors of a `BartForConditionalGeneration`, or Blenderbot's, by paths of a `Bart`."""
     layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
     stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
-    bias = {"final_logits_{bias}": Name("final_logits_{bias}", "... -> ...")}
-    return bias | module_names("model.", stacks if config.scan else {})
-
-
-def ignored(config: BartConfig) -> tuple[str, ...]:
-    """Tensors of a file that such a model has no parameter for."""
-    return () if config.add_logits_bias else ("final_logits_bias",)
+    bias = {"final_logits_{bias}": Tensor("final_logits_{bias}")}
+    return Names(
+        bias | module_names("model.", stacks if config.scan else {}),
+        ignored=() if config.add_logits_bias else ("final_logits_bias",),
+        tied=TIED,
+    )
 
 
 def config_from_hf(values: Mapping[str, Any]) -> BartConfig:

@@ -13,7 +13,8 @@ from typing import Any
 
 from zerojax.models.deberta_config import DebertaConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
-from zerojax.models.hugging_face.module_names import Name, module_names
+from zerojax.models.hugging_face.module_names import module_names
+from zerojax.weights import Names
 
 # What zerojax.models.deberta computes; transformers has the first value of each as its default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -32,20 +33,20 @@ DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def names(config: DebertaConfig) -> dict[str, Name]:
-    """The tensors of a `DebertaV2ForSequenceClassification` by paths of a `DebertaClassifier`."""
+def names(config: DebertaConfig) -> Names:
+    """The tensors of a `DebertaV2ForSequenceClassification` by paths of a `DebertaClassifier`.
+
+    Those of pretraining in a file are passed over.
+    """
     first = 1 if config.conv_kernel_size else 0
     stacked = {"deberta/encoder/layer": range(first, config.num_hidden_layers)}
-    return module_names("", stacked if config.scan else {})
-
-
-def ignored(config: DebertaConfig) -> tuple[str, ...]:
-    """Tensors of a file that such a model has no parameter for: those of pretraining."""
-    heads = ("lm_predictions.{rest:path}", "mask_predictions.{rest:path}", "cls.{rest:path}")
-    positions = (
-        () if config.position_biased_input else ("deberta.embeddings.position_embeddings.weight",)
-    )
-    return (*heads, "deberta.embeddings.position_ids", *positions)
+    ignored = [
+        *("lm_predictions.{rest:path}", "mask_predictions.{rest:path}", "cls.{rest:path}"),
+        "deberta.embeddings.position_ids",
+    ]
+    if not config.position_biased_input:
+        ignored.append("deberta.embeddings.position_embeddings.weight")
+    return Names(module_names("", stacked if config.scan else {}), ignored=ignored)
 
 
 def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:

@@ -1,31 +1,15 @@
 """Names of modules that are called as Hugging Face calls them.
 
 >>> names = module_names("model.", stacks={"encoder/layers": range(2)})
->>> names["{stack:path}_{layer:int}/{module:path}/kernel"][:2]     # decoder/layers_3/fc1/kernel
-('model.{stack}.{layer}.{module}.weight', 'o i -> i o')
+>>> names["{stack:path}_{layer:int}/{module:path}/kernel"].name     # decoder/layers_3/fc1/kernel
+'model.{stack}.{layer}.{module}.weight'
 >>> names["encoder/layers/{module:path}/bias"].arrangement     # encoder/layers/fc1/bias
 '... -> layer ...'
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple
 
-
-class Name(NamedTuple):
-    """The tensor of a parameter.
-
-    Attributes:
-      tensor: Its name, in which `{layer}` stands for what the parameter's path has there, or for
-        each index of its axis `layer`.
-      arrangement: The tensor's axes, an arrow, the parameter's, as einops writes them.
-      parts: The values of an axis that are not 0, 1, 2 ...
-    """
-
-    tensor: str
-    arrangement: str
-    parts: Mapping[str, list[str]] = MappingProxyType({})
-
+from zerojax.weights import Tensor
 
 # A parameter, its tensor, and the axes of both; torch keeps linear layers as [out, in].
 LEAVES = (
@@ -36,25 +20,27 @@ LEAVES = (
 )
 
 
-def module_names(prefix: str, stacks: Mapping[str, range]) -> dict[str, Name]:
+def module_names(prefix: str, stacks: Mapping[str, range]) -> dict[str, Tensor]:
     """The tensor of each parameter, by patterns of paths, of which the first that fits counts.
 
     Args:
       prefix: Of all tensors.
       stacks: Paths of stacked blocks, with their numbers in the tensors' names.
     """
-    names = {"{module:path}/conv/kernel": Name(f"{prefix}{{module}}.conv.weight", "o i k -> k i o")}
+    names = {
+        "{module:path}/conv/kernel": Tensor(f"{prefix}{{module}}.conv.weight", "o i k -> k i o")
+    }
     for leaf, tensor, theirs, ours in LEAVES:
         for stack, layers in stacks.items():
-            names[f"{stack}/{{module:path}}/{leaf}"] = Name(
+            names[f"{stack}/{{module:path}}/{leaf}"] = Tensor(
                 f"{prefix}{stack.replace('/', '.')}.{{layer}}.{{module}}.{tensor}",
                 f"{theirs} -> layer {ours}",
                 {"layer": [str(layer) for layer in layers]},
             )
-        names[f"{{stack:path}}_{{layer:int}}/{{module:path}}/{leaf}"] = Name(
+        names[f"{{stack:path}}_{{layer:int}}/{{module:path}}/{leaf}"] = Tensor(
             f"{prefix}{{stack}}.{{layer}}.{{module}}.{tensor}", f"{theirs} -> {ours}"
         )
-        names[f"{{module:path}}/{leaf}"] = Name(
+        names[f"{{module:path}}/{leaf}"] = Tensor(
             f"{prefix}{{module}}.{tensor}", f"{theirs} -> {ours}"
         )
     return names

@@ -1,0 +1,36 @@
+"""Rows from files: what is read, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from examples.tables import read
+
+
+def test_csv_and_json_give_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('x,y,z\n"to, be",1,2\n')
+    (tmp_path / "a.jsonl").write_text('{"x": "to, be", "y": "1", "z": 0}\n\n')
+    rows = [read(str(tmp_path / name), ["x", "y"]) for name in ("a.csv", "a.jsonl")]
+    assert rows[0] == rows[1] == [{"x": "to, be", "y": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "x\n1\n", "row 1 has no column 'y', only x"),
+        ("a.jsonl", '{"x": 1, "y": 2}\n{"x": 1}\n', "row 2 has no column 'y'"),
+        ("a.jsonl", "[1]\n", "line 1 is no object"),
+        ("a.jsonl", "{\n", "line 1: .* an object a line is read"),
+        ("a.json", "", "has no rows"),
+        ("a.csv", "x,y\n", "has no rows"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read(str(tmp_path / name), ["x", "y"])
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist"):
+        read(str(tmp_path / "none.csv"), ["x"])

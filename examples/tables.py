@@ -39,9 +39,8 @@ def read(source: str, columns: Sequence[str], *, split: str = "train") -> list[d
     )
     for number, row in enumerate(rows, 1):
         if missing := [name for name in columns if row.get(name) is None]:
-            raise ValueError(
-                f"{source}: row {number} has no column {missing[0]!r}, only {', '.join(map(str, row))}"
-            )
+            has = ", ".join(map(str, row))
+            raise ValueError(f"{source}: row {number} has no column {missing[0]!r}, only {has}")
     if not rows:
         raise ValueError(f"{source} has no rows")
     return [{name: row[name] for name in columns} for row in rows]

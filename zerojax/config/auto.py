@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax.config.errors import closest, hint, problems_of, shown
-from zerojax.config.frozen import Note
 from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.keys.training import FIT
 from zerojax.config.named import or_pass
+from zerojax.config.notes import Note
 from zerojax.config.sections import OFFLOAD
 
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)

@@ -8,12 +8,12 @@ from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
 from zerojax.config.errors import ConfigError, spelled
-from zerojax.config.frozen import Status
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type
+from zerojax.config.notes import Status
 
 TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each key of the batch."""

@@ -1,16 +1,17 @@
 """The frozen configuration, which every part of zerojax behind the JSON works with."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
-from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
+from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
+from zerojax.config.notes import Note, elastic_notes
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import (
     OFFLOAD,
@@ -21,48 +22,7 @@ from zerojax.config.sections import (
     WandbConfig,
     from_keyword,
 )
-
-Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolved", "no effect"]
-
-
-_DYNAMIC = (
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-    "raise_error_at_min_scale",
-)
-"""Fields of a dynamic loss scale."""
-
-_OFFLOADS = (
-    ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
-    ("offload_param", 3, "stage 3, where parameters are sharded"),
-)
-"""Each offload section, its first stage, and the requirement in words."""
-
-_BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
-
-
-class Note(NamedTuple):
-    """What became of one key of a config.
-
-    Attributes:
-      key: The dotted path in the JSON.
-      value: The value given, or the default in its place.
-      status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
-        whose default changes numbers; "resolved" for an "auto".
-      reason: The reason, for a reader.
-      holds: The value in force; None where the key has none.
-      sets: The keys of the JSON that it stands for, where `key` is another format's.
-    """
-
-    key: str
-    value: Any
-    status: Status
-    reason: str
-    holds: Any = None
-    sets: tuple[str, ...] = ()
+from zerojax.config.together import contradictions, idle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,113 +272,6 @@ class ZeroConfig:
             )
 
 
-def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
-    """One problem for each contradiction.
-
-    Args:
-      values: Right values by field of `ZeroConfig`; wrong ones are absent.
-      name: The name of a field in a message, such as "fp16.enabled" for `fp16`.
-
-    Example:
-      >>> list(contradictions({"fp16": True, "bf16": True}))
-      ['fp16: bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16 or bf16 to false']
-    """
-    if values.get("fp16") and values.get("bf16"):
-        fp16, bf16 = name("fp16"), name("bf16")
-        yield f"{fp16}: {_BOTH}; set {fp16} or {bf16} to false"
-    scale = values.get("loss_scale", 0)
-    smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
-    if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
-        yield (
-            f"{name('min_loss_scale')} = {shown(smallest)} lies above the initial scale, "
-            f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
-        )
-
-    elasticity = values.get("elasticity")
-    if elasticity is not None and not elasticity.ignore_non_elastic_batch_info:
-        for size in BATCH_SIZES:
-            if values.get(size) is not None:
-                yield (
-                    f"{name(size)}: elasticity sets the batch sizes, by its micro_batch_sizes; "
-                    "take it out, or set elasticity.ignore_non_elastic_batch_info to true"
-                )
-    stage = values.get("stage")
-    for section, first, needs in _OFFLOADS:
-        given = values.get(section)
-        if given is not None and stage is not None and stage < first:
-            yield (
-                f"{name(section)}: {shown(given.device)} needs {needs}, and the stage is {stage}; "
-                f"set {name('stage')} to {first}, or the device to none"
-            )
-    partition = values.get("zero_hpz_partition_size", 1)
-    if partition > 1:
-        hpz = f"{name('zero_hpz_partition_size')} = {partition}"
-        if stage is not None and stage < 3:
-            yield (
-                f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
-                f"set {name('stage')} to 3, or the partition size to 1"
-            )
-        for section in OFFLOAD:
-            if values.get(section) is not None:
-                yield (
-                    f"{hpz} keeps a second shard of the parameters on the device, and "
-                    f"{name(section)} has the state elsewhere; leave out one of them"
-                )
-    optimizer = values.get("optimizer")
-    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
-        for section in OFFLOAD:
-            if values.get(section) is not None:
-                yield (
-                    'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
-                    f"and {name(section)} has the state elsewhere; leave out one of them"
-                )
-
-
-def idle(values: Mapping[str, Any]) -> dict[str, str]:
-    """The reason for each field that has no effect beside the others, by name.
-
-    Args:
-      values: Values by field of `ZeroConfig`.
-
-    Example:
-      >>> idle({"fp16": True, "loss_scale": 128.0})["hysteresis"]
-      'the loss scale is static: loss_scale is not 0'
-    """
-    fp16, bf16 = bool(values.get("fp16")), bool(values.get("bf16"))
-    reasons: dict[str, str] = {}
-    if not fp16:
-        reasons |= dict.fromkeys(("loss_scale", *_DYNAMIC), "fp16 is off")
-    elif values.get("loss_scale"):
-        reasons |= dict.fromkeys(_DYNAMIC, "the loss scale is static: loss_scale is not 0")
-    if not fp16 and not bf16:
-        reasons["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
-    if fp16:
-        reasons |= dict.fromkeys(
-            ("check_grad_overflow", "check_finite"),
-            "fp16 skips every update that is not finite anyhow",
-        )
-    elif not bf16:
-        reasons["check_grad_overflow"] = "bf16 is off"
-    elif values.get("check_finite"):
-        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
-    if values.get("stage") != 3:
-        reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
-    live = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
-    if values.get("stage") != 3:
-        reasons |= dict.fromkeys(live, "only stage 3 drops gathered parameters")
-    elif values.get("offload_param"):
-        reasons |= dict.fromkeys(live, "offloaded parameters come in anew for each use")
-    elif not values.get(live[0]):
-        reasons[live[1]] = f"{live[0]} is 0: nothing stays gathered"
-    if values.get("elasticity"):
-        reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
-    if values.get("stage") == 0:
-        reasons["mics_shard_size"] = "stage 0 shards nothing"
-    if not any(values.get(section) for section in OFFLOAD):
-        reasons["sub_group_size"] = "nothing is offloaded"
-    return reasons
-
-
 _CLASSES: dict[str, type] = {**NAMED, **SWITCHED, **OFFLOAD}
 
 
@@ -432,18 +285,6 @@ def quiet(config: ZeroConfig) -> ZeroConfig:
         comms_logger=None,
         autotuning=None,
     )
-
-
-def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
-    """The note that says what elasticity makes of the batch.
-
-    Args:
-      values: Right values by field of `ZeroConfig`.
-    """
-    if (elasticity := values.get("elasticity")) is not None:
-        train, reason = elasticity.batch.train, elasticity.batch.listed()
-        reason = f"rows per update, on {reason} data-parallel devices"
-        yield Note("elasticity", train, "resolved", reason, train)
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zerojax.config.accelerate import Translation, is_accelerate, translate, without
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
-from zerojax.config.frozen import Note, Status, ZeroConfig, contradictions, elastic_notes, idle
+from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -23,8 +23,10 @@ from zerojax.config.named import (
     known_types,
     resolve_type,
 )
+from zerojax.config.notes import Note, Status, elastic_notes
 from zerojax.config.sections import SWITCHED, missing, read_offload
 from zerojax.config.text_file import source_of
+from zerojax.config.together import contradictions, idle
 from zerojax.config.yaml_file import ENDINGS
 
 _STOOD_IN = "given in its place, by auto="

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, shown
-from zerojax.config.frozen import Note, Status
 from zerojax.config.keys import KEYS as JSON_KEYS
+from zerojax.config.notes import Note, Status
 
 _OF_THE_PROGRAM = (*BATCH_SIZES, "gradient_clipping")
 """Batches of the loaders, arguments of `Accelerator` and of `clip_grad_norm_`."""

@@ -1,0 +1,133 @@
+"""Settings that exclude each other, and those without effect beside others."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zerojax.config.batch import BATCH_SIZES
+from zerojax.config.errors import shown
+from zerojax.config.sections import OFFLOAD
+
+_DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+    "raise_error_at_min_scale",
+)
+"""Fields of a dynamic loss scale."""
+
+_OFFLOADS = (
+    ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
+    ("offload_param", 3, "stage 3, where parameters are sharded"),
+)
+"""Each offload section, its first stage, and the requirement in words."""
+
+_BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
+
+
+def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
+    """One problem for each contradiction.
+
+    Args:
+      values: Right values by field of `ZeroConfig`; wrong ones are absent.
+      name: The name of a field in a message, such as "fp16.enabled" for `fp16`.
+
+    Example:
+      >>> list(contradictions({"fp16": True, "bf16": True}))
+      ['fp16: bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16 or bf16 to false']
+    """
+    if values.get("fp16") and values.get("bf16"):
+        fp16, bf16 = name("fp16"), name("bf16")
+        yield f"{fp16}: {_BOTH}; set {fp16} or {bf16} to false"
+    scale = values.get("loss_scale", 0)
+    smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
+    if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
+        yield (
+            f"{name('min_loss_scale')} = {shown(smallest)} lies above the initial scale, "
+            f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
+        )
+
+    elasticity = values.get("elasticity")
+    if elasticity is not None and not elasticity.ignore_non_elastic_batch_info:
+        for size in BATCH_SIZES:
+            if values.get(size) is not None:
+                yield (
+                    f"{name(size)}: elasticity sets the batch sizes, by its micro_batch_sizes; "
+                    "take it out, or set elasticity.ignore_non_elastic_batch_info to true"
+                )
+    stage = values.get("stage")
+    for section, first, needs in _OFFLOADS:
+        given = values.get(section)
+        if given is not None and stage is not None and stage < first:
+            yield (
+                f"{name(section)}: {shown(given.device)} needs {needs}, and the stage is {stage}; "
+                f"set {name('stage')} to {first}, or the device to none"
+            )
+    partition = values.get("zero_hpz_partition_size", 1)
+    if partition > 1:
+        hpz = f"{name('zero_hpz_partition_size')} = {partition}"
+        if stage is not None and stage < 3:
+            yield (
+                f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
+                f"set {name('stage')} to 3, or the partition size to 1"
+            )
+        for section in OFFLOAD:
+            if values.get(section) is not None:
+                yield (
+                    f"{hpz} keeps a second shard of the parameters on the device, and "
+                    f"{name(section)} has the state elsewhere; leave out one of them"
+                )
+    optimizer = values.get("optimizer")
+    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
+        for section in OFFLOAD:
+            if values.get(section) is not None:
+                yield (
+                    'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
+                    f"and {name(section)} has the state elsewhere; leave out one of them"
+                )
+
+
+def idle(values: Mapping[str, Any]) -> dict[str, str]:
+    """The reason for each field that has no effect beside the others, by name.
+
+    Args:
+      values: Values by field of `ZeroConfig`.
+
+    Example:
+      >>> idle({"fp16": True, "loss_scale": 128.0})["hysteresis"]
+      'the loss scale is static: loss_scale is not 0'
+    """
+    fp16, bf16 = bool(values.get("fp16")), bool(values.get("bf16"))
+    reasons: dict[str, str] = {}
+    if not fp16:
+        reasons |= dict.fromkeys(("loss_scale", *_DYNAMIC), "fp16 is off")
+    elif values.get("loss_scale"):
+        reasons |= dict.fromkeys(_DYNAMIC, "the loss scale is static: loss_scale is not 0")
+    if not fp16 and not bf16:
+        reasons["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
+    if fp16:
+        reasons |= dict.fromkeys(
+            ("check_grad_overflow", "check_finite"),
+            "fp16 skips every update that is not finite anyhow",
+        )
+    elif not bf16:
+        reasons["check_grad_overflow"] = "bf16 is off"
+    elif values.get("check_finite"):
+        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+    if values.get("stage") != 3:
+        reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+    live = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    if values.get("stage") != 3:
+        reasons |= dict.fromkeys(live, "only stage 3 drops gathered parameters")
+    elif values.get("offload_param"):
+        reasons |= dict.fromkeys(live, "offloaded parameters come in anew for each use")
+    elif not values.get(live[0]):
+        reasons[live[1]] = f"{live[0]} is 0: nothing stays gathered"
+    if values.get("elasticity"):
+        reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
+    if values.get("stage") == 0:
+        reasons["mics_shard_size"] = "stage 0 shards nothing"
+    if not any(values.get(section) for section in OFFLOAD):
+        reasons["sub_group_size"] = "nothing is offloaded"
+    return reasons

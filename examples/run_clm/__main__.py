@@ -5,6 +5,7 @@ Command, from the repository root::
     python -m examples.run_clm                              # the Python library's own sources
     python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
     python -m examples.run_clm --model small --scan --remat --batch-size 64 --kernels auto
+    python -m examples.run_clm --text wiki.txt --tokenizer vocab.bpe --model small --block-size 128
 
 With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
 stage 3 in 97 to 117 s, compilation included (measured with other work on the same cores), at 7,400
@@ -52,7 +53,11 @@ def main(
         typer.Option(min=1, help="rows per update, over all devices; else the config, or 16"),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="bytes per row; else as the model has it")
+        int | None, typer.Option(min=1, help="bytes or tokens per row; else as the model has it")
+    ] = None,
+    tokenizer: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="a folder with tokenizer.json, or GPT-2's vocab.bpe; else bytes"),
     ] = None,
     scan: Annotated[bool, typer.Option(help="compile one block, not one per layer")] = False,
     remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
@@ -105,10 +110,12 @@ def main(
             save_every=save_every or every,
             restart=restart,
             from_step=from_step,
+            tokenizer=tokenizer,
         )
         status = PREEMPTED if train(job, console).preempted else 0
     except (
-        ValueError, PermissionError, CheckpointError, zerojax.DiskError, zerojax.OutOfMemoryError
+        ValueError, FileNotFoundError, PermissionError, CheckpointError, zerojax.DiskError,
+        zerojax.OutOfMemoryError,
     ) as error:  # fmt: skip
         if not alone:
             raise  # ends all processes, and is shown once by what launched them

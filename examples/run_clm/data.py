@@ -1,8 +1,9 @@
 """Text as bytes: reading, checking, splitting, batching.
 
 A document is its UTF-8 bytes, a token is one byte, and byte 0, which no text holds, ends a
-document. Batches are a pure function of (seed, step), so a run that resumes at step n sees exactly
-the batches that an unbroken one would have seen.
+document; or it is what a tokenizer makes of it, and byte 0 has no token. Batches are a pure
+function of (seed, step), so a run that resumes at step n sees exactly the batches that an unbroken
+one would have seen.
 
 Example::
 
@@ -15,11 +16,12 @@ import dataclasses
 import pathlib
 import sysconfig
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.int32]
 
 HELD_OUT_EVERY = 10  # one document in ten, or the last tenth of each where there are few
 # Tests hold deliberately broken files; the others are tables or prose rather than programs.
@@ -32,10 +34,12 @@ class TextError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Two streams of bytes, uint8 [n]: one to train on, one that training never sees."""
+    """Two streams of bytes, uint8 [n], or of tokens, int32 [n]: one to train on, one that training
+    never sees."""
 
-    train: Bytes
-    held_out: Bytes
+    train: Tokens
+    held_out: Tokens
+    unit: str = "bytes"
 
 
 def python_sources(max_bytes: int = 4_000_000) -> list[bytes]:
@@ -84,8 +88,9 @@ def read_text(path: str | pathlib.Path) -> bytes:
     return data
 
 
-def split(documents: Sequence[bytes], block_size: int) -> Text:
-    """Documents to a training and a held-out stream, each long enough for one block.
+def split(documents: Sequence[bytes], block_size: int, tokenizer: Any = None) -> Text:
+    """Documents to a training and a held-out stream, each long enough for one block; of a
+    `tokenizers.Tokenizer`'s tokens where one is given.
 
     With `HELD_OUT_EVERY` documents or more, every tenth is held out whole; with fewer, the last
     tenth of each.
@@ -97,11 +102,14 @@ def split(documents: Sequence[bytes], block_size: int) -> Text:
         cuts = [len(d) - len(d) // HELD_OUT_EVERY for d in documents]
         train = [d[:cut] for d, cut in zip(documents, cuts, strict=True)]
         held_out = [d[cut:] for d, cut in zip(documents, cuts, strict=True)]
-    text = Text(_join(train), _join(held_out))
+    if tokenizer is None:
+        text = Text(_join(train), _join(held_out))
+    else:
+        text = Text(_encoded(train, tokenizer), _encoded(held_out, tokenizer), "tokens")
     shortest = min(len(text.train), len(text.held_out))
     if shortest < block_size + 1:
         raise TextError(
-            f"the text is shorter than one block: {len(text.train)} bytes to train on and "
+            f"the text is shorter than one block: {len(text.train)} {text.unit} to train on and "
             f"{len(text.held_out)} held out, but a block of {block_size} needs {block_size + 1} in "
             f"each. Give more text, or --block-size {max(1, shortest - 1)} or less"
         )
@@ -115,7 +123,7 @@ class Batches:
     A batch has `own` (None: all) of the `batch_size` rows of all processes.
     """
 
-    stream: Bytes
+    stream: Tokens
     batch_size: int
     block_size: int
     seed: int = 0
@@ -136,10 +144,16 @@ class Batches:
 
 
 def _windows(
-    stream: Bytes, starts: npt.NDArray[np.int64], block_size: int
+    stream: Tokens, starts: npt.NDArray[np.int64], block_size: int
 ) -> dict[str, npt.NDArray[np.int32]]:
     return {"tokens": stream[starts[:, None] + np.arange(block_size + 1)].astype(np.int32)}
 
 
-def _join(documents: Sequence[bytes]) -> Bytes:
+def _encoded(documents: Sequence[bytes], tokenizer: Any) -> npt.NDArray[np.int32]:
+    """The documents' tokens one after the other; a character that is cut in two is replaced."""
+    rows = tokenizer.encode_batch([d.decode("utf-8", "replace") for d in documents])
+    return np.concatenate([np.asarray(row.ids, np.int32) for row in rows])
+
+
+def _join(documents: Sequence[bytes]) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)

@@ -18,6 +18,7 @@ import zerojax
 from examples.run_clm import data
 from zerojax.models.gpt import SIZES, GPTConfig
 from zerojax.models.kernels import Kernels
+from zerojax.models.tokenizer import gpt2_tokenizer, load_tokenizer
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
@@ -53,6 +54,7 @@ class Job:
     save_every: int
     restart: bool
     from_step: int | None
+    tokenizer: pathlib.Path | None = None
 
     @property
     def model_config(self) -> GPTConfig:
@@ -69,7 +71,15 @@ class Job:
     def read_text(self) -> data.Text:
         """The user's files, or the standard library, split."""
         documents = [data.read_text(path) for path in self.text] or data.python_sources()
-        return data.split(documents, self.block_size)
+        return data.split(documents, self.block_size, self.read_tokenizer())
+
+    def read_tokenizer(self) -> Any:
+        """The folder's `tokenizer.json`, or GPT-2's merges; None for bytes."""
+        if self.tokenizer is None:
+            return None
+        merges = self.tokenizer.suffix in (".bpe", ".txt")
+        read = gpt2_tokenizer if merges else load_tokenizer
+        return read(self.tokenizer, self.model_config.vocab_size)
 
     def rows(self, config: zerojax.ZeroConfig, world: int) -> int:
         """Rows per update: `--batch-size`, else what the JSON says, else about 16."""
@@ -101,7 +111,8 @@ class Job:
             **{name: repr(value) for name, value in settings.items() if name not in free},
             "rows per update": rows,
             "seed": self.seed,
-            "text": f"{len(text.train)} bytes, sha256 {digest}",
+            # With the tokenizer, as it is the text's tokens that are summed.
+            "text": f"{len(text.train)} {text.unit}, sha256 {digest}",
         }
 
 

@@ -119,10 +119,12 @@ def preempted(folder: RunFolder, steps: int) -> str:
 
 
 def summary(history: History, progress: Progress, folder: RunFolder) -> str:
-    """One line: held-out loss before -> after, tokens/s, peak bytes per device, paths."""
+    """One line: held-out loss before -> after, exp of it (perplexity), tokens/s, peak bytes per
+    device, paths."""
     before, after = history.held_out[0][1], history.held_out[-1][1]
     return (
         f"held-out loss {before:.3f} -> [bold]{after:.3f}[/] | "
-        f"{progress.tokens_per_second:,.0f} tokens/s | {told(progress.peak)} | "
+        f"perplexity {math.exp(after):.4g} | {progress.tokens_per_second:,.0f} tokens/s | "
+        f"{told(progress.peak)} | "
         f"checkpoint {folder.checkpoints}/{folder.step} | curve {folder.curve}"
     )

@@ -1,6 +1,7 @@
 """The main job from the command line: in this process, and in others where they are killed."""
 
 import gc
+import math
 import pathlib
 import re
 import signal
@@ -100,6 +101,36 @@ def test_trains_resumes_and_knows_when_it_is_done(
     again = run(*job, "--steps", 2, "--scan", "--remat", "--restart")
     assert again.exit_code == 0, again.stderr
     assert steps_in(again.stdout) == [1, 2]
+
+
+def test_tokens_of_a_tokenizer(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    """They are part of what a run goes on from, and have to fit the model."""
+    library = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = {word: i for i, word in enumerate(["?", *text.read_text().split()[:9]])}
+    words |= {"dog": len(words)} if "dog" not in words else {}
+    tokenizer = library.Tokenizer(library.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    merges = tmp_path / "vocab.bpe"
+    merges.write_text("#version: 0.2\nt h\nth e\n")
+    job = [*SMALL, "--text", text, "--out", tmp_path / "run", "--block-size", 16]
+
+    done = run(*job, "--tokenizer", tmp_path, "--steps", 2, "--eval-every", 2)
+    assert done.exit_code == 0, done.stderr
+    loss, perplexity = map(float, re.findall(r"-> (\S+) \| perplexity (\S+)", done.stdout)[0])
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    for arguments, message in [
+        ([], "text: 1620 tokens, sha256"),
+        (["--tokenizer", merges], "beyond vocab_size = 256"),
+        (["--tokenizer", tmp_path / "none"], "none/tokenizer.json is not there"),
+        (
+            ["--tokenizer", tmp_path, "--block-size", 500],
+            "1620 tokens to train on and 180 held out",
+        ),
+    ]:
+        wrong = run(*job, *arguments, "--steps", 4)
+        assert wrong.exit_code == 2
+        assert message in wrong.stderr
 
 
 def summary_losses(output: str) -> list[str]:

@@ -1,6 +1,8 @@
 """NNX steps with more than a model and its optimizer: all of them are updated in place, as under
 ``nnx.jit``, or refused in words."""
 
+import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -423,3 +425,40 @@ def test_objects_that_are_dropped_are_freed() -> None:
     del objects
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_what_a_module_holds_beside_its_arrays_needs_no_hash() -> None:
+    """As under ``nnx.jit``; another value, and the step is traced anew."""
+
+    @dataclasses.dataclass
+    class Config:
+        scale: float
+
+    class Scaled(Net):
+        def __init__(self, config: Config) -> None:
+            super().__init__(nnx.Rngs(0))
+            self.config = config
+
+        def __call__(self, x: jax.Array, rngs: Any = None) -> jax.Array:
+            traced.append(self.config.scale)
+            return self.config.scale * super().__call__(x, rngs)
+
+    def made(scale: float) -> tuple[Any, ...]:
+        model = Scaled(Config(scale))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    traced: list[float] = []
+    zero = zerojax.zero(stage=3)
+    step, plain = zero(train), nnx.jit(train)
+    for scale in (1.0, 2.0):
+        objects = made(scale)
+        want = [plain(*objects, BATCH) for _ in range(3)]
+        traced.clear()
+        objects = zero.init(functools.partial(made, scale))
+        first = step(*objects, BATCH)
+        assert set(traced) == {scale}
+        traced.clear()
+        np.testing.assert_allclose(
+            [first, *(step(*objects, BATCH) for _ in range(2))], want, rtol=1e-5
+        )
+        assert not traced

@@ -264,7 +264,8 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
         if unknown:
             raise ValueError(
                 f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
-                f"{mesh.axis_names}. Pass a mesh with that axis, or logical axis rules that map it."
+                f"{mesh.axis_names}. Pass a mesh with that axis, flax's logical axis rules that "
+                "map it, or zerojax.zero(..., specs=PartitionSpec()) for ZeRO's axis alone."
             )
         if shape[d] % layout.parts(entry, mesh):
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from zerojax.train_state.nnx import graph_hash
 from zerojax.train_state.state_parts import Parts
 
 
@@ -55,15 +56,16 @@ class LastObjects:
 
     def __init__(self, graph: Any, places: list[int], parts: Parts) -> None:
         # With its hash: an attribute that was changed in place still equals itself.
-        self._graph, self._places = (hash(graph), graph), places
+        self._graph, self._places = (graph_hash(graph), graph), places
         self._tree: Any = jax.tree.structure(parts)
         self._arrays = [weakref.ref(x) for x in jax.tree.leaves(parts)]
 
     @classmethod
     def of(cls, objects: tuple[Any, ...], parts: Parts) -> LastObjects | None:
-        """None unless the objects have one variable for each array of the parts, and no other."""
+        """None unless the objects have one variable for each array of the parts, and no other, and
+        a graph with a hash."""
         graph, flat = nnx.graph.flatten(objects)
-        if not all(isinstance(x, nnx.Variable) for x in flat.leaves):
+        if graph_hash(graph) is None or not all(isinstance(x, nnx.Variable) for x in flat.leaves):
             return None
         held = {id(x.get_raw_value()): i for i, x in enumerate(flat.leaves)}
         places = [held.pop(id(x), -1) for x in jax.tree.leaves(parts)]
@@ -73,7 +75,7 @@ class LastObjects:
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
         """The objects' arrays; None where the objects are others, or have changed."""
         graph, flat = nnx.graph.flatten(objects)
-        if (hash(graph), graph) != self._graph:
+        if (graph_hash(graph), graph) != self._graph:
             return None
         variables = [flat.leaves[i] for i in self._places]
         arrays = [variable.get_raw_value() for variable in variables]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,10 +120,29 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
         tx=optimizer.tx,
         split=split,
         close=close,
-        key=(graph, type(optimizer), tuple(order)),
+        key=(_Graph(graph), type(optimizer), tuple(order)),
         specs=tuple(specs),
         write_back=write_back,
     )
+
+
+def graph_hash(graph: Any) -> int | None:
+    """A graph's hash; None where a module holds something without one beside its arrays (a config,
+    say), as it may under ``nnx.jit``."""
+    try:
+        return hash(graph)
+    except TypeError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A graph as a key. With its hash: an attribute that was changed in place equals itself."""
+
+    graph: Any
+
+    def __hash__(self) -> int:
+        return graph_hash(self.graph) or 0
 
 
 def from_cached_partial() -> bool:

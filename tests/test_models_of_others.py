@@ -1,0 +1,171 @@
+"""Models that others wrote train as they are: flax's way of writing them, and tunix's models."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from jax.sharding import PartitionSpec
+
+import zerojax
+
+VOCABULARY, WINDOW = 96, 8
+TOKENS = np.random.default_rng(0).integers(VOCABULARY, size=(16, WINDOW + 1)).astype(np.int32)
+Make = Callable[[], nnx.Module]
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+class Block(nnx.Module):
+    """Attention and a gated layer, cut over "heads" and "mlp"."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal()
+        rows = nnx.with_partitioning(init, ("embed", "mlp"))
+        columns = nnx.with_partitioning(init, ("mlp", "embed"))
+        self.norm = nnx.RMSNorm(32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            4, 32, use_bias=False, decode=False, rngs=rngs,
+            kernel_init=nnx.with_partitioning(init, ("embed", "heads", None)),
+        )  # fmt: skip
+        self.gate = nnx.Linear(32, 64, use_bias=False, kernel_init=rows, rngs=rngs)
+        self.up = nnx.Linear(32, 64, use_bias=False, kernel_init=rows, rngs=rngs)
+        self.down = nnx.Linear(64, 32, use_bias=False, kernel_init=columns, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Decoder(nnx.Module):
+    """Called as tunix's: tokens, positions, cache and mask to logits and cache."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        table = nnx.initializers.normal(0.02)(rngs.params(), (VOCABULARY, 32))
+        self.embedding = nnx.Param(table, out_sharding=("vocab", "embed"))
+        self.layers = nnx.List([Block(rngs)])
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: None, mask: jax.Array
+    ) -> tuple[jax.Array, None]:
+        x = self.embedding[tokens]
+        for layer in self.layers:
+            x = nnx.remat(Block.__call__)(layer, x, mask[:, None])
+        return x @ self.embedding[...].T, cache
+
+
+def decoder() -> Decoder:
+    with nnx.use_eager_sharding(False):
+        return Decoder(nnx.Rngs(0))
+
+
+def tunix_model(name: str) -> nnx.Module:
+    """tunix's classes with a config of one layer, in float32."""
+    if name == "llama3":
+        from tunix.models.llama3.model import Llama3 as Model
+        from tunix.models.llama3.model import ModelConfig
+    elif name == "qwen3":
+        from tunix.models.qwen3.model import ModelConfig
+        from tunix.models.qwen3.model import Qwen3 as Model
+    else:
+        from tunix.models.gemma3.model import Gemma3 as Model
+        from tunix.models.gemma3.model import ModelConfig
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "head_dim": 16,
+        "num_kv_heads": 2,
+    }  # fmt: skip
+    if name == "gemma3":
+        own = {"num_embed": VOCABULARY, "sliding_window_size": 4, "param_dtype": jnp.float32}
+    else:
+        own = {"vocab_size": VOCABULARY, "rope_theta": 10_000, "norm_eps": 1e-5}
+    return Model(ModelConfig(**sizes, **own), rngs=nnx.Rngs(0))
+
+
+def train_step(model: Any, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    positions = jnp.broadcast_to(jnp.arange(WINDOW), inputs.shape)
+    causal = jnp.tril(jnp.ones((WINDOW, WINDOW), bool))
+    mask = jnp.broadcast_to(causal, (*inputs.shape, WINDOW))
+
+    def loss_fn(model: Any) -> jax.Array:
+        logits, _ = model(inputs, positions, None, mask)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def pair(make: Make) -> tuple[nnx.Module, nnx.Optimizer]:
+    model = make()
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def trained(step: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[list[float], Any]:
+    losses = [float(step(model, optimizer, TOKENS)) for _ in range(3)]
+    return losses, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def check(zero: zerojax.Zero, make: Make, want: tuple[list[float], Any]) -> Any:
+    model, optimizer = zero.init(lambda: pair(make))
+    losses, params = trained(zero(train_step), model, optimizer)
+    np.testing.assert_allclose(losses, want[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, want[1])
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], Any]:
+    return trained(nnx.jit(train_step), *pair(decoder))
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_annotations_for_axes_that_do_not_exist_are_left_out_on_request(
+    stage: int, accumulation: int, plain: tuple[list[float], Any]
+) -> None:
+    zero = zerojax.zero(
+        stage=stage, gradient_accumulation_steps=accumulation, specs=PartitionSpec(),
+        stage3_param_persistence_threshold=0,
+    )  # fmt: skip
+    model = check(zero, decoder, plain)
+    spec = model.layers[0].gate.kernel[...].sharding.spec
+    assert ("data" in spec) == (stage > 0)
+
+
+def test_annotations_are_kept_where_rules_map_them(plain: tuple[list[float], Any]) -> None:
+    rules = (("vocab", "tp"), ("heads", "tp"), ("mlp", "tp"), ("embed", None))
+    mesh = zerojax.mesh(axes={"data": 4, "tp": 2})
+    with logical_axis_rules(rules):
+        model = check(
+            zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0), decoder, plain
+        )
+    assert model.embedding[...].sharding.spec == PartitionSpec("tp", "data")
+
+
+def test_annotations_for_axes_that_do_not_exist_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'embedding'.*'vocab'.*specs=PartitionSpec\(\)"):
+        zerojax.zero(stage=3).init(lambda: pair(decoder))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="tunix is not installed")
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3"])
+def test_tunix_models_at_every_stage(name: str) -> None:
+    sharding = flax.config.flax_always_shard_variable  # which importing tunix turns off
+    try:
+        make = lambda: tunix_model(name)  # noqa: E731
+        want = trained(nnx.jit(train_step), *pair(make))
+        for stage, accumulation in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2)]:
+            zero = zerojax.zero(
+                stage=stage, gradient_accumulation_steps=accumulation, specs=PartitionSpec(),
+                stage3_param_persistence_threshold=0,
+            )  # fmt: skip
+            check(zero, make, want)
+    finally:
+        flax.config.update("flax_always_shard_variable", sharding)

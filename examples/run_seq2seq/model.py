@@ -1,7 +1,10 @@
 """The model of a run: of random weights at a known size, or of a folder of transformers'.
 
-source = find("mini", texts)                  # config and tokenizer; weights of a folder
-source.config.vocab_size, source.tokenizer
+Example::
+
+    source = find("mini", texts)                  # config and tokenizer
+    state = new_state(zero, source, tx, seed=0)   # drawn, or the folder's
+    save(folder, state.params, source)
 """
 
 import dataclasses
@@ -64,16 +67,19 @@ def find(name: str, texts: Iterable[str]) -> Source:
         config = config_from_hf(json.loads(file.read_text()))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: {error}") from None
-    return Source(config, load_tokenizer(folder, vocab_size=config.vocab_size), folder)
+    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return Source(config, tokenizer, folder)
 
 
-def new_state(zero: zerojax.Zero, source: Source, seed: int) -> TrainState:
+def new_state(zero: zerojax.Zero, source: Source, tx: Any, seed: int) -> TrainState:
     """A state whose parameters are the folder's, or drawn."""
 
     def create_state(key: jax.Array) -> TrainState:
         some = jnp.ones((1, 8), jnp.int32)
         params = source.model.init(key, some, some)["params"]
-        return TrainState.create(apply_fn=source.model.apply, params=params, tx=zero.optimizer())
+        return TrainState.create(apply_fn=source.model.apply, params=params, tx=tx)
 
     key = jax.random.key(seed)
     state = zero.init(create_state, key)

@@ -1,6 +1,9 @@
 """The options of a run, and what they say for each "auto" of its config.
 
-auto_of(options, updates=300)    # {"optimizer.params.lr": 0.001, "scheduler.params...": ...}
+Example::
+
+    zero, updates, rows = configured(options, mesh, len(pairs.train))
+    tx = optimizer_of(options, zero, updates)
 """
 
 import dataclasses
@@ -9,11 +12,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import hjson
+import optax
 import yaml
 from jax.sharding import Mesh
 
 import zerojax
 
+# The options that stand for an "auto".
+GIVEN = {
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "num_warmup_steps": "scheduler.params.warmup_num_steps",
+}
 DEFAULT_CONFIG = pathlib.Path(__file__).parent / "config.json"
 
 
@@ -91,25 +101,42 @@ def auto_of(options: Options, updates: int) -> dict[str, Any]:
     Raises:
       ValueError: An option was given, and the config has a value of its own.
     """
-    decided: dict[str, tuple[str, float | None]] = {
-        "optimizer.params.lr": ("learning_rate", 3e-3),
-        "optimizer.params.weight_decay": ("weight_decay", 0.0),
-        "scheduler.params.warmup_max_lr": ("learning_rate", 3e-3),
-        "scheduler.params.warmup_num_steps": ("num_warmup_steps", 50),
-        "scheduler.params.total_num_steps": ("", updates),
+    rate, decay, warmup = _values(options, updates)
+    values = {
+        "optimizer.params.lr": rate,
+        "optimizer.params.weight_decay": decay,
+        "scheduler.params.warmup_max_lr": rate,
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.total_num_steps": updates,
     }
     config = dict(_flat(_settings(options.config)))
-    auto = {}
-    for key, (name, default) in decided.items():
-        given, there = getattr(options, name, None), config.get(key)
-        if there == "auto":
-            auto[key] = default if given is None else given
-        elif given not in (None, there) and key != "scheduler.params.warmup_max_lr":
+    for name, key in GIVEN.items():
+        given, there = getattr(options, name), config.get(key)
+        if "optimizer.type" in config and given is not None and there not in ("auto", given):
             raise ValueError(
                 f"--{name.replace('_', '-')} {given}, but {options.config} has {key} = {there}: "
                 'leave the option out, or write "auto" there'
             )
-    return auto
+    return {key: value for key, value in values.items() if config.get(key) == "auto"}
+
+
+def optimizer_of(options: Options, zero: zerojax.Zero, updates: int) -> Any:
+    """The config's optimizer; where it names none, AdamW, warmed up and decayed linearly."""
+    if zero.config.optimizer:
+        return zero.optimizer()
+    rate, decay, warmup = _values(options, updates)
+    ramps = optax.linear_schedule(0, rate, warmup), optax.linear_schedule(rate, 0, updates - warmup)
+    return optax.adamw(optax.join_schedules(ramps, [warmup]), weight_decay=decay)
+
+
+def _values(options: Options, updates: int) -> tuple[float, float, int]:
+    """Learning rate, weight decay and updates of the warm-up: as given, or the defaults."""
+    rate, decay, warmup = (getattr(options, name) for name in GIVEN)
+    return (
+        3e-3 if rate is None else rate,
+        0.0 if decay is None else decay,
+        max(1, min(50, updates // 10)) if warmup is None else warmup,
+    )
 
 
 def _settings(config: pathlib.Path) -> Any:

@@ -1,7 +1,7 @@
 """Pairs of a source and a target: of files, or text whose case and punctuation are to be restored.
 
 >>> restoring(["He came , saw and won ( in May ) . <unk> wrote it all down ."], words=5)
-[('he came saw and won', 'He came, saw and won'), ('it all down', 'it all down.')]
+[('he came saw and won', 'He came, saw and won'), ('all down', 'all down.')]
 """
 
 import ast

@@ -1,6 +1,8 @@
 """What a run measured, and BLEU.
 
-bleu(["It rains."], ["It rains."])                                  # 100.0
+Example::
+
+    bleu(["It rains in May."], ["It rains in May."])                    # 100.0
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ class Report:
     eval_batch: int
     memory: str
     samples_per_second: float
-    seconds_an_epoch: float | None
+    seconds_an_epoch: float
     seconds_of_evaluation: float
     bleu_of_sources: float
     bleu: float
@@ -37,14 +39,9 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
 
 def summary(report: Report) -> str:
     """One line."""
-    epoch = report.seconds_an_epoch
     return (
         f"batch {report.train_batch} / {report.eval_batch} a device | {report.memory} | "
-        + (
-            f"{report.samples_per_second:,.0f} samples/s, {epoch:.1f} s an epoch | "
-            if epoch
-            else ""
-        )
-        + f"evaluation {report.seconds_of_evaluation:.1f} s | "
+        f"{report.samples_per_second:,.0f} samples/s, {report.seconds_an_epoch:.1f} s an epoch | "
+        f"evaluation {report.seconds_of_evaluation:.1f} s | "
         f"BLEU [bold]{report.bleu:.1f}[/], {report.bleu_of_sources:.1f} of the sources themselves"
     )

@@ -1,8 +1,10 @@
 """The training step, and the beam search of an evaluation.
 
-train_step, write = zero(step_of(model)), zero.evaluate(search_of(model, options))
-state, loss = train_step(state, batch, key)
-targets = write(state, batch)                              # int32 [B, max_target_length]
+Example::
+
+    train_step, write = zero(step_of(model)), zero.evaluate(search_of(model, options))
+    state, loss = train_step(state, batch, key)
+    targets = write(state, batch)                              # int32 [B, max_target_length]
 """
 
 from collections.abc import Callable
@@ -13,15 +15,16 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from examples.run_seq2seq.options import Options
-from examples.run_seq2seq.tokens import Rows
 from zerojax.models.bart import Bart, shifted
 from zerojax.models.beam_search import generate
+
+Batch = dict[str, jax.Array]
 
 
 def step_of(model: Bart) -> Callable[..., tuple[TrainState, jax.Array]]:
     """A step whose loss is the mean cross-entropy of all labels that are no padding, in nats."""
 
-    def train_step(state: TrainState, batch: Rows, key: jax.Array) -> tuple[TrainState, jax.Array]:
+    def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array]:
         labels = batch["labels"]
         rngs = {"dropout": jax.random.fold_in(key, state.step)}
 
@@ -38,10 +41,10 @@ def step_of(model: Bart) -> Callable[..., tuple[TrainState, jax.Array]]:
     return train_step
 
 
-def search_of(model: Bart, options: Options) -> Callable[[TrainState, Rows], jax.Array]:
+def search_of(model: Bart, options: Options) -> Callable[[TrainState, Batch], jax.Array]:
     """The targets int [B, max_target_length] of a batch, by beam search."""
 
-    def write(state: TrainState, batch: Rows) -> jax.Array:
+    def write(state: TrainState, batch: Batch) -> jax.Array:
         targets, _ = generate(
             model, {"params": state.params}, batch["input_ids"], batch["attention_mask"],
             num_beams=options.num_beams, min_length=options.val_min_target_length,

@@ -1,9 +1,11 @@
 """Pairs as rows of tokens, of one length, filled up.
 
-tokenizer = trained(texts, model.config)
-rows = encoded(tokenizer, pairs, model.config, source=128, target=64)
-rows["input_ids"].shape, rows["labels"].shape                # (len(pairs), 24), (.., 32)
-texts_of(tokenizer, targets, model.config)
+Example::
+
+    tokenizer = trained(texts, model.config)
+    rows = encoded(tokenizer, pairs, model.config, source=128, target=64)
+    rows["input_ids"].shape, rows["labels"].shape                # (len(pairs), 24), (.., 32)
+    texts_of(tokenizer, targets, model.config)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,20 +55,22 @@ def trained(texts: Iterable[str], config: BartConfig) -> Any:
 def encoded(
     tokenizer: Any, pairs: Sequence[Pair], config: BartConfig, source: int, target: int
 ) -> Rows:
-    """Tokens of all pairs, cut to `source` and `target` of them, the end among the latter.
+    """Tokens of all pairs, cut to `source` and `target` of them; the last of a row is the end.
 
     Returns:
       input_ids and attention_mask [N, S], labels [N, T].
     """
-    sources, targets = (
-        [row.ids for row in tokenizer.encode_batch(side, add_special_tokens=False)]
-        for side in map(list, zip(*pairs, strict=True))
-    )
     end = config.eos_token_id
-    ids = _filled([[*row[: source - 1], end] for row in sources], config.pad_token_id, source)
-    labels = _filled([[*row[: target - 1], end] for row in targets], config.pad_token_id, target)
-    lengths = np.array([min(len(row) + 1, source) for row in sources])
-    mask = np.arange(ids.shape[1]) < lengths[:, None]
+
+    def cut(texts: list[str], most: int) -> list[list[int]]:
+        rows = [row.ids for row in tokenizer.encode_batch(texts)]
+        return [[*(row[:-1] if row[-1:] == [end] else row)[: most - 1], end] for row in rows]
+
+    sources = cut([text for text, _ in pairs], source)
+    targets = cut([text for _, text in pairs], target)
+    ids = _filled(sources, config.pad_token_id, source)
+    mask = np.arange(ids.shape[1]) < np.array([*map(len, sources)])[:, None]
+    labels = _filled(targets, config.pad_token_id, target)
     return {"input_ids": ids, "attention_mask": mask.astype(np.int32), "labels": labels}
 
 

@@ -1,7 +1,9 @@
 """Training, beam search on pairs that training never sees, and the report.
 
-report = train(options, console)
-report.bleu, report.samples_per_second, report.losses[-1]
+Example::
+
+    report = train(options, console)
+    report.bleu, report.samples_per_second, report.losses[-1]
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from rich.console import Console
 from examples.run_clm.devices import data_mesh
 from examples.run_clm.progress import Progress, told
 from examples.run_seq2seq import model as models
-from examples.run_seq2seq.options import Options, check_lengths, configured
+from examples.run_seq2seq.options import Options, check_lengths, configured, optimizer_of
 from examples.run_seq2seq.pairs import Pairs, of_files, of_text
 from examples.run_seq2seq.report import Report, bleu, summary
 from examples.run_seq2seq.steps import search_of, step_of
@@ -46,7 +48,8 @@ def train(options: Options, console: Console) -> Report:
     zero, updates, taken = configured(options, mesh, len(pairs.train))
     train_step = zero(step_of(source.model))
     write = zero.evaluate(search_of(source.model, options))
-    state = models.new_state(zero, source, options.seed)
+    tx = optimizer_of(options, zero, updates)
+    state = models.new_state(zero, source, tx, options.seed)
     console.print(str(zero.plan(state)), markup=False)
 
     losses, key = [], jax.random.key(options.seed + 1)
@@ -69,7 +72,7 @@ def train(options: Options, console: Console) -> Report:
         eval_batch=options.per_device_eval_batch_size,
         memory=told(progress.peak),
         samples_per_second=rate,
-        seconds_an_epoch=len(pairs.train) / rate if rate else None,
+        seconds_an_epoch=len(pairs.train) / max(rate, 1e-9),
         seconds_of_evaluation=seconds,
         bleu_of_sources=bleu([x.removeprefix(options.source_prefix) for x in sources], references),
         bleu=bleu(texts, references),
@@ -86,17 +89,17 @@ def train(options: Options, console: Console) -> Report:
 
 def read(options: Options) -> Pairs:
     """The files' pairs, or a text's."""
-    files = options.train_file, options.validation_file
-    if not any(files):
-        return of_text(options.text, options.words, options.source_prefix)
-    if not all(files) or options.text:
+    train, held_out, prefix = options.train_file, options.validation_file, options.source_prefix
+    if train is None and held_out is None:
+        return of_text(options.text, options.words, prefix)
+    if train is None or held_out is None or options.text:
         raise ValueError("give --train-file and --validation-file, or --text alone")
     columns = options.source_column, options.target_column
-    return of_files(*map(str, files), columns, options.source_prefix)
+    return of_files(train, held_out, columns, prefix)
 
 
 def written(
-    write: Callable[[TrainState, Rows], jax.Array], state: TrainState, rows: Rows, batch: int,
+    write: Callable[..., jax.Array], state: TrainState, rows: Rows, batch: int,
     mesh: Mesh,
 ) -> np.ndarray:  # fmt: skip
     """The targets of all rows, in their order; `batch` rows a device at a time."""

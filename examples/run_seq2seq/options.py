@@ -1,0 +1,160 @@
+"""The options of a run, and what they say for each "auto" of its config.
+
+Example::
+
+    zero, updates, rows = configured(options, mesh, len(pairs.train))
+    tx = optimizer_of(options, zero, updates)
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import hjson
+import optax
+import yaml
+from jax.sharding import Mesh
+
+import zerojax
+
+# The options that stand for an "auto".
+GIVEN = {
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "num_warmup_steps": "scheduler.params.warmup_num_steps",
+}
+DEFAULT_CONFIG = pathlib.Path(__file__).parent / "config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Those of `python -m examples.run_seq2seq`."""
+
+    config: pathlib.Path
+    train_file: str | None
+    validation_file: str | None
+    source_column: str
+    target_column: str
+    text: pathlib.Path | None
+    words: int
+    source_prefix: str
+    model: str
+    max_source_length: int
+    max_target_length: int
+    val_min_target_length: int
+    num_beams: int
+    per_device_train_batch_size: int
+    per_device_eval_batch_size: int
+    learning_rate: float | None
+    weight_decay: float | None
+    num_warmup_steps: int | None
+    num_train_epochs: int
+    max_steps: int | None
+    out: pathlib.Path
+    seed: int
+    devices: int | None
+
+
+def check_lengths(options: Options, positions: int) -> None:
+    """Whether the model has positions for the longest rows."""
+    for name in ("max_source_length", "max_target_length"):
+        if (length := getattr(options, name)) > positions:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {length}, but --model {options.model} has "
+                f"{positions} positions (max_position_embeddings): take that many or fewer"
+            )
+    if options.val_min_target_length > options.max_target_length:
+        raise ValueError(
+            f"--val-min-target-length {options.val_min_target_length} is more than "
+            f"--max-target-length {options.max_target_length}"
+        )
+
+
+def configured(options: Options, mesh: Mesh, rows: int) -> tuple[zerojax.Zero, int, int]:
+    """The config on a mesh, the number of updates, and the rows that each of them takes."""
+
+    def sizes(updates: int) -> tuple[zerojax.Zero, int, int]:
+        zero = zerojax.zero(options.config, mesh=mesh, auto=auto_of(options, updates))
+        batch = zero.config.batch(mesh.size)
+        taken = options.per_device_train_batch_size * mesh.size * batch.accumulation
+        if batch.train not in (None, taken):
+            raise ValueError(
+                f"--per-device-train-batch-size {options.per_device_train_batch_size} makes "
+                f"{taken} rows an update, but {options.config} says {batch.train}: make them equal"
+            )
+        return zero, (rows // taken) * options.num_train_epochs, taken
+
+    _, updates, taken = sizes(1)
+    if not updates:
+        raise ValueError(
+            f"{rows} rows to train on are fewer than the {taken} of an update: give more, or a "
+            f"--per-device-train-batch-size below {options.per_device_train_batch_size}"
+        )
+    updates = min(updates, options.max_steps or updates)
+    return sizes(updates)[0], updates, taken
+
+
+def auto_of(options: Options, updates: int) -> dict[str, Any]:
+    """A value for each "auto" of the config that an option decides.
+
+    Raises:
+      ValueError: An option was given, and the config has a value of its own.
+    """
+    rate, decay, warmup = _values(options, updates)
+    values = {
+        "optimizer.params.lr": rate,
+        "optimizer.params.weight_decay": decay,
+        "scheduler.params.warmup_max_lr": rate,
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.total_num_steps": updates,
+    }
+    config = dict(_flat(_settings(options.config)))
+    for name, key in GIVEN.items():
+        given, there = getattr(options, name), config.get(key)
+        if "optimizer.type" in config and given is not None and there not in ("auto", given):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given}, but {options.config} has {key} = {there}: "
+                'leave the option out, or write "auto" there'
+            )
+    return {key: value for key, value in values.items() if config.get(key) == "auto"}
+
+
+def optimizer_of(options: Options, zero: zerojax.Zero, updates: int) -> Any:
+    """The config's optimizer; where it names none, AdamW, warmed up and decayed linearly."""
+    if zero.config.optimizer:
+        return zero.optimizer()
+    rate, decay, warmup = _values(options, updates)
+    ramps = optax.linear_schedule(0, rate, warmup), optax.linear_schedule(rate, 0, updates - warmup)
+    return optax.adamw(optax.join_schedules(ramps, [warmup]), weight_decay=decay)
+
+
+def _values(options: Options, updates: int) -> tuple[float, float, int]:
+    """Learning rate, weight decay and updates of the warm-up: as given, or the defaults."""
+    rate, decay, warmup = (getattr(options, name) for name in GIVEN)
+    return (
+        3e-3 if rate is None else rate,
+        0.0 if decay is None else decay,
+        max(1, min(50, updates // 10)) if warmup is None else warmup,
+    )
+
+
+def _settings(config: pathlib.Path) -> Any:
+    """What the file says, and the DeepSpeed JSON behind a YAML; {} where it cannot be read, of
+    which `zerojax.zero` says more."""
+    try:
+        if config.suffix not in (".yaml", ".yml"):
+            return hjson.loads(config.read_text())
+        section = (yaml.safe_load(config.read_text()) or {}).get("deepspeed_config") or {}
+        file = section.get("deepspeed_config_file")
+        return _settings(config.parent / file) if file else {}
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _flat(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(section, Mapping):
+        for key, value in section.items():
+            yield from _flat(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, section

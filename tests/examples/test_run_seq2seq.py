@@ -1,0 +1,197 @@
+"""The encoder-decoder from the command line: files in, a folder out, and what is refused."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from examples.run_seq2seq import model as models
+from examples.run_seq2seq.__main__ import app
+from examples.run_seq2seq.model import MINI, Source
+from examples.run_seq2seq.pairs import docstrings, of_text, restoring
+from examples.run_seq2seq.report import bleu
+from examples.run_seq2seq.tokens import encoded, in_order, shuffled, texts_of, trained
+from zerojax.models.bart import Bart, BartConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TINY = BartConfig(**MINI | dict(vocab_size=272, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32))
+PAIRS = [(f"it rains in may {i}", f"It rains in May, {i}.") for i in range(24)]
+SHORT = ["--max-steps", 3, "--per-device-train-batch-size", 1, "--num-beams", 2]
+SHORT += ["--per-device-eval-batch-size", 1, "--max-target-length", 16, "--num-warmup-steps", 1]
+
+
+def run(*arguments: str | int | float | pathlib.Path) -> Result:
+    runner = CliRunner(env={"COLUMNS": "120"})
+    return runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """transformers' form of a BlenderBot of random weights, with its tokenizer."""
+    folder, some = tmp_path_factory.mktemp("bot"), jnp.ones((1, 8), jnp.int32)
+    params = jax.jit(Bart(TINY).init)(jax.random.key(0), some, some)["params"]
+    tokenizer = trained((text for pair in PAIRS for text in pair), TINY)
+    models.save(folder, params, Source(TINY, tokenizer, None))
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path) -> list[str | pathlib.Path]:
+    """Rows to train on and to hold out; 11 do not divide among 8 devices."""
+    rows = [{"x": source, "y": target} for source, target in PAIRS]
+    train, unseen = tmp_path / "train.jsonl", tmp_path / "unseen.csv"
+    train.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    unseen.write_text("x,y\n" + "".join(f'{row["x"]},"{row["y"]}"\n' for row in rows[:11]))
+    columns = ["--source-column", "x", "--target-column", "y", "--source-prefix", "bot: "]
+    return ["--train-file", train, "--validation-file", unseen, *columns]
+
+
+def report_of(out: pathlib.Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+def test_from_a_folder_to_a_folder(
+    tmp_path: pathlib.Path, folder: pathlib.Path, files: list[Any]
+) -> None:
+    first = run("--model", folder, *files, *SHORT, "--out", tmp_path / "a")
+    assert first.exit_code == 0, first.stderr
+    assert "BLEU" in first.stdout
+    assert len((tmp_path / "a" / "targets.txt").read_text().split("\n")) == 11 + 1
+    assert {file.name for file in (tmp_path / "a" / "model").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+
+    more = run("--model", tmp_path / "a" / "model", *files, *SHORT, "--out", tmp_path / "b")
+    assert more.exit_code == 0, more.stderr
+    losses = [report_of(tmp_path / name)["losses"] for name in "ab"]
+    assert len(losses[0]) == 3
+    assert losses[1][0] < losses[0][0]  # the same rows, after what the first run learned
+
+
+CPU = {"device": "cpu"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stage 0": {},
+    "stage 3, offload": {
+        "zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}
+    },
+    "stage 3, fp16": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "fp16": {"enabled": True},
+    },
+}
+
+
+@pytest.mark.sweep
+def test_the_same_losses_at_stages_0_and_3_with_offload_and_in_fp16(
+    tmp_path: pathlib.Path, folder: pathlib.Path, files: list[Any]
+) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    losses = {}
+    for name, settings in CONFIGS.items():
+        config, out = tmp_path / f"{name}.json", tmp_path / name
+        config.write_text(json.dumps({"optimizer": optimizer} | settings))
+        result = run("--config", config, "--model", folder, *files, *SHORT[:-2], "--out", out)
+        assert result.exit_code == 0, result.stderr
+        losses[name] = report_of(out)["losses"]
+    exact, *others = losses.values()
+    for name, values, rtol in zip([*CONFIGS][1:], others, [1e-5, 2e-3], strict=True):
+        np.testing.assert_allclose(values, exact, rtol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--train-file", "none.csv", "--validation-file", "b.csv"], "none.csv does not exist"),
+        (["--train-file", "a.csv"], "give --train-file and --validation-file"),
+        (["--target-column", "z"], "has no column 'z', only x, y"),
+        (["--train-file", "empty.csv"], "empty.csv has no rows"),
+        (["--text", "none.txt"], "none.txt"),
+        (["--model", "none"], "none is no folder, and none of mini"),
+        (["--model", "blenderbot-tiny"], "a model of 96 tokens has none for each byte"),
+        (["--model", "other"], "does not fit the model"),
+        (["--model", "untold"], "tokenizer.json is not there"),
+        (["--max-target-length", 200], "--max-target-length 200, but .* has 128 positions"),
+        (["--val-min-target-length", 65], "is more than --max-target-length"),
+        (["--per-device-train-batch-size", 4], "24 rows to train on are fewer than the 32"),
+        (["--config", "fixed.json", "--learning-rate", 0.1], "has optimizer.params.lr = 0.01"),
+        (["--config", "fixed.json"], "makes 8 rows an update, but .* says 16"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[Any],
+    says: str,
+    tmp_path: pathlib.Path,
+    folder: pathlib.Path,
+    files: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("other", "untold"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (tmp_path / "other" / "tokenizer.json").write_text(tokenizer)
+    (tmp_path / "empty.csv").write_text("x,y\n")
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    (tmp_path / "fixed.json").write_text(
+        json.dumps({"optimizer": optimizer, "train_batch_size": 16})
+    )
+    apart = {"--train-file", "--text"} & set(arguments) and "empty.csv" not in arguments
+    given = [] if apart else files
+    defaults = ["--model", folder, "--per-device-train-batch-size", 1, "--out", tmp_path / "out"]
+    result = run(*defaults, *given, *arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert re.search(says, result.stderr)
+
+
+def test_rows_of_tokens() -> None:
+    tokenizer = trained((text for pair in PAIRS for text in pair), TINY)
+    rows = encoded(tokenizer, PAIRS, TINY, source=8, target=64)
+    assert rows["input_ids"].shape == (24, 8)
+    assert (rows["input_ids"][:, -1] == TINY.eos_token_id).all()  # cut, the end kept
+    start = np.full((24, 1), TINY.decoder_start_token_id)
+    targets = np.concatenate([start, rows["labels"]], axis=1)
+    assert texts_of(tokenizer, targets, TINY) == [target for _, target in PAIRS]
+
+
+def test_each_epoch_has_each_row_once_and_an_evaluation_too() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    rows = {"labels": np.arange(24, dtype=np.int32)}
+    epochs = [batch["labels"] for batch in shuffled(rows, 8, 6, 0, mesh)]
+    for epoch in (epochs[:3], epochs[3:]):
+        assert sorted(np.concatenate(epoch)) == [*range(24)]
+    assert [*np.concatenate([b["labels"] for b in in_order(rows, 16, mesh)])] == [*range(24)]
+
+
+def test_text_loses_case_and_punctuation() -> None:
+    lines = [" = Lobster = ", "The <unk> crab", "In 1 @,@ 000 lakes , they 've lived ; see ( 2 ) ."]
+    assert restoring(lines, 4) == [
+        ("in 1000 lakes they", "In 1,000 lakes, they"),
+        ("'ve lived see 2", "'ve lived; see (2)."),
+    ]
+
+
+def test_the_library_has_sentences_enough() -> None:
+    assert sum(1 for _ in zip(docstrings(), range(100), strict=False)) == 100
+
+
+def test_what_is_held_out_is_spread_over_the_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "text").write_text("\n".join(f"Line {i}." for i in range(100, 130)))
+    pairs = of_text(tmp_path / "text", 2)
+    assert not set(pairs.train) & set(pairs.held_out)
+    assert len(pairs.train) == len(pairs.held_out) == 15
+
+
+def test_bleu_is_100_for_what_is_equal() -> None:
+    texts = [target for _, target in PAIRS]
+    assert bleu(texts, texts) == pytest.approx(100)
+    assert bleu([text.lower() for text in texts], texts) < 50

@@ -60,7 +60,7 @@ def main(
         float | None,
         typer.Option(min=0, help=f"else as the config has it, or {LEARNING_RATE:g}"),
     ] = None,
-    num_train_epochs: Annotated[int, typer.Option(min=0, help="0 evaluates alone")] = 2,
+    num_train_epochs: Annotated[int, typer.Option(min=0, help="0 evaluates alone")] = 3,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="a folder for the model, as transformers reads it")
     ] = None,

@@ -27,7 +27,7 @@ class Job:
     max_length: int = 128
     per_device_train_batch_size: int | None = None
     learning_rate: float | None = None
-    num_train_epochs: int = 2
+    num_train_epochs: int = 3
     out: pathlib.Path | None = None
     seed: int = 0
     devices: int | None = None

@@ -38,14 +38,13 @@ def run(*arguments: str | int | pathlib.Path) -> Result:
 
 
 def rows(count: int) -> list[dict[str, str | int]]:
-    """Pairs of two words, of which label 1 has the second one's letters in order."""
+    """Pairs whose second sentence tells the label."""
     rng = np.random.default_rng(0)
-    words = [("to be or", "abc abc"), ("not to be", "xyz xyz")]
-    made = []
-    for label in rng.integers(2, size=count):
-        first = words[rng.integers(2)][0]
-        made.append({"sentence1": first, "sentence2": words[label][1], "label": int(label)})
-    return made
+    firsts, seconds = ("to be or", "not to be"), ("abc abc", "xyz xyz")
+    return [
+        {"sentence1": firsts[i], "sentence2": seconds[label], "label": int(label)}
+        for i, label in rng.integers(2, size=(count, 2))
+    ]
 
 
 def written(path: pathlib.Path, made: list[dict[str, str | int]]) -> pathlib.Path:

@@ -108,9 +108,7 @@ def _trained(texts: Iterable[str], vocab_size: int) -> Any:
     except ImportError:
         raise ImportError("tokenizers are of the extra: pip install 'zerojax[text]'") from None
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         limit_alphabet=vocab_size // 2,

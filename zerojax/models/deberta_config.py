@@ -78,6 +78,12 @@ SIZES: dict[str, dict[str, Any]] = {
         intermediate_size=64, max_position_embeddings=32, position_buckets=8, conv_kernel_size=3,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     ),
+    "deberta-mini": dict(
+        vocab_size=1024, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=256, max_position_embeddings=128, position_buckets=32, conv_kernel_size=3,
+        type_vocab_size=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.05,
+    ),
     "deberta-v2-xlarge": dict(
         vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
         intermediate_size=6144, conv_kernel_size=3,

@@ -1,0 +1,1 @@
+"""Pairs of sentences classified by a DeBERTa: `python -m examples.run_glue --help`."""

@@ -1,0 +1,174 @@
+"""Pairs of sentences classified, from the command line in this process."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from examples.run_glue import data
+from examples.run_glue.__main__ import app
+from examples.run_glue.job import Job
+from examples.run_glue.metrics import f1
+from examples.run_glue.train import train
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+GUIDE = """
+deepspeed_config:
+  gradient_accumulation_steps: 1
+  gradient_clipping: 1.0
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: fp16
+num_processes: 2
+"""
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def run(*arguments: str | int | pathlib.Path) -> Result:
+    runner = CliRunner(env={"COLUMNS": "120"})
+    return runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def rows(count: int) -> list[dict[str, str | int]]:
+    """Pairs whose second sentence tells the label."""
+    rng = np.random.default_rng(0)
+    firsts, seconds = ("to be or", "not to be"), ("abc abc", "xyz xyz")
+    return [
+        {"sentence1": firsts[i], "sentence2": seconds[label], "label": int(label)}
+        for i, label in rng.integers(2, size=(count, 2))
+    ]
+
+
+def written(path: pathlib.Path, made: list[dict[str, str | int]]) -> pathlib.Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def scores(output: str) -> list[str]:
+    return re.findall(r"accuracy (\d\.\d+)", output)
+
+
+def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None:
+    """From Accelerate's YAML, with 27 rows to evaluate on 8 devices."""
+    (tmp_path / "a.yaml").write_text(GUIDE)
+    train_file, out = written(tmp_path / "a.jsonl", rows(270)), tmp_path / "out"
+    common = ["--config", tmp_path / "a.yaml", "--train-file", train_file, "--max-length", 48]
+    tiny = ["--model", "deberta-tiny", "--learning-rate", 5e-3, "--num-train-epochs", 4]
+    first = run(*common, *tiny, "--out", out)
+    assert first.exit_code == 0, first.stderr
+    assert "243 pairs to train on, 27 held out, 2 labels; 0 cut" in first.stdout
+    assert float(scores(first.stdout)[-1]) > 0.9  # chance is under 0.65
+    again = run(*common, "--model", out, "--num-train-epochs", 0)
+    assert again.exit_code == 0, again.stderr
+    assert scores(again.stdout)[0] == scores(first.stdout)[-1]
+
+    written(train_file, [row | {"label": i % 3} for i, row in enumerate(rows(90))])
+    other = run(*common, "--model", out)
+    assert other.exit_code == 2
+    assert "classifies into 2 labels, and the rows have 3" in other.stderr
+    written(train_file, rows(90))
+    config = json.loads((out / "config.json").read_text())
+    for change, message in (
+        ({"vocab_size": 20}, "does not fit the model"),
+        ({"position_biased_input": True}, "has positions for 32 tokens"),
+    ):
+        (out / "config.json").write_text(json.dumps(config | change))
+        other = run(*common, "--model", out)
+        assert other.exit_code == 2
+        assert message in other.stderr
+
+
+@pytest.mark.sweep
+def test_the_same_metrics_at_every_stage_in_fp16_and_offloaded(tmp_path: pathlib.Path) -> None:
+    train_file = str(written(tmp_path / "a.jsonl", rows(135)))
+    results = {}
+    for name in ("zero0", "zero3", "zero3_fp16", "zero3_offload"):
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        config["fp16"] = {"enabled": "fp16" in name, "initial_scale_power": 8}
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+        config["scheduler"]["params"] |= {"warmup_max_lr": 5e-3, "warmup_type": "linear"}
+        config["bf16"] = {"enabled": False}
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        job = Job(
+            config=path, train_file=train_file, model="deberta-tiny", max_length=48,
+            num_train_epochs=4,
+        )  # fmt: skip
+        results[name] = train(job, Console(quiet=True))
+    whole = results["zero0"]
+    assert whole.accuracy > 0.8 > whole.chance + 0.1
+    for name, result in results.items():
+        assert result.loss == pytest.approx(whole.loss, abs=2e-2 if "fp16" in name else 1e-4)
+        assert result.accuracy == pytest.approx(whole.accuracy, abs=1 / 13 if "fp16" in name else 0)
+        assert result.skipped == 0
+
+
+def test_text_becomes_pairs_in_order_and_shuffled() -> None:
+    text = "It rains on the green hills today. We walk along the river bank again. = A = " * 40
+    train_pairs, held_out = data.from_text(text, seed=0)
+    assert len(train_pairs) // len(held_out) in (8, 9, 10)
+    for first, second, label in train_pairs:
+        assert first in text
+        assert (second in text) == label
+        assert sorted(second.split()) in [sorted(s.split()) for s in re.split(r"(?<=\.) ", text)]
+
+
+def test_rows_that_fill_up_do_not_count() -> None:
+    arrays = {"labels": np.arange(10)}
+    counts, batches = zip(*data.in_order(arrays, 4), strict=True)
+    assert counts == (4, 4, 2)
+    assert [b["labels"].tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    seen = np.concatenate([b["labels"] for b in data.epoch(arrays, 4, seed=0, number=0)])
+    assert len(seen) == len(set(seen)) == 8
+
+
+def test_f1_is_that_of_label_1_or_the_mean_of_several() -> None:
+    labels = np.array([1, 1, 1, 0, 0])
+    assert f1(np.array([1, 1, 0, 1, 0]), labels) == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert f1(np.zeros(5), labels) == 0
+    assert f1(np.array([0, 1, 2]), np.array([0, 1, 1]), 3) == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
+GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "message"),
+    [
+        (None, ["--train-file", "none.csv"], "none.csv does not exist"),
+        (None, ["--text", "none.txt"], "none.txt: no such file"),
+        (None, ["--model", "huge"], "--model huge is neither one of deberta-tiny"),
+        (None, ["--config", "none.json"], "none.json"),
+        (None, ["--columns", "a,b"], "--columns takes three names"),
+        (None, ["--validation-file", "a.csv"], "--validation-file goes with --train-file"),
+        ([], [], "has no rows"),
+        ([{"premise": "a"}] * 20, [], "row 1 has no column 'sentence1', only premise"),
+        ([GOOD] * 20, [], "all rows have the label '0'"),
+        ([GOOD, GOOD | {"label": -1}] * 10, [], "a label is -1"),
+        ([GOOD, GOOD | {"label": 2}] * 10, [], "the labels are 0, 2: number them from 0 to 1"),
+        ([GOOD | {"sentence2": 3}] * 20, [], "row 1 has 3 in 'sentence2', no text"),
+        ([GOOD, GOOD | {"label": 1}], [], "of which none can be held out"),
+        ([GOOD, GOOD | {"label": 1}] * 10, [], "18 pairs to train on, fewer than the 32 of an"),
+    ],
+)
+def test_user_errors_are_one_line_and_status_2(
+    tmp_path: pathlib.Path,
+    made: list[dict[str, str | int]] | None,
+    arguments: list[str],
+    message: str,
+) -> None:
+    if made is not None:
+        arguments = ["--train-file", str(written(tmp_path / "a.jsonl", made)), *arguments]
+    job = run(*arguments)
+    assert job.exit_code == 2
+    assert job.stderr.startswith("error: ")
+    assert message in job.stderr
+    assert job.stderr.count("\n") == 1

@@ -9,8 +9,8 @@ Command, from the repository root::
 
 Without files a pair is two neighbouring sentences of real text, and its label whether the second
 one's words are as written or shuffled: an easy task, made for random weights. The docstrings of the
-Python library are the text, or `--text`. On WikiText-2's validation text the defaults with
-`--max-length 96` end at accuracy 0.89, by chance 0.51.
+Python library are the text, or `--text`. The defaults end at accuracy 0.90 to 0.94, by chance 0.51
+to 0.57, after one to two minutes.
 
 Files are JSON lines or CSV with the columns of `--columns`, or a name for `datasets`. `--model` is
 a size, or a folder as transformers writes it: config.json, safetensors, tokenizer.json.
@@ -61,7 +61,7 @@ def main(
         float | None,
         typer.Option(min=0, help=f"else as the config has it, or {LEARNING_RATE:g}"),
     ] = None,
-    num_train_epochs: Annotated[int, typer.Option(min=0, help="0 evaluates alone")] = 3,
+    num_train_epochs: Annotated[int, typer.Option(min=0, help="0 evaluates alone")] = 5,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="a folder for the model, as transformers reads it")
     ] = None,

@@ -74,11 +74,16 @@ class Job:
         return zerojax.zero(dataclasses.replace(zero.config, optimizer=named), mesh=mesh)
 
     def optimizer(self, zero: zerojax.Zero, steps: int) -> optax.GradientTransformation:
-        """The config's, or AdamW without decay whose rate falls linearly to 0, as the article's."""
+        """The config's, or AdamW without decay whose rate falls linearly to 0, as the article's.
+
+        Random weights have it rise for a tenth of the steps first: else they may stay at chance.
+        """
         if zero.config.optimizer is not None:
             return zero.optimizer()
-        rate = optax.linear_schedule(self.learning_rate or LEARNING_RATE, 0.0, steps)
-        return optax.adamw(rate, weight_decay=0.0)
+        highest, warm = self.learning_rate or LEARNING_RATE, 0 if self.folder else steps // 10
+        rise = optax.linear_schedule(0.0, highest, warm)
+        fall = optax.linear_schedule(highest, 0.0, steps - warm)
+        return optax.adamw(optax.join_schedules([rise, fall], [warm]), weight_decay=0.0)
 
     def rows(self, config: zerojax.ZeroConfig, world: int) -> int:
         """Rows of an update over all devices."""

@@ -100,7 +100,7 @@ def test_the_same_metrics_at_every_stage_in_fp16_and_offloaded(tmp_path: pathlib
         path.write_text(json.dumps(config))
         job = Job(
             config=path, train_file=train_file, model="deberta-tiny", max_length=48,
-            num_train_epochs=4,
+            num_train_epochs=8,
         )  # fmt: skip
         results[name] = train(job, Console(quiet=True))
     whole = results["zero0"]

@@ -23,13 +23,10 @@ ends it at once.
 import pathlib
 from typing import Annotated
 
-import jax
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import zerojax
-from examples.run_clm.devices import join
+from examples.command import command
 from examples.run_clm.job import DEFAULT_CONFIG, Fused, Job, size_of
 from examples.run_clm.train import train
 from zerojax.checkpoint import PREEMPTED, CheckpointError
@@ -86,12 +83,10 @@ def main(
         typer.Option(min=1, help="continue from this checkpoint, and discard those after it"),
     ] = None,
 ) -> None:
-    join()
-    alone = not jax.distributed.is_initialized()
-    console = Console(highlight=False, soft_wrap=True, quiet=not alone and jax.process_index() > 0)
     every = eval_every or max(1, steps // 10)
-    status = 0
-    try:
+    with command(
+        ValueError, PermissionError, CheckpointError, zerojax.DiskError, zerojax.OutOfMemoryError
+    ) as console:  # fmt: skip
         job = Job(
             text=[*(text or []), *(more_text or [])],
             config=config,
@@ -112,17 +107,8 @@ def main(
             from_step=from_step,
             tokenizer=tokenizer,
         )
-        status = PREEMPTED if train(job, console).preempted else 0
-    except (
-        ValueError, FileNotFoundError, PermissionError, CheckpointError, zerojax.DiskError,
-        zerojax.OutOfMemoryError,
-    ) as error:  # fmt: skip
-        if not alone:
-            raise  # ends all processes, and is shown once by what launched them
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        errors.print(f"[bold red]error:[/] {escape(str(error))}")
-        status = 2
-    raise typer.Exit(status)
+        preempted = train(job, console).preempted
+    raise typer.Exit(PREEMPTED if preempted else 0)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,10 @@ a size, or a folder as transformers writes it: config.json, safetensors, tokeniz
 import pathlib
 from typing import Annotated
 
-import jax
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import zerojax
-from examples.run_clm.devices import join
+from examples.command import command
 from examples.run_glue.job import LEARNING_RATE, ROWS, Job
 from examples.run_glue.train import train
 from zerojax.models.deberta import SIZES
@@ -71,10 +68,10 @@ def main(
     ] = None,
     remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
 ) -> None:
-    join()
-    alone = not jax.distributed.is_initialized()
-    console = Console(highlight=False, soft_wrap=True, quiet=not alone and jax.process_index() > 0)
-    try:
+    with command(
+        ValueError, FileNotFoundError, PermissionError, ImportError,
+        zerojax.DiskError, zerojax.OutOfMemoryError,
+    ) as console:  # fmt: skip
         job = Job(
             config=config,
             train_file=train_file,
@@ -92,15 +89,6 @@ def main(
             remat=remat,
         )
         result = train(job, console)
-    except (
-        ValueError, FileNotFoundError, PermissionError, ImportError,
-        zerojax.DiskError, zerojax.OutOfMemoryError,
-    ) as error:  # fmt: skip
-        if not alone:
-            raise  # ends all processes, and is shown once by what launched them
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        errors.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from None
     console.print(result.table())
 
 

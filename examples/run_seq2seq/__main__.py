@@ -14,13 +14,10 @@ Python's library.
 import pathlib
 from typing import Annotated
 
-import jax
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import zerojax
-from examples.run_clm.devices import join
+from examples.command import command
 from examples.run_seq2seq.model import SIZES
 from examples.run_seq2seq.options import DEFAULT_CONFIG, Options
 from examples.run_seq2seq.train import train
@@ -71,17 +68,8 @@ def main(
     ] = None,
 ) -> None:
     options = Options(**locals())
-    join()
-    alone = not jax.distributed.is_initialized()
-    console = Console(highlight=False, soft_wrap=True, quiet=not alone and jax.process_index() > 0)
-    try:
+    with command(ValueError, OSError, ImportError, zerojax.OutOfMemoryError) as console:
         train(options, console)
-    except (ValueError, OSError, ImportError, zerojax.OutOfMemoryError) as error:
-        if not alone:
-            raise  # ends all processes, and is shown once by what launched them
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        errors.print(f"[bold red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

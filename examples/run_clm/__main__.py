@@ -85,7 +85,8 @@ def main(
 ) -> None:
     every = eval_every or max(1, steps // 10)
     with command(
-        ValueError, PermissionError, CheckpointError, zerojax.DiskError, zerojax.OutOfMemoryError
+        ValueError, FileNotFoundError, PermissionError, CheckpointError, zerojax.DiskError,
+        zerojax.OutOfMemoryError,
     ) as console:  # fmt: skip
         job = Job(
             text=[*(text or []), *(more_text or [])],

@@ -2,7 +2,8 @@
 
     python -m benchmarks.policies --record benchmarks/records      # ten minutes on two cores
 
-Llama 7B on 64 absent H100s, compiled and forecast. Needs ``pip install 'zerojax[compile,examples]'``.
+Llama 7B on 64 absent H100s, compiled and forecast. Needs
+``pip install 'zerojax[compile,examples]'``.
 """
 
 import argparse
@@ -32,10 +33,10 @@ HEADINGS = [
 ]  # fmt: skip
 NOTE = (
     f"{MODEL}, {DEVICES.replace(':', ' x ')}, a row of {SEQ} tokens a GPU and micro-batch, bf16, "
-    "AdamW, rematerialised and scanned blocks. Gathered and reduced: payloads of an update over the "
-    "bf16 parameters. DeepSpeed: its own count of passes an update, 2 at stages 1 and 2 without "
-    "accumulation (Rajbhandari et al. 2020, section 7; stage 1 reduces at the boundary alone), 3 a "
-    "micro-batch at stage 3. Kept: stage3_max_live_parameters as a GPU holds them; all that fit is "
+    "AdamW, rematerialised and scanned blocks. Gathered and reduced: payloads of an update over "
+    "the bf16 parameters. DeepSpeed: its own count of passes an update, 2 at stage 1, which "
+    "reduces at the boundary alone, 3 a micro-batch at stage 3 (Rajbhandari et al. 2020, section "
+    "7). Kept: stage3_max_live_parameters as a GPU holds them; all that fit is "
     '"auto". Step: the forecast.'
 )
 

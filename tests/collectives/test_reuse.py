@@ -162,7 +162,8 @@ def deep_twice(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("gradient", "gathers", "scatters"),
     [
-        (deep_twice, 2 * LAYERS - 1, LAYERS),
+        # Backward each tower gathers; their gradients are added up, and reduced once.
+        (deep_twice, LAYERS + 2 * (LAYERS - 1), LAYERS),
         # Forward and backward, both again with the gradient beside the parameters; the first
         # layer's input has no cotangent. Two gradients.
         (deep_hessian, 3 * LAYERS + 3 * (LAYERS - 1), 2 * LAYERS),

@@ -75,7 +75,7 @@ class Policy:
     @property
     def deepspeed(self) -> int:
         """Passes of an update in DeepSpeed."""
-        return 3 * self.accumulation if self.stage == 3 else 1 + self.expected[1]
+        return 2 if self.stage == 1 else 3 * self.accumulation
 
 
 def policy(name: str, choice: Choice, forecast: Forecast) -> Policy:

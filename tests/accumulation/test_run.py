@@ -59,13 +59,23 @@ def losses(kind: str) -> Callable[[Any, Any], jax.Array]:
         if kind == "row by row":
             row = lambda b: jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)  # noqa: E731
             return jax.lax.map(row, b).mean()
+        if kind == "sliced":
+            both = apply(p, jnp.concatenate([b["x"], b["y"] @ jnp.ones((4, b["x"].shape[1]))]))
+            return jnp.mean((both[: len(b["x"])] - 0.1 * both[len(b["x"]) :]) ** 2)
         weights = (b["y"][:, 0] - b["y"][:, 0].mean()) / b["y"][:, 0].std()
         return jnp.mean(weights * out[:, 0])
 
     return loss
 
 
-KINDS = ["sum", "labels by row number", "in chunks", "row by row", "normalised by the batch"]
+KINDS = [
+    "sum",
+    "labels by row number",
+    "in chunks",
+    "row by row",
+    "sliced",
+    "normalised by the batch",
+]
 
 
 def plain_and_accumulated(

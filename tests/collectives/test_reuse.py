@@ -145,11 +145,25 @@ def deep_penalty(params: Any, x: Any) -> Any:
     return jax.grad(loss)(params)
 
 
+def deep_twice(params: Any, x: Any) -> Any:
+    """Of two towers side by side with the same parameters."""
+
+    def loss(params: Any) -> jax.Array:
+        one, two = x, 1 - x
+        for w in params:
+            one, two = one + jnp.tanh(one @ w), two + jnp.tanh(two @ w)
+        return jnp.mean(jnp.square((one * two).astype(jnp.float32)))
+
+    return jax.grad(loss)(params)
+
+
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(
     ("gradient", "gathers", "scatters"),
     [
+        # Backward each tower gathers; their gradients are added up, and reduced once.
+        (deep_twice, LAYERS + 2 * (LAYERS - 1), LAYERS),
         # Forward and backward, both again with the gradient beside the parameters; the first
         # layer's input has no cotangent. Two gradients.
         (deep_hessian, 3 * LAYERS + 3 * (LAYERS - 1), 2 * LAYERS),

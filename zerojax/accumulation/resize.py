@@ -75,8 +75,8 @@ class Resize:
     def _param(self, whole: Any, few: Any, pair: EquationPair) -> Any:
         if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
             return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
-        if isinstance(few, int) and not isinstance(few, bool) and isinstance(whole, int):
-            return self._size(whole, few)
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (whole, few)):
+            return self._size(int(whole), int(few))  # in the padding of a slice's gradient numpy's
         if jaxprs.is_jaxpr(few):
             return self._body(whole, few, where(pair.whole))
         return few

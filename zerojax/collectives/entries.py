@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.collectives.gathering import is_sharded, plain
-from zerojax.collectives.shard import Shard
+from zerojax.collectives.shard import MovedStack, Shard
 from zerojax.collectives.widening import narrowest, widened, widenings
 from zerojax.plan.layout import Spec
 
 
 class _Form(NamedTuple):
     """A stacked shard: the spec of an entry, the widening casts to be done after the loop, and the
-    array that is the stack gathered, if one is known."""
+    array that is the stack gathered, if one is known, and as a loop reads it."""
 
     spec: Spec
     dtypes: tuple[Any, ...]
     whole: jax.Array | None
+    moved: MovedStack | None
 
 
 class Entries:
@@ -41,7 +42,7 @@ class Entries:
     def __init__(self, xs: Sequence[Any], axis: str) -> None:
         self._xs, self._axis = xs, axis
         self.read = [narrowest(x) for x in xs]
-        self.rounded = [x.rounded if isinstance(x, Shard) else None for x in xs]
+        self.rounded = [_as_read(x) for x in xs]
         self._whole: list[tuple[Any, Any]] = []
         self._brief = False  # whether an iteration has something whole that dies with it
         self._forms: dict[int, _Form] = {}
@@ -51,7 +52,7 @@ class Entries:
     ) -> list[Any]:
         """One iteration's operands, of its entries of ``read`` and ``rounded``, and those that were
         gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`; None for the others."""
-        self._whole = list(zip(rounded, self.rounded, strict=True))
+        self._whole = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in ahead)
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
         return list(map(self._operand, self._xs, entries, known))
@@ -68,17 +69,25 @@ class Entries:
         """What the loop stacks of its result ``i``; nothing where the stack exists."""
         if not isinstance(y, Shard):
             return y
-        whole = None
+        whole = moved = None
         if y.whole is not None:
-            whole = next((stack for entry, stack in self._whole if entry is y.whole), None)
-            if whole is None and not self._brief:
+            of = next((x for entry, x in self._whole if entry is y.whole), None)
+            if of is None and not self._brief:
                 return y.whole
-        self._forms[i] = _Form(y.spec, widenings(y), whole)
+            whole, moved = (None, None) if of is None else (of.rounded, of.moved)
+        self._forms[i] = _Form(y.spec, widenings(y), whole, moved)
         return plain(narrowest(y))
 
     def stacked(self, i: int, y: jax.Array) -> Any:
         """The stack of result ``i``, given what the loop has made."""
         if i not in self._forms:
             return y
-        spec, dtypes, whole = self._forms[i]
-        return widened(Shard(y, (None, *spec), whole), dtypes)
+        spec, dtypes, whole, moved = self._forms[i]
+        return widened(Shard(y, (None, *spec), whole, moved=moved), dtypes)
+
+
+def _as_read(x: Any) -> jax.Array | MovedStack | None:
+    """A stack gathered rounded, in the form that a loop reads."""
+    if not isinstance(x, Shard) or x.rounded is None:
+        return None
+    return x.rounded if x.moved is None else x.moved

@@ -28,6 +28,7 @@ from zerojax.collectives import (
     gradients,
     lookups,
     loops,
+    moved_stacks,
     order,
     propagate,
     residuals,
@@ -156,7 +157,6 @@ class Inserter(Gatherer):
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            values = self.all_known(values, scope)
             return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
@@ -231,11 +231,12 @@ class Inserter(Gatherer):
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        whole, rounded = rounding.follow(eqn, values, self.axis)
+        whole, rounded, moved = rounding.follow(eqn, values, self.axis)
         narrow = values[0].narrow if propagate.moves(eqn.primitive.name) else None
         if narrow is not None:
             (narrow,) = self._on_shards(eqn, [narrow], spec)
-        return [Shard(self.constrain(out, spec), spec, whole, narrow=narrow, rounded=rounded)]
+        out = self.constrain(out, spec)
+        return [Shard(out, spec, whole, narrow=narrow, rounded=rounded, moved=moved)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
@@ -324,6 +325,8 @@ class Inserter(Gatherer):
         leaving: set[Any],
     ) -> Sequence[Any]:
         a, n = jaxprs.scan_counts(eqn)
+        moved = [moved_stacks.of(x) for x in values[a + n :]]
+        values = self.all_known(values, scope)
         sums = loops.Sums(eqn, want[:n])
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
@@ -337,7 +340,9 @@ class Inserter(Gatherer):
             self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
         ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        entries = Entries(xs, self.axis)
+        entries = Entries(
+            [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
+        )
         ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
@@ -367,7 +372,7 @@ class Inserter(Gatherer):
             return ([plain(o) for o in outs[:m]], totals, coming), ys
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _), ys = lax.scan(
+        (carry, totals, _), ys = moved_stacks.scan(
             body,
             (carry, zeros, ahead.first()),
             (ahead.order(), ahead.rest(), entries.rounded),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from zerojax.collectives import many, propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.shard import HostStack, Shard
+from zerojax.collectives.shard import HostStack, MovedStack, Shard
 from zerojax.collectives.uses import CAST, Uses
 from zerojax.collectives.widening import whole_of
 from zerojax.xla import jaxprs
@@ -56,6 +56,7 @@ class Gathered(NamedTuple):
 
     whole: jax.Array | None
     rounded: jax.Array | None
+    moved: MovedStack | None = None
 
 
 def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered:
@@ -67,7 +68,7 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered:
     """
     shard, name = values[0], eqn.primitive.name
     if name == CAST and is_rounded(shard) and shard.rounded.dtype == eqn.outvars[0].aval.dtype:
-        return Gathered(shard.rounded, None)
+        return Gathered(shard.rounded, None, shard.moved)
     small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
     whole = rounded = None
     if small or propagate.moves(name) or name == CAST:

@@ -6,8 +6,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from zerojax.plan.layout import Spec
+
+
+@dataclass(frozen=True, eq=False)
+class MovedStack:
+    """A gathered stack of layers, of which another dimension comes first.
+
+    Attributes:
+      value: [d, L, ...], where the stack is [L, ..., d, ...].
+      dimension: That of the stack which comes first in ``value``.
+    """
+
+    value: jax.Array
+    dimension: int
+
+    def layer(self, index: jax.Array) -> jax.Array:
+        """One layer [..., d, ...]."""
+        layer = lax.dynamic_index_in_dim(self.value, index, axis=1, keepdims=False)
+        return jnp.moveaxis(layer, 0, self.dimension - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +40,8 @@ class Shard:
     ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
     ``rounded`` is the value cast to a smaller dtype, in which the body needs it whole, and gathered
     in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
-    ahead, see :mod:`zerojax.collectives.ahead`.
+    ahead, see :mod:`zerojax.collectives.ahead`. ``moved`` is what was gathered in advance as a loop
+    reads it, see :mod:`zerojax.collectives.moved_stacks`.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see
@@ -34,6 +55,7 @@ class Shard:
     sums: jax.Array | None = None
     narrow: Shard | None = None
     rounded: jax.Array | None = None
+    moved: MovedStack | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,128 @@
+"""Stacks that loops take layer by layer are not transposed once they are gathered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import gathers
+
+import zerojax
+from benchmarks.measure import Case, compile_case
+from zerojax.collectives import Inserter, Shard, moved_stacks
+from zerojax.collectives.rounding import round_in_advance
+from zerojax.xla.unused import without_unused
+
+MESH = zerojax.mesh()
+LAYERS, INTO, OUT = 3, 512, 256
+SPECS = [(None, "data", None), (None, None, "data")]
+
+
+def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(x @ w) @ w.T, None
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(lax.scan(jax.checkpoint(layer), x, w)[0] ** 2)
+
+
+def loop(w: jax.Array, x: jax.Array) -> Any:
+    return jax.grad(loss)(w, x)
+
+
+def backwards(w: jax.Array, x: jax.Array) -> Any:
+    return lax.scan(layer, x, w, reverse=True, unroll=3)
+
+
+def in_a_call(w: jax.Array, x: jax.Array) -> Any:
+    return jax.jit(loop)(w, x)
+
+
+def rounded(w: jax.Array, x: jax.Array) -> Any:
+    return jax.grad(lambda w: loss(w.astype(jnp.float16), x.astype(jnp.float16)))(w)
+
+
+def rounded_within(w: jax.Array, x: jax.Array) -> Any:
+    low = x.astype(jnp.float16)
+    return lax.scan(jax.checkpoint(lambda x, w: layer(x, w.astype(x.dtype))), low, w)
+
+
+def updated(w: jax.Array, x: jax.Array) -> Any:
+    return w - 0.1 * loop(w, x), jnp.sum(w**2)
+
+
+def transposed(w: jax.Array, x: jax.Array) -> Any:
+    return loop(w, x), x @ w[0] @ w.transpose(0, 2, 1)[1]
+
+
+def returned(w: jax.Array, x: jax.Array) -> Any:
+    return loop(w, x), w
+
+
+def rematerialised(w: jax.Array, x: jax.Array) -> Any:
+    return jax.grad(jax.checkpoint(loss))(w, x)
+
+
+MOVED = [loop, backwards, in_a_call, rounded, rounded_within, updated]
+AS_THEY_ARE = [transposed, returned, rematerialised]
+
+
+def inserted(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
+    inserter = Inserter(MESH, "data", keep=True)
+
+    def run(w: Any, x: Any) -> Any:
+        closed = jax.make_jaxpr(function)(w, x)
+        shard = Shard(inserter.constrain(w, spec), spec)
+        whole = inserter.in_advance([shard])[0]
+        given = [Shard(shard.value, spec, whole=whole), x]
+        given = moved_stacks.move(closed, round_in_advance(closed, given, inserter), inserter)
+        return inserter(closed, given)
+
+    return run
+
+
+def arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(LAYERS, INTO, OUT)) / 20
+    return w.astype(np.float32), rng.normal(size=(8, INTO)).astype(np.float32)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
+def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
+    order = (
+        (0, 1, 2) if function in AS_THEY_ARE else (spec.index("data"), 0, 3 - spec.index("data"))
+    )
+    shape = tuple((LAYERS, INTO, OUT)[i] for i in order)
+    jaxpr = jax.make_jaxpr(inserted(function, spec))(*arguments()).jaxpr
+    found = gathers(without_unused(jaxpr, lambda eqn: False))
+    assert [move.shape for move in found] == [shape]
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
+def test_same_values(function: Callable[..., Any], spec: Any) -> None:
+    want = jax.jit(function)(*arguments())
+    got = jax.jit(inserted(function, spec))(*arguments())
+    for a, b in zip(got, jax.tree.leaves(want), strict=True):
+        near = 1e-5 if b.dtype == jnp.float32 and "rounded" not in function.__name__ else 1e-2
+        np.testing.assert_allclose(a, b, rtol=near, atol=near * float(np.max(np.abs(b))))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_no_stack_is_held_twice() -> None:
+    """A GPT of 16 layers at stage 2, of whose parameters a stack is a third. The gradients are
+    shards, but for one layer's."""
+    found = compile_case(
+        Case(
+            stage=2, scan=True, n_layer=16, n_embd=1024, n_head=16, vocab_size=1024, block_size=64,
+            micro_batch=1,
+        )
+    )  # fmt: skip
+    layer = 2 * 12 * 1024**2
+    assert found.temporary_bytes < (1 + 1 / 8) * 2 * found.parameters + 2 * layer

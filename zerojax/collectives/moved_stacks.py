@@ -1,0 +1,109 @@
+"""Stacks of layers that lie, once gathered, as the collective leaves them.
+
+An all-gather puts the devices' pieces one behind the other, so that the dimension along which a
+parameter is sharded comes first in memory. A loop wants its layers one behind the other. XLA would
+transpose the whole stack in between, and hold it twice. Here a loop takes each layer from the stack
+as it came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives import many
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.shard import MovedStack, Shard
+from zerojax.collectives.uses import CAST
+from zerojax.plan import layout
+from zerojax.trace.elementwise import ELEMENTWISE, REDUCTIONS
+from zerojax.xla import jaxprs
+
+
+def move(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
+    """``args`` of a jaxpr, of which loops alone read some stacks that are gathered in advance:
+    those are gathered as they will lie."""
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    return [
+        _moved(x, d, gatherer)
+        if (d := _dimension(x, gatherer)) is not None and _only_read_by_loops(jaxpr, v)
+        else x
+        for v, x in zip(jaxpr.invars, args, strict=True)
+    ]
+
+
+def _dimension(x: Any, gatherer: Gatherer) -> int | None:
+    """The dimension along which a stack of layers is sharded; None where it is no such stack, or is
+    not gathered in advance."""
+    axis = gatherer.axis
+    if not isinstance(x, Shard) or (x.whole is None and x.rounded is None):
+        return None
+    if many.is_whole(x, axis) or x.value.ndim < 3 or x.spec[0] is not None:
+        return None
+    parts = layout.dimensions(x.spec, axis)
+    return parts[0] if len(parts) == 1 else None
+
+
+def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
+    known = x.whole if x.rounded is None else x.rounded
+    assert known is not None
+    order = (d, *(i for i in range(known.ndim) if i != d))
+    value = lax.transpose(x.value.astype(known.dtype), order)
+    moved = MovedStack(gatherer.whole(value, [x.spec[i] for i in order]), d)
+    whole = jnp.moveaxis(moved.value, 0, d)
+    if x.rounded is None:
+        return dataclasses.replace(x, whole=whole, moved=moved)
+    return dataclasses.replace(x, rounded=whole, moved=moved)
+
+
+def _only_read_by_loops(jaxpr: Any, v: Any) -> bool:
+    """Whether all that needs a stack whole are loops that take it layer by layer."""
+    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
+    return not any(x is v for x in jaxpr.outvars) and all(
+        _reads_layers(jaxpr, eqn, i)
+        for eqn in jaxpr.eqns
+        for i, x in enumerate(eqn.invars)
+        if x is v
+    )
+
+
+def _reads_layers(jaxpr: Any, eqn: Any, i: int) -> bool:
+    if eqn.primitive is prims.scan_p:
+        return i >= sum(jaxprs.scan_counts(eqn))
+    if eqn.primitive in jaxprs.CALLS and eqn.primitive is not prims.remat_p:
+        (body,) = jaxprs.bodies(eqn)
+        return _only_read_by_loops(body, body.invars[i])
+    if eqn.primitive.name == CAST:
+        return _only_read_by_loops(jaxpr, eqn.outvars[0])
+    # What is made element by element is gathered itself.
+    on_shards = eqn.primitive.name in ELEMENTWISE
+    same = on_shards and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
+    return same or eqn.primitive.name in REDUCTIONS
+
+
+def of(x: Any) -> MovedStack | None:
+    """A stack in the form in which a loop reads what was gathered of it as it is."""
+    return x.moved if isinstance(x, Shard) and x.rounded is None else None
+
+
+def scan(body: Callable[..., Any], init: Any, xs: Any, **keywords: Any) -> Any:
+    """``lax.scan``, some of whose stacks are a :class:`MovedStack`."""
+    leaves, tree = jax.tree.flatten(xs)
+    moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
+    if not moved:
+        return lax.scan(body, init, xs, **keywords)
+
+    def entry(carry: Any, at: tuple[jax.Array, list[Any]]) -> Any:
+        index, others = at
+        rest = iter(others)
+        here = [moved[i].layer(index) if i in moved else next(rest) for i in range(len(leaves))]
+        return body(carry, jax.tree.unflatten(tree, here))
+
+    others = [x for i, x in enumerate(leaves) if i not in moved]
+    return lax.scan(entry, init, (jnp.arange(keywords["length"]), others), **keywords)

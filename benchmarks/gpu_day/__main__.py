@@ -44,10 +44,9 @@ def device(toy: bool) -> str:
     return done.stdout.splitlines()[0].strip()
 
 
-def run(wanted: Sequence[Measurement], journal: Journal, until: float, toy: bool) -> None:
+def run(wanted: Sequence[Measurement], journal: Journal, until: float, workers: Workers) -> None:
     """Makes the measurements that are owed, until ``time.monotonic()`` is ``until``."""
     owed = [each for each in wanted if not journal.known(each.name)]
-    workers = Workers(toy)
     try:
         for at, each in enumerate(owed):
             left = until - time.monotonic()
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for failed in journal.failed():
             journal.forget(failed)
     if not options.list:
-        run(wanted, journal, begun + 60 * options.minutes - SPARE, options.toy)
+        run(wanted, journal, begun + 60 * options.minutes - SPARE, Workers(options.toy))
     out = console()
     out.print(console_table(summary.overview(wanted, journal.results), title=name))
     for title, content in summary.sections(journal.results, name):

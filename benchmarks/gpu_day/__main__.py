@@ -32,14 +32,16 @@ def parts_of(text: str) -> list[int]:
     return made
 
 
-def device(toy: bool) -> str:
-    """The name of the device, without holding it."""
+def device(toy: bool, needed: bool = True) -> str:
+    """The name of the device, without holding it; "" where none is there and none is needed."""
     if toy:
         return "cpu"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
+        if not needed:
+            return ""
         raise SystemExit(f"no GPU here ({error}): --toy rehearses on the CPU") from None
     return done.stdout.splitlines()[0].strip()
 
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="rehearse on the CPU at toy sizes")
     parser.add_argument("--list", action="store_true", help="print what is owed, run nothing")
     options = parser.parse_args(arguments)
-    name = device(options.toy)
+    name = device(options.toy, needed=not options.list)
     journal = Journal(options.record, name)
     wanted = [
         each

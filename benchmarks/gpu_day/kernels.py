@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ MARGIN = 1.05
 
 def timed(kernel: str, largest: int | None = None) -> Iterator[dict[str, Any]]:
     """The costs of a kernel's calls, and a copy's rate in the same process."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
     here = dispatch.target().platform == "gpu"
     yield from attempts({"copy": lambda: {"rate": copy_rate(2**28 if here else 2**16)}})
     for call in (small(each, largest) for each in benchmark.CALLS if each.kernel == kernel):

@@ -14,11 +14,11 @@ Table = list[list[str]]
 
 
 def overview(wanted: Sequence[Measurement], results: Mapping[str, Any]) -> Table:
-    """A line for each measurement: made, owed, or what went wrong."""
+    """A line for each measurement: made, owed with the seconds expected, or what went wrong."""
     lines = [["part", "measurement", "s", "figures"]]
     for each in wanted:
         found = results.get(each.name)
-        took = "" if found is None else f"{found.get('in_all', 0.0):.0f}"
+        took = f"({each.seconds:.0f})" if found is None else f"{found.get('in_all', 0.0):.0f}"
         lines.append([f"{each.part} {PARTS[each.part - 1]}", each.name, took, _says(found)])
     return lines
 

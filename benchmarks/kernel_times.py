@@ -19,7 +19,7 @@ _ROUND_SECONDS, _MOST = 0.02, 200
 
 def timed(call: Measured, compiled: Callable[..., Any]) -> float:
     """Seconds of a call, the results in place of the arguments they are written over."""
-    arguments = list(jax.tree.map(_random, call.arguments))
+    arguments = list(jax.tree.map(random_like, call.arguments))
 
     def once() -> Any:
         results = compiled(*arguments)
@@ -27,23 +27,23 @@ def timed(call: Measured, compiled: Callable[..., Any]) -> float:
             arguments[at] = result
         return results
 
-    return _median(once, jax.block_until_ready)
+    return median_seconds(once, jax.block_until_ready)
 
 
 def timed_peer(call: Callable[[], Any]) -> float:
     """Seconds of a call of torch's on the GPU."""
     torch: Any = importlib.import_module("torch")
-    return _median(call, lambda _: torch.cuda.synchronize())
+    return median_seconds(call, lambda _: torch.cuda.synchronize())
 
 
-def copy_rate() -> float:
-    """Bytes a second that a plain copy reads and writes."""
-    x = jnp.zeros(2**28, jnp.float32)
+def copy_rate(elements: int = 2**28) -> float:
+    """Bytes a second that a plain copy of fp32 reads and writes."""
+    x = jnp.zeros(elements, jnp.float32)
     copy = jax.jit(jnp.copy)
-    return 2 * x.nbytes / _median(lambda: copy(x), jax.block_until_ready)
+    return 2 * x.nbytes / median_seconds(lambda: copy(x), jax.block_until_ready)
 
 
-def _median(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     """Seconds of a call, after some that do not count, of which the last tells how many make a
     round: the GPU has its next call before it is done, and the host's time is hidden."""
 
@@ -59,7 +59,8 @@ def _median(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     return statistics.median(round_of(calls) for _ in range(_ROUNDS))
 
 
-def _random(x: Any) -> jax.Array:
+def random_like(x: Any) -> jax.Array:
+    """The same numbers for every array of a shape and a dtype."""
     key = jax.random.key(x.size % 9973)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.uniform(key, x.shape, jnp.float32, 0.05, 1).astype(x.dtype)

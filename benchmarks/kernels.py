@@ -79,7 +79,7 @@ def run(calls: Sequence[Measured], devices: int) -> tuple[list[Cost], float | No
     costs = []
     for call in track(calls, description="kernels", transient=True):
         costs += [cost(call, name, devices, here) for name in IMPLEMENTATIONS]
-        costs += [_peer(call, *peer) for peer in peers(call)] if here else []
+        costs += [peer(call, *each) for each in peers(call)] if here else []
     return costs, copy_rate() if here else None
 
 
@@ -97,7 +97,7 @@ def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
     )
 
 
-def _peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
+def peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
     """The same call by torch or Liger."""
     begin = time.perf_counter()
     once()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 import zerojax
 from benchmarks.report import console, console_table, heading, markdown_table, write_json
@@ -89,10 +90,14 @@ def predict(wanted: Case, kind: str) -> dict[str, Any]:
     return {"bytes": forecast.peak.bytes, "fits": forecast.fits, "seconds": forecast.seconds}
 
 
-def run(wanted: Case) -> dict[str, Any]:
-    """The case itself; ``bytes`` is None on devices that keep no statistic."""
+def run(wanted: Case, mesh: Mesh | None = None) -> dict[str, Any]:
+    """The case itself, on all devices or on those of a mesh.
+
+    ``bytes`` is the device's own peak, None on devices that keep no statistic; what XLA tries out
+    while it compiles counts there. ``compiled`` is what the compiled programs say of themselves.
+    """
     choice = wanted.choice
-    mesh = zerojax.mesh()
+    mesh = zerojax.mesh() if mesh is None else mesh
     config = choice.config(load(CONFIG), mesh.size)
     zero = zerojax.zero(config, mesh=mesh, check_memory=False)  # what does not fit is to run out
     rows = choice.micro * mesh.size
@@ -114,10 +119,26 @@ def run(wanted: Case) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"bytes": None, "fits": False, "seconds": None}
+        return {"bytes": None, "fits": False, "seconds": None, "compiled": None}
     stats = jax.local_devices()[0].memory_stats() or {}
     seconds = statistics.median(times[WARM_UP:])
-    return {"bytes": stats.get("peak_bytes_in_use"), "fits": True, "seconds": seconds}
+    return {
+        "bytes": stats.get("peak_bytes_in_use"),
+        "fits": True,
+        "seconds": seconds,
+        "compiled": compiled_bytes(step, state, batch),
+    }
+
+
+def compiled_bytes(step: Step[..., Any], state: Any, batch: Any) -> int:
+    """Arguments, temporaries and results of the largest program; with JAX's cache of compiled
+    programs on, nothing is compiled again."""
+    sizes = []
+    for program in step.programs(state, batch):
+        memory: Any = program.lowered.compile().memory_analysis()
+        result = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        sizes.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes + result)
+    return max(sizes)
 
 
 def measured(at: int, kind: str, here: bool) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """What the decorator costs: a decorated step against plain ``jax.jit`` of the same step.
 
-    python -m benchmarks.step_time                   # under two minutes on two cores
-    python -m benchmarks.step_time --json records/step_time.json
+    python -m benchmarks.step_time                   # some three minutes on two cores
+    python -m benchmarks.step_time --record benchmarks/records
 
-Both run in one process, on one device, at stage 0, with the state donated, turn by turn, so that
-a slow spell of the machine meets both; medians are compared. To expect: a ratio of at most 1.03,
-and less than 300 microseconds a call of Python for a state of 300 leaves.
+All run in one process, with the state donated, turn by turn, so that a slow spell of the machine
+meets all; medians are compared. On one device at stage 0, to expect: a ratio of at most 1.03, and
+less than 300 microseconds a call of Python for a state of 300 leaves. On several (8 virtual ones
+on a CPU) every stage beside plain data parallelism and plain FSDP, to expect: at most 1.03 times
+plain data parallelism.
 """
 
 import argparse
 import dataclasses
+import datetime
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +30,9 @@ from rich.progress import track
 from rich.table import Table
 
 import zerojax
+from benchmarks import step_time_stages
 from benchmarks.measure import create_state_of, train_step_of
-from benchmarks.report import console, write_json
+from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from zerojax.models.gpt import GPT, GPTConfig
 
 LEAVES = 300
@@ -141,15 +146,14 @@ def many_leaves(calls: int = 300, leaves: int = LEAVES) -> Timing:
     return compare(f"state of {leaves} leaves", create_state, step, np.ones(4, "f4"), calls=calls)
 
 
-def table(timings: list[Timing]) -> Table:
-    """One row for each comparison."""
-    shown = Table(title=f"one {jax.devices()[0].device_kind}, stage 0, medians")
-    shown.add_column("step")
-    for name in ("calls", "plain jit ms", "decorated ms", "decorated / plain",
-                 "plain call µs", "decorated call µs", "added µs a call"):  # fmt: skip
-        shown.add_column(name, justify="right")
-    for each in timings:
-        shown.add_row(
+HEADER = ("step", "calls", "plain jit ms", "decorated ms", "decorated / plain", "plain call µs",
+          "decorated call µs", "added µs a call")  # fmt: skip
+
+
+def rows(timings: list[Timing]) -> list[list[str]]:
+    """Headings, and a row for each comparison."""
+    return [[*HEADER]] + [
+        [
             each.what,
             str(each.calls),
             f"{each.plain * 1e3:.3f}",
@@ -158,24 +162,67 @@ def table(timings: list[Timing]) -> Table:
             f"{each.plain_dispatch * 1e6:.0f}",
             f"{each.decorated_dispatch * 1e6:.0f}",
             f"{each.overhead * 1e6:.0f}",
-        )
-    return shown
+        ]
+        for each in timings
+    ]
+
+
+def table(timings: list[Timing]) -> Table:
+    """The same for a console."""
+    title = f"one {jax.devices()[0].device_kind}, stage 0, medians"
+    return console_table(rows(timings), title=title)
+
+
+def markdown(
+    timings: list[Timing], several: step_time_stages.Stages | None, load: tuple[float, float]
+) -> str:
+    """The record; ``load`` is the machine's, of a minute, before and after."""
+    device = jax.devices()[0].device_kind
+    parts = [
+        heading(
+            "The decorator's cost per step", f", {device}, load {load[0]:.1f} to {load[1]:.1f}"
+        ),
+        "All in one run, turn by turn; medians, and the ratio is the median of the ratios of\n"
+        "neighbouring calls. On one device, at stage 0:",
+        markdown_table(rows(timings)),
+    ]
+    if several:
+        parts += [f"{several.what}, on {several.devices} devices:"]
+        parts += [markdown_table(step_time_stages.rows(several))]
+        parts += [f"Limits missed: {'; '.join(several.missed()) or 'none'}."]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step_time", description="The decorator's cost per step."
     )
+    parser.add_argument("--calls", type=int, default=40, help="of each stage")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", step_time_stages.DEVICES)
+    before = os.getloadavg()[0]
     timings = [gpt(), many_leaves()]
     console().print(table(timings))
+    several = None
+    if jax.device_count() > 1:
+        several = step_time_stages.stages(options.calls)
+        title = f"{several.what}, on {several.devices} devices"
+        console().print(console_table(step_time_stages.rows(several), title=title))
+    load = before, os.getloadavg()[0]
+    figures = {
+        "device": jax.devices()[0].device_kind,
+        "load": load,
+        "timings": [dataclasses.asdict(each) for each in timings],
+        "stages": several and dataclasses.asdict(several),
+    }
     if options.json:
-        device = jax.devices()[0].device_kind
-        write_json(
-            options.json,
-            {"device": device, "timings": [dataclasses.asdict(each) for each in timings]},
-        )
+        write_json(options.json, figures)
+    if options.record:
+        stem = options.record / f"{datetime.date.today()}-step_time"
+        write_json(stem.with_suffix(".json"), figures)
+        stem.with_suffix(".md").write_text(markdown(timings, several, load))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""Workers: one that measures, and one beside it whose imports are done when its turn comes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_day.journal import CUT
+from benchmarks.gpu_day.measurement import ERROR, Measurement
+
+CACHE = Path(tempfile.gettempdir()) / "gpu-day-programs"
+"""Compiled programs of this machine: a second process of the same step compiles nothing."""
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+class Workers:
+    """Processes of measurements, one after another.
+
+    Args:
+      toy: On the CPU.
+    """
+
+    def __init__(self, toy: bool) -> None:
+        self._toy = toy
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu-day-"))
+        self._count = 0
+        self._next: tuple[subprocess.Popen[bytes], Path] | None = None
+
+    def run(self, measurement: Measurement, seconds: float, more: bool) -> dict[str, Any]:
+        """The figures of a measurement, ended after so many seconds with what it has by then.
+
+        ``more``: another one follows, whose worker starts now.
+        """
+        began = time.monotonic()
+        process, log = self._next or self._start()
+        out = self._folder / f"{self._count}.json"
+        order = {
+            "function": measurement.function,
+            "arguments": dict(measurement.arguments),
+            "out": str(out),
+            "toy": self._toy,
+        }
+        assert process.stdin
+        ended = True
+        try:
+            process.stdin.write(f"{json.dumps(order)}\n".encode())
+            process.stdin.close()
+            self._next = self._start() if more else None
+            process.wait(max(1.0, seconds - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            ended = False
+        except BrokenPipeError:
+            process.wait()  # it died of its imports, and its log says of what
+        finally:
+            _end(process)
+        figures = json.loads(out.read_text()) if out.exists() else {}
+        if not ended:
+            figures[CUT] = f"after {seconds:.0f} s"
+        if process.returncode and ended and ERROR not in figures:
+            last = log.read_text(errors="replace")[-4000:]
+            figures[ERROR] = f"the process ended with status {process.returncode}"
+            figures["traceback"] = last
+        return figures | {"in_all": time.monotonic() - began}
+
+    def close(self) -> None:
+        if self._next:
+            _end(self._next[0])
+            self._next = None
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Path]:
+        self._count += 1
+        log = self._folder / f"{self._count}.log"
+        environment = {**os.environ, **ENVIRONMENT}
+        if self._toy:
+            environment |= {"JAX_PLATFORMS": "cpu"}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu_day.worker"],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=Path(__file__).parents[2],
+                start_new_session=True,
+            )
+        return process, log
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The worker with all that it started, and only those."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

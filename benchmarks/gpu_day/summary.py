@@ -1,0 +1,115 @@
+"""The tables of the day, and what they propose to change."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import kernels as kernel_tables
+from benchmarks import prediction
+from benchmarks.gpu_day import forecasts, kernels, plan
+from benchmarks.gpu_day.journal import CUT
+from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, errors
+from benchmarks.report import heading, markdown_table
+
+Table = list[list[str]]
+
+
+def overview(wanted: Sequence[Measurement], results: Mapping[str, Any]) -> Table:
+    """A line for each measurement: made, owed with the seconds expected, or what went wrong."""
+    lines = [["part", "measurement", "s", "figures"]]
+    for each in wanted:
+        found = results.get(each.name)
+        took = f"({each.seconds:.0f})" if found is None else f"{found.get('in_all', 0.0):.0f}"
+        lines.append([f"{each.part} {PARTS[each.part - 1]}", each.name, took, _says(found)])
+    return lines
+
+
+def _says(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "owed"
+    wrong = [f"{path}: {text}" if path else text for path, text in errors(found)]
+    if CUT in found:
+        wrong.append(f"cut off {found[CUT]}")
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return f"ERROR {wrong[0][:150]}{more}"
+    shown = [
+        *_shown(found, "tokens_per_second", "{:,.0f} tokens/s"),
+        *_shown(found, "mfu", "MFU {:.1%}"),
+        *_shown(found, "seconds", "{:.4f} s"),
+        *_shown(found, "peak_bytes", "peak {:.3e} B"),
+    ]
+    return ", ".join(shown) or f"ok, {len(found)} figures"
+
+
+def _shown(found: Mapping[str, Any], key: str, form: str) -> list[str]:
+    return [form.format(found[key])] if isinstance(found.get(key), int | float) else []
+
+
+def steps(results: Mapping[str, Any]) -> Table:
+    """Training steps, beside plain jit's."""
+    lines = [["step", "rows x tokens", "ms", "tokens/s", "of plain jit's", "MFU", "peak GB"]]
+    for name, found in results.items():
+        if "tokens_per_second" not in found or "in_a_row" not in found:
+            continue
+        plain = results.get(plan.PLAIN.get(name, ""), {}).get("tokens_per_second")
+        rate, share, peak = found["tokens_per_second"], found["mfu"], found["peak_bytes"]
+        lines.append(
+            [
+                name,
+                f"{found['rows']} x {found['seq']}",
+                f"{1e3 * found['in_a_row']:.1f}",
+                f"{rate:,.0f}",
+                f"{rate / plain:.3f}" if plain else "",
+                f"{share:.1%}" if share else "",
+                f"{peak / 1e9:.2f}" if peak else "no statistic",
+            ]
+        )
+    return lines
+
+
+def cases(results: Mapping[str, Any], device: str) -> Table:
+    """Forecasts beside what was measured."""
+    known, made = forecasts.predicted(device), []
+    for name, forecast in known.items():
+        found = results.get(name, {})
+        if "fits" in found and ERROR not in forecast:
+            made.append({"case": name, "predicted": forecast, "measured": found})
+    table = prediction.table(made)
+    table[0].append("programs' own bytes")
+    for line, each in zip(table[1:], made, strict=True):
+        own = each["measured"].get("compiled")
+        line.append(f"{own / 2**30:.2f} GiB" if own else "")
+    return table
+
+
+def shares(results: Mapping[str, Any], device: str) -> dict[str, float]:
+    """``device_kinds.json``'s "common" by the device's rates."""
+    return forecasts.proposed(results.get("rates of the device", {}), device)
+
+
+def sections(results: Mapping[str, Any], device: str) -> list[tuple[str, Table | str]]:
+    """Titles, and a table or a text for each; what has no figures is left out."""
+    found, copy = kernels.costs(r for n, r in results.items() if n.startswith("kernel "))
+    made: list[tuple[str, Table | str]] = [
+        ("Forecasts", cases(results, device)),
+        ("Steps", steps(results)),
+        ("Kernels", kernel_tables.rows(found, copy)),
+    ]
+    made = [(title, table) for title, table in made if len(table) > 1]
+    if proposal := shares(results, device):
+        text = ", ".join(f"{name}: {value:.3g}" for name, value in proposal.items())
+        made.append(("Proposed for device_kinds.json, common", text))
+    if found:
+        made.append(
+            ("Proposed for pallas_kernels/measured.py", f"FASTER = {kernels.faster(found, device)}")
+        )
+    return made
+
+
+def markdown(wanted: Sequence[Measurement], results: Mapping[str, Any], device: str) -> str:
+    """The record."""
+    parts = [heading("A day on a GPU", f", {device}"), markdown_table(overview(wanted, results), 4)]
+    for title, content in sections(results, device):
+        text = content if isinstance(content, str) else markdown_table(content)
+        parts += [f"## {title}", text]
+    return "\n\n".join(parts) + "\n"

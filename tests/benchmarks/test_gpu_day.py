@@ -1,0 +1,217 @@
+"""The day on a GPU, rehearsed: every measurement at toy size, and what becomes of the figures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_day import forecasts, kernels, models, plan, summary, wheels, worker
+from benchmarks.gpu_day.__main__ import main, parts_of, run
+from benchmarks.gpu_day.journal import CUT, Journal
+from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, attempts, errors
+from benchmarks.gpu_day.processes import Workers
+from benchmarks.kernels import Cost
+from zerojax.devices.rates import rates
+
+TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+H100 = "NVIDIA H100 80GB HBM3"
+FIRST = {
+    "losses beside plain jit",
+    "rates of the device",
+    "GPT-2 XL, stage 3",
+    "kernel rms_norm",
+    "update from the host",
+}
+"""One of each kind for every run of the tests; the others are sweeps."""
+
+
+def _rehearsals() -> list[Any]:
+    made = []
+    for each in plan.measurements(toy=True):
+        marks = [] if each.name in FIRST else [pytest.mark.sweep]
+        if each.function.startswith("torch_peers:"):
+            reason = "torch and transformers are not installed"
+            marks.append(pytest.mark.skipif(not TORCH, reason=reason))
+        if each.part == PARTS.index("XLA options") + 1:
+            marks.append(pytest.mark.gpu_compile)
+        made.append(pytest.param(each, id=each.name, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize("measurement", _rehearsals())
+def test_a_measurement_at_toy_size(
+    measurement: Measurement, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if request.node.get_closest_marker("gpu_compile"):
+        request.getfixturevalue("require_gpu_compiler")
+    arguments = json.loads(json.dumps(dict(measurement.arguments)))  # as a worker has them
+    out = tmp_path / "figures.json"
+    found = worker.perform(measurement.function, arguments, out)
+    assert json.loads(out.read_text()).keys() == found.keys()
+    # No simulator is as fast as to be timed, and DeepSpeed is not installed for tests.
+    expected = ("mosaic_gpu", "fused kernels")
+    wrong = [(at, text) for at, text in errors(found) if not any(e in at for e in expected)]
+    assert [text for _, text in wrong if "deepspeed is not installed" not in text] == []
+
+
+@pytest.mark.parametrize("toy", [False, True])
+def test_every_order_can_be_carried_out(toy: bool) -> None:
+    wanted = plan.measurements(toy)
+    names = [each.name for each in wanted]
+    assert len(set(names)) == len(names)
+    assert {each.part for each in wanted} == set(range(1, len(PARTS) + 1))
+    assert [each.tier for each in wanted] == sorted(each.tier for each in wanted)
+    for each in wanted:
+        module, name = each.function.split(":")
+        assert module in plan.MODULES
+        function = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)
+        inspect.signature(function).bind(**json.loads(json.dumps(dict(each.arguments))))
+        assert each.seconds < 9 * 60
+    if not toy:
+        assert set(plan.PLAIN) | set(plan.PLAIN.values()) <= set(names)
+
+
+class FakeWorkers(Workers):
+    """Measures nothing, and notes what was asked for."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def run(self, measurement: Measurement, seconds: float, more: bool) -> dict[str, Any]:
+        self.ran.append(measurement.name)
+        return {ERROR: "broken"} if measurement.name == "b" else {"figure": 1.0}
+
+    def close(self) -> None:
+        pass
+
+
+def _measurement(name: str, seconds: float) -> Measurement:
+    return Measurement(name=name, part=1, tier=1, function="smoke:report", seconds=seconds)
+
+
+def test_a_day_goes_on_after_errors_within_its_budget_and_where_it_ended(tmp_path: Path) -> None:
+    wanted = [_measurement(*each) for each in (("a", 5), ("b", 5), ("long", 50), ("c", 5))]
+    first, second = FakeWorkers(), FakeWorkers()
+    run(wanted, Journal(tmp_path, H100), time.monotonic() + 20, first)
+    assert first.ran == ["a", "b", "c"]
+    run(wanted, Journal(tmp_path, H100), time.monotonic() + 100, second)
+    assert second.ran == ["long"]
+    assert Journal(tmp_path, H100).failed() == ["b"]
+    assert not Journal(tmp_path, "another device").known("a")
+
+
+def test_what_the_budget_cut_off_is_tried_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, H100)
+    journal.write("a", {"figure": 1, CUT: "after 9 s"})
+    assert not Journal(tmp_path, H100).known("a")
+    assert "cut off" in summary.overview([_measurement("a", 1)], journal.results)[1][-1]
+
+
+def test_a_worker_that_fails_and_one_that_is_cut_off() -> None:
+    workers = Workers(toy=True)
+    try:
+        missing = Measurement(name="x", part=1, tier=1, function="smoke:nothing", seconds=1)
+        found = workers.run(missing, 120, more=True)
+        assert "nothing" in found[ERROR]
+        assert "AttributeError" in found["traceback"]
+        assert CUT in workers.run(missing, 0.1, more=False)
+    finally:
+        workers.close()
+
+
+def test_an_error_is_a_figure_and_the_next_try_goes_on() -> None:
+    def fails() -> None:
+        raise ValueError("no such memory kind")
+
+    first, second = attempts({"a": fails, "b": lambda: {"x": 1}})
+    assert first["a"][ERROR] == "ValueError: no such memory kind"
+    assert "Traceback" in first["a"]["traceback"]
+    assert second == {"b": {"x": 1}}
+    assert list(errors({"in": first})) == [("in/a", "ValueError: no such memory kind")]
+
+
+def test_the_command_lists_what_is_owed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--toy", "--list", "--part", "3", "--record", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "GPT-2 XL, stage 3" in said
+    assert "owed" in said
+    assert "kernel rms_norm" not in said
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_parts_by_number() -> None:
+    assert parts_of("1..3") == [1, 2, 3]
+    assert parts_of("2,5..6") == [2, 5, 6]
+    with pytest.raises(Exception, match="no part 7"):
+        parts_of("7")
+
+
+def test_rates_are_proposed_as_shares_of_the_peaks() -> None:
+    matrix = {"bf16": dict.fromkeys(forecasts.SHAPES, 600e12)}
+    found = {
+        "matrix": matrix,
+        "memory": {"bytes_per_second": 3.0e12},
+        "host": {"to_the_host": 50e9, "to_the_device": 54e9, "each_way_at_once": 40e9},
+        "launch": {ERROR: "none"},
+    }
+    made = forecasts.proposal(found, rates("h100"))
+    assert made == {
+        "matrix_share": 600e12 / 989e12,
+        "memory_share": 3.0e12 / 3352320000000,
+        "host_share": 50 / 64,
+    }
+    assert forecasts.proposed(found, H100) == made
+    assert forecasts.proposed(found, "cpu") == {}
+
+
+def _cost(kernel: str, implementation: str, seconds: float | None) -> dict[str, Any]:
+    cost = Cost(kernel, "4", implementation, 8 * 10**9, 0, 1, 0, 1.0, seconds)
+    return {"costs": [cost.__dict__]}
+
+
+def test_a_kernel_that_wins_everywhere_is_proposed() -> None:
+    results = {
+        "kernel good": {"a": _cost("good", "xla", 2.0), "b": _cost("good", "mosaic_gpu", 1.0)},
+        "kernel slow": {"a": _cost("slow", "xla", 2.0), "b": _cost("slow", "mosaic_gpu", 1.99)},
+        "kernel none": {"a": _cost("none", "xla", 2.0), "b": {ERROR: "refused"}},
+        "copy": {"copy": {"rate": 3e12}},
+    }
+    found, copy = kernels.costs(results.values())
+    assert copy == 3e12
+    assert kernels.faster(found, H100) == {"good": ("H100",)}
+    titles = dict(summary.sections(results, H100))
+    assert titles["Proposed for pallas_kernels/measured.py"] == "FASTER = {'good': ('H100',)}"
+
+
+def test_steps_stand_beside_plain_jit() -> None:
+    step = {"in_a_row": 0.5, "rows": 16, "seq": 1024, "mfu": 0.4, "peak_bytes": 4 * 10**10}
+    results = {
+        "GPT-2 XL, stage 3": {**step, "tokens_per_second": 99.0},
+        "GPT-2 XL, plain jit": {**step, "tokens_per_second": 100.0},
+        "broken": {ERROR: "out of memory"},
+    }
+    _, first, second = summary.steps(results)
+    assert first == ["GPT-2 XL, stage 3", "16 x 1024", "500.0", "99", "0.990", "40.0%", "40.00"]
+    assert second[4] == ""
+    assert "# A day on a GPU" in summary.markdown(plan.measurements(), results, H100)
+
+
+def test_flops_of_gpt2_and_llama() -> None:
+    assert models.flops_a_token(models.GPT2_XL, 1024) == pytest.approx(6 * 1.555e9 + 0.944e9, 1e-2)
+    whole = {**models.LLAMA_8B, "n_layer": 32}
+    parameters = 8.03e9 - 128256 * 4096  # without the table that is only looked up
+    attention = 12 * 32 * 4096 * 8192
+    assert models.flops_a_token(whole, 8192) == pytest.approx(6 * parameters + attention, 1e-2)
+
+
+def test_wheels_are_those_of_the_gpu_machine() -> None:
+    command = wheels.command(Path("there"))
+    assert {"--no-deps", "--python-version", "flax==0.12.12"} <= set(command)
+    assert any(word.startswith("pydantic-core==") for word in command)

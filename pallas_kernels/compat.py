@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,3 +93,11 @@ def launch(
     kernel = plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)
     results = iter(kernel(*arguments))
     return [refs[over[k]][...] if k in over else next(results) for k in range(len(outputs))]
+
+
+def tokamax_attention() -> Any:
+    """tokamax's attention for Hopper and newer. It exports the class in a module that needs
+    jax-triton as well, and its function knows neither the range of keys of a query nor the sums
+    that the backward pass keeps."""
+    module = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu")
+    return module.PallasMosaicGpuFlashAttention()

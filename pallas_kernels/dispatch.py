@@ -24,7 +24,8 @@ def target() -> Target:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return Target(device.platform, device.device_kind)
-    found = jax.devices()[0]
+    default = jax.config.jax_default_device
+    found = default if isinstance(default, jax.Device) else jax.devices()[0]
     return Target("gpu" if found.platform in ("cuda", "gpu") else found.platform, found.device_kind)
 
 

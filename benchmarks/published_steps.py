@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from benchmarks.fused_attention import NAME, fused_attention
 from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
+from zerojax.models.assumed_attention import NAME, assumed_attention
 from zerojax.models.loss import loss_fn
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
@@ -50,7 +50,7 @@ def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
-        model = llama.Llama(config, fused_attention(zero.per_device), kept)
+        model = llama.Llama(config, assumed_attention(zero.per_device), kept)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:

@@ -24,6 +24,12 @@ class RaceError(Exception):
     """Two threads of a simulated kernel use the same memory, one of them to write."""
 
 
+def default_device() -> jax.Device:
+    """The device of ``jax.default_device``, which may be absent, else the first one."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return device if isinstance(device, jax.Device) else jax.local_devices()[0]
+
+
 @contextlib.contextmanager
 def simulator(**changes: Any) -> Iterator[None]:
     """Runs the kernels traced within it in JAX's GPU simulator, on the CPU.

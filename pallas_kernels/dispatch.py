@@ -24,8 +24,7 @@ def target() -> Target:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return Target(device.platform, device.device_kind)
-    default = jax.config.jax_default_device
-    found = default if isinstance(default, jax.Device) else jax.devices()[0]
+    found = compat.default_device()
     return Target("gpu" if found.platform in ("cuda", "gpu") else found.platform, found.device_kind)
 
 

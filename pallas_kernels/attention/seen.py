@@ -36,7 +36,7 @@ class Seen(NamedTuple):
             first = oldest if first is None else jnp.maximum(first, oldest)
         if self.is_causal:
             behind = None
-        return tuple(None if x is None else x[:, None] for x in (first, behind))
+        return _of_heads(first), _of_heads(behind)
 
     def mask(self, mask: jax.Array | None) -> jax.Array | None:
         """``mask`` without the keys of other sequences and before the window, bool
@@ -50,6 +50,10 @@ class Seen(NamedTuple):
             if hidden is not None:
                 mask = hidden if mask is None else mask & hidden
         return mask
+
+
+def _of_heads(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x[:, None]
 
 
 def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

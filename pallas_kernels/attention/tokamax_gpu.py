@@ -19,6 +19,9 @@ from pallas_kernels.dispatch import Target
 SAVED = "attention"
 """The name of the result and of the softmax's sums, for ``jax.checkpoint`` policies."""
 
+SCOPE = "fused_attention"
+"""What kernels are called in, with their pass and window: a forecast counts their products."""
+
 _KINDS = ("H100", "H200", "GH200", "B100", "B200", "GB200")
 _WIDEST = 256
 _INSTALL = (
@@ -27,7 +30,7 @@ _INSTALL = (
 )
 
 
-def refusal(at: Target, q: jax.Array, dropout: float) -> str | None:
+def refusal(at: Target, q: Any, dropout: float) -> str | None:
     """Why the kernel cannot run; None if it can."""
     if at.platform != "gpu" or not any(kind in at.kind for kind in _KINDS):
         return f"needs an NVIDIA GPU, Hopper or newer, and this runs on {at.platform} ({at.kind})"
@@ -41,7 +44,7 @@ def refusal(at: Target, q: jax.Array, dropout: float) -> str | None:
         package()
     except ImportError:
         return f"cannot run: {_INSTALL}"
-    if _default().platform != "gpu":
+    if compat.default_device().platform != "gpu":
         return (
             f"needs a device to ask for its kind, and {at.kind} is absent: trace the function "
             "within jax.default_device(mesh.devices.flat[0])"
@@ -75,19 +78,18 @@ def attention(
     """Like :func:`pallas_kernels.attention`. The backward pass keeps the result and the softmax's
     sums under the name ``SAVED``."""
     where = _where()
+    window = "" if seen.window is None else f"_of_{seen.window}"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def operation(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> Any:
         bias, mask, first, behind = others
         op = compat.tokamax_attention()
-        bound = op.bind(
-            q, k, v, bias=bias, mask=mask, is_causal=seen.is_causal, logits_scale=scale
-        )
+        bound = op.bind(q, k, v, bias=bias, mask=mask, is_causal=seen.is_causal, logits_scale=scale)
         keys = dataclasses.replace(bound.kwargs["mask"], k_start=first, k_end=behind)
         return op, op.bind(q, k, v, bias=bias, mask=keys, logits_scale=scale)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> tuple[jax.Array, Any]:
-        with where():
+        with where(), jax.named_scope(SCOPE + window):
             op, bound = operation(q, k, v, others)
             out, sums = op(
                 q, k, v, bias=others[0], mask=bound.kwargs["mask"], logits_scale=scale,
@@ -98,7 +100,7 @@ def attention(
 
     def backward(kept: Any, gradient: jax.Array) -> Any:
         q, k, v, others, out, sums = kept
-        with where():
+        with where(), jax.named_scope(f"{SCOPE}_backward{window}"):
             op, bound = operation(q, k, v, others)
             options = {x: y for x, y in bound.kwargs.items() if x != "return_residuals"}
             made = op.vjp(sums, out, gradient, *bound.args, **options)
@@ -110,19 +112,17 @@ def attention(
     return run(q, k, v, (bias, mask, *seen.range_of_keys()))
 
 
-def _default() -> Any:
-    device = jax.config.jax_default_device
-    return device if isinstance(device, jax.Device) else jax.local_devices()[0]
-
-
 def _where() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context in which tokamax takes the default device of now for the one to compile for; the
     backward pass is traced later."""
-    device, config = _default(), package().config
+    device, config = compat.default_device(), package().config
+    there = bool(device.addressable_memories())
 
     @contextlib.contextmanager
     def where() -> Iterator[None]:
-        with jax.default_device(device), config.cross_compile(True):
+        # A kernel tuned for the device changes neither results nor memory.
+        untuned = contextlib.nullcontext() if there else config.ignore_autotuning_cache(True)
+        with jax.default_device(device), config.cross_compile(not there), untuned:
             yield
 
     return where

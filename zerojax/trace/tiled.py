@@ -18,11 +18,11 @@ _DRAWS = frozenset({"random_bits", "threefry2x32", "philox2x32", "philox4x32", "
 def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
     """``fn`` of arrays [B, T, ...], run on ``chunks`` pieces of the sequence, one after another.
 
-    The backward pass computes each piece again, so that what ``fn`` makes on its way exists for one
-    piece at a time, in both passes. Results and gradients are those of ``fn``; gradients of what
-    ``fn`` closes over (weights) are summed over the pieces in float32 or wider. Weights are gathered
-    once, before the first piece. Where T is no multiple of ``chunks``, the last piece is filled with
-    copies of the last position, which are dropped again.
+    The backward pass computes each piece again, so that what ``fn`` makes on its way exists for
+    one piece at a time, in both passes. Results and gradients are those of ``fn``; gradients of
+    what ``fn`` closes over (weights) are summed over the pieces in float32 or wider. Weights are
+    gathered once in each pass, not once a piece. Where T is no multiple of ``chunks``, the last
+    piece is filled with copies of the last position, which are dropped again.
 
     Args:
       fn: A function of arrays, or of trees of them, [B, T, ...] that gives such arrays; what it

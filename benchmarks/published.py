@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.published_attention import attention
 from benchmarks.published_batches import chatbot, classifier, gpt2
 from benchmarks.published_llama import model_states, speeds
 from benchmarks.published_scaling import maxtext, torchtitan
@@ -32,6 +33,7 @@ SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "encoder-decoder": chatbot,
     "llama": speeds,
     "states": model_states,
+    "attention": attention,
     "maxtext": maxtext,
     "torchtitan": torchtitan,
 }

@@ -17,7 +17,8 @@ from flax.training.train_state import TrainState
 from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
-from zerojax.models.assumed_attention import NAME, assumed_attention
+from zerojax.models.assumed_attention import NAME
+from zerojax.models.attention import planned_attention
 from zerojax.models.loss import loss_fn
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
@@ -38,19 +39,26 @@ def llama_of(size: str) -> Callable[..., nn.Module]:
     return model
 
 
-def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
-    """A Llama's step with cuDNN's attention, by the sizes of a `LlamaConfig`.
+def fused_llama(
+    sizes: Mapping[str, Any], attention: str = "cudnn", *, products: bool = True
+) -> Callable[..., Workload]:
+    """A Llama's step by the sizes of a `LlamaConfig`.
 
-    With `remat` its blocks keep what attention and the products with weights make.
+    Args:
+      attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
+      products: Whether with `remat` blocks keep what products with weights make, beside what
+        attention makes.
     """
     policies = jax.checkpoint_policies
-    kept = policies.save_from_both_policies(
-        policies.checkpoint_dots_with_no_batch_dims, policies.save_only_these_names(NAME)
-    )
+    kept = policies.save_only_these_names(NAME)
+    if products:
+        dots = policies.checkpoint_dots_with_no_batch_dims
+        kept = policies.save_from_both_policies(dots, kept)
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
-        model = llama.Llama(config, assumed_attention(zero.per_device), kept)
+        fused = planned_attention(zero, attention) or llama.grouped_attention
+        model = llama.Llama(config, fused, kept)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:

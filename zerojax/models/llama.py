@@ -38,7 +38,8 @@ class LlamaConfig:
     rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
     blocks' parameters to `[L, ...]` leaves and compiles one block, not L. `remat` keeps each
     block's input only and computes the rest again in the backward pass. `mlp_chunks` runs the MLP
-    on so many pieces of the sequence, one after another (`zerojax.tiled`).
+    on so many pieces of the sequence, one after another (`zerojax.tiled`), `loss_chunks` the logits
+    and the loss, where there are targets.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -58,12 +59,13 @@ class LlamaConfig:
     scan: bool = False
     remat: bool = False
     mlp_chunks: int | None = None
+    loss_chunks: int | None = None
     dtype: Any = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner"):
             _check_size(name, getattr(self, name))
-        for name in ("n_kv_head", "mlp_chunks"):
+        for name in ("n_kv_head", "mlp_chunks", "loss_chunks"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
         if self.n_embd % (2 * self.n_head):
@@ -263,7 +265,16 @@ class Llama(nn.Module):
             for i in range(c.n_layer):
                 x, _ = block(c, attention, name=f"layers_{i}")(x, tables)
         x = _rms_norm(c, "norm")(x)
-        logits = embed.attend(x) if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")(x)
+        head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
+        if targets is not None and c.loss_chunks and not self.is_initializing():
+            table = head.variables["params"]["kernel"] if head else embed.embedding.T
+
+            def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
+                logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
+                return cross_entropy(widen(logits), targets)
+
+            return tiled(losses, chunks=c.loss_chunks)(x, targets)
+        logits = head(x) if head else embed.attend(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 

@@ -19,10 +19,12 @@ def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
     """``fn`` of arrays [B, T, ...], run on ``chunks`` pieces of the sequence, one after another.
 
     The backward pass computes each piece again, so that what ``fn`` makes on its way exists for
-    one piece at a time, in both passes. Results and gradients are those of ``fn``; gradients of
-    what ``fn`` closes over (weights) are summed over the pieces in float32 or wider. Weights are
-    gathered once in each pass, not once a piece. Where T is no multiple of ``chunks``, the last
-    piece is filled with copies of the last position, which are dropped again.
+    one piece at a time, in both passes. Results and gradients are those of ``fn``. In a decorated
+    step the weights that ``fn`` closes over are gathered once in each pass, and their gradients
+    scattered once, not once a piece. These gradients are summed over the pieces in the dtype of the
+    weights, as in any loop of JAX: in bfloat16 each piece rounds the sum once more. Where T is no
+    multiple of ``chunks``, the last piece is filled with copies of the last position, which are
+    dropped again.
 
     Args:
       fn: A function of arrays, or of trees of them, [B, T, ...] that gives such arrays; what it
@@ -54,18 +56,11 @@ def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
         size = -(-length // chunks)
         count = -(-length // size)
         stacks = jax.tree.map(lambda x: _stack(x, count, size), args)
-        first = jax.tree.map(lambda x: x[0], stacks)
-        run, weights = jax.closure_convert(_function(name, fn), *first)
-        _check(name, run, first, weights, size)
-        # Scans sum a constant's gradient in the constant's own dtype.
-        wide = [jnp.asarray(w, jnp.promote_types(w.dtype, jnp.float32)) for w in weights]
-
-        def of_chunk(chunk: Any, wide: Any) -> Any:
-            narrow = (w.astype(was.dtype) for w, was in zip(wide, weights, strict=True))
-            return run(*chunk, *narrow)
-
-        again = jax.checkpoint(of_chunk, prevent_cse=False)
-        results = jax.lax.map(lambda chunk: again(chunk, wide), stacks)
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
+        run = _function(name, fn)
+        _check(name, run, first, size)
+        again = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
+        results = jax.lax.map(again, stacks)
         return jax.tree.map(lambda x: _unstack(x, length), results)
 
     return functools.wraps(fn)(by_chunks) if not isinstance(fn, nn.Module) else by_chunks
@@ -118,8 +113,8 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _check(name: str, run: Callable[..., Any], first: Any, weights: Any, size: int) -> None:
-    traced, made = jax.make_jaxpr(run, return_shape=True)(*first, *weights)
+def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
+    traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
     if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 
 from zerojax.xla.jaxprs import inner, open_jaxpr
 
@@ -35,7 +36,7 @@ def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
     Raises:
       ValueError: ``chunks`` is no positive int or exceeds T; an argument or a result has no
         dimension T behind the first; ``fn`` draws random numbers (each piece would draw the same),
-        or is a module that changes its variables.
+        or is a module that changes its variables, or reads those of others.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,7 +103,13 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     module, variables = fn.unbind()
 
     def apply(*args: Any) -> Any:
-        out, changed = module.apply(variables, *args, mutable=mutable)
+        try:
+            out, changed = module.apply(variables, *args, mutable=mutable)
+        except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+            raise ValueError(
+                f"tiled({name}): the module reads variables that are not its own, as one that was "
+                "given submodules made outside of it does; make these inside, or tile each"
+            ) from error
         if names := [key for key, tree in changed.items() if jax.tree.leaves(tree)]:
             raise ValueError(
                 f"tiled({name}): the module changes {', '.join(names)}, which pieces of a sequence "

@@ -95,6 +95,8 @@ def attention(
                 q, k, v, bias=others[0], mask=bound.kwargs["mask"], logits_scale=scale,
                 return_residuals=True,
             )  # fmt: skip
+        # Else XLA runs the kernel twice where a loop keeps its results: for the copy, and for use.
+        out, sums = jax.lax.optimization_barrier((out, sums))
         out, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED), (out, sums))
         return out, (q, k, v, others, out, sums)
 

@@ -7,7 +7,7 @@ All of them scan their layers, so that they compile in seconds.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from zerojax.models.attention import planned_attention
 from zerojax.models.loss import loss_fn
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
+
+Keep = Literal["nothing", "attention", "products"]
 
 
 def gpt2_xl() -> nn.Module:
@@ -40,20 +42,23 @@ def llama_of(size: str) -> Callable[..., nn.Module]:
 
 
 def fused_llama(
-    sizes: Mapping[str, Any], attention: str = "cudnn", *, products: bool = True
+    sizes: Mapping[str, Any], attention: str = "cudnn", *, keep: Keep = "products"
 ) -> Callable[..., Workload]:
     """A Llama's step by the sizes of a `LlamaConfig`.
 
     Args:
       attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
-      products: Whether with `remat` blocks keep what products with weights make, beside what
-        attention makes.
+      keep: What blocks with `remat` keep beside their input: what attention makes, and what
+        products with weights make.
     """
     policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(NAME)
-    if products:
-        dots = policies.checkpoint_dots_with_no_batch_dims
-        kept = policies.save_from_both_policies(dots, kept)
+    made_there = policies.save_only_these_names(NAME)
+    products = policies.checkpoint_dots_with_no_batch_dims
+    kept = {
+        "nothing": None,
+        "attention": made_there,
+        "products": policies.save_from_both_policies(products, made_there),
+    }[keep]
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)

@@ -33,9 +33,9 @@ SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "encoder-decoder": chatbot,
     "llama": speeds,
     "states": model_states,
-    "attention": attention,
     "maxtext": maxtext,
     "torchtitan": torchtitan,
+    "attention": attention,
 }
 NOTE = (
     "Compiled by XLA:GPU for absent devices. GB are 10^9 bytes; "

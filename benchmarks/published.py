@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.published_attention import attention
 from benchmarks.published_batches import chatbot, classifier, gpt2
 from benchmarks.published_llama import model_states, speeds
 from benchmarks.published_scaling import maxtext, torchtitan
@@ -34,6 +35,7 @@ SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "states": model_states,
     "maxtext": maxtext,
     "torchtitan": torchtitan,
+    "attention": attention,
 }
 NOTE = (
     "Compiled by XLA:GPU for absent devices. GB are 10^9 bytes; "

@@ -28,9 +28,7 @@ MORE = {
     128: ". Every step waits for the slowest of 16 hosts, which no roofline knows",
 }
 LLAMA_2 = llama.SIZES["llama-7b"]
-LLAMA_3 = LLAMA_2 | dict(
-    vocab_size=128256, n_kv_head=8, n_inner=14336, rope_theta=5e5, rms_norm_eps=1e-5
-)
+LLAMA_3 = llama.SIZES["llama3-8b"]
 GRAND_TETON = {"bandwidth": 2.4e12, "memory": 96 * 2**30}
 NVL = 835e12
 """Dense bf16 of an H100 NVL: the published GPUs' peak is between the NVL's and the SXM's."""

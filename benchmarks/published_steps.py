@@ -7,20 +7,23 @@ All of them scan their layers, so that they compile in seconds.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from benchmarks.fused_attention import NAME, fused_attention
 from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
+from zerojax.models.assumed_attention import NAME
+from zerojax.models.attention import planned_attention
 from zerojax.models.loss import loss_fn
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
+
+Keep = Literal["nothing", "attention", "products"]
 
 
 def gpt2_xl() -> nn.Module:
@@ -38,19 +41,29 @@ def llama_of(size: str) -> Callable[..., nn.Module]:
     return model
 
 
-def fused_llama(sizes: Mapping[str, Any]) -> Callable[..., Workload]:
-    """A Llama's step with cuDNN's attention, by the sizes of a `LlamaConfig`.
+def fused_llama(
+    sizes: Mapping[str, Any], attention: str = "cudnn", *, keep: Keep = "products"
+) -> Callable[..., Workload]:
+    """A Llama's step by the sizes of a `LlamaConfig`.
 
-    With `remat` its blocks keep what attention and the products with weights make.
+    Args:
+      attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
+      keep: What blocks with `remat` keep beside their input: what attention makes, and what
+        products with weights make.
     """
     policies = jax.checkpoint_policies
-    kept = policies.save_from_both_policies(
-        policies.checkpoint_dots_with_no_batch_dims, policies.save_only_these_names(NAME)
-    )
+    made_there = policies.save_only_these_names(NAME)
+    products = policies.checkpoint_dots_with_no_batch_dims
+    kept = {
+        "nothing": None,
+        "attention": made_there,
+        "products": policies.save_from_both_policies(products, made_there),
+    }[keep]
 
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
-        model = llama.Llama(config, fused_attention(zero.per_device), kept)
+        fused = planned_attention(zero, attention) or llama.grouped_attention
+        model = llama.Llama(config, fused, kept)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ IN_PLACE = jax.version.__version_info__ >= (0, 11)
 
 class RaceError(Exception):
     """Two threads of a simulated kernel use the same memory, one of them to write."""
+
+
+def default_device() -> jax.Device:
+    """The device of ``jax.default_device``, which may be absent, else the first one."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return device if isinstance(device, jax.Device) else jax.local_devices()[0]
 
 
 @contextlib.contextmanager
@@ -92,3 +99,11 @@ def launch(
     kernel = plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)
     results = iter(kernel(*arguments))
     return [refs[over[k]][...] if k in over else next(results) for k in range(len(outputs))]
+
+
+def tokamax_attention() -> Any:
+    """tokamax's attention for Hopper and newer. It exports the class in a module that needs
+    jax-triton as well, and its function knows neither the range of keys of a query nor the sums
+    that the backward pass keeps."""
+    module = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu")
+    return module.PallasMosaicGpuFlashAttention()

@@ -24,7 +24,7 @@ def target() -> Target:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return Target(device.platform, device.device_kind)
-    found = jax.devices()[0]
+    found = compat.default_device()
     return Target("gpu" if found.platform in ("cuda", "gpu") else found.platform, found.device_kind)
 
 

@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from zerojax.trace.gradients import grad as grad
     from zerojax.trace.gradients import value_and_grad as value_and_grad
     from zerojax.trace.gradients import weighted_mean as weighted_mean
+    from zerojax.trace.tiled import tiled as tiled
     from zerojax.trainer.arguments import TrainingArguments as TrainingArguments
     from zerojax.trainer.trainer import Trainer as Trainer
     from zerojax.tuning.fit import Fitted as Fitted
@@ -76,6 +77,7 @@ _MODULES = {
     "remat_policy": "offload.activations",
     "schedule": "optim.schedules",
     "telemetry": "optim.telemetry",
+    "tiled": "trace.tiled",
     "topology": "devices.topology",
     "value_and_grad": "trace.gradients",
     "weighted_mean": "trace.gradients",

@@ -204,7 +204,11 @@ class Zero:
         return self.states.wrap(tx)
 
     def per_device(
-        self, function: Callable[..., Any], *, whole: Collection[int] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        whole: Collection[int] = (),
+        cut: Mapping[str, int] | None = None,
     ) -> Callable[..., Any]:
         """``function`` run by each device on its own rows of a batch.
 
@@ -217,9 +221,13 @@ class Zero:
           function: A function of arrays (or trees of them) [rows of the batch, ...] that gives
             such arrays; a row's results must not depend on other rows.
           whole: Positions of the arguments that every device has whole: weights, scalars.
+          cut: Axes of the mesh beside those of the batch, and the dimension that each cuts, of all
+            results and of the other arguments that have it: ``{"model": 2}`` for the heads of
+            attention [B, T, H, d] under tensor parallelism.
 
         Raises:
-          ValueError: On a call, a first dimension does not divide among the devices.
+          ValueError: On a call, a first dimension, or one of ``cut``, does not divide among the
+            devices; ``cut`` names no axis of the mesh, or one of the batch.
 
         Example:
           >>> import jax.numpy as jnp, pallas_kernels, zerojax
@@ -228,7 +236,7 @@ class Zero:
           >>> norm(jnp.ones((8, 4)), jnp.full(4, 2.0)).shape
           (8, 4)
         """
-        return per_device(function, self.states.mesh, whole)
+        return per_device(function, self.states.mesh, whole, cut or {})
 
 
 def zero(

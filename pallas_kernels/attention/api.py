@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import tokamax_gpu
+from pallas_kernels.attention.plain import plain
+from pallas_kernels.attention.seen import Seen
 from pallas_kernels.dispatch import Target, target
 
 NAME = "attention"
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20", "NVIDIA T")
-_THERE_ARE = "there are None, 'cudnn', 'xla' and 'tokamax'"
+_THERE_ARE = "there are None, 'mosaic_gpu', 'cudnn' and 'xla'"
 
 
 def attention(
@@ -25,6 +27,10 @@ def attention(
     mask: jax.typing.ArrayLike | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     r"""Attention of each head, with queries' heads in groups that share keys and values.
@@ -32,9 +38,10 @@ def attention(
     .. math:: \mathrm{softmax}(s \, q k^\top + b) \, v
 
     Source: Vaswani et al., arXiv:1706.03762; grouped heads, Ainslie et al., arXiv:2305.13245.
-    ``"cudnn"`` and ``"xla"`` are :func:`jax.nn.dot_product_attention`, ``"tokamax"`` is
-    :func:`tokamax.dot_product_attention` with the choice left to it. All but ``"xla"`` work
-    without the [batch, heads, queries, keys] matrix in memory.
+    ``"mosaic_gpu"`` is tokamax's kernel, ``"cudnn"`` and ``"xla"`` are
+    :func:`jax.nn.dot_product_attention`. All but ``"xla"`` work without the [batch, heads, queries,
+    keys] matrix in memory. ``"mosaic_gpu"`` names its result, and what else the backward pass
+    keeps, ``"attention"`` for ``jax.checkpoint``'s policies.
 
     Args:
       q: floats [batch, queries, heads, d].
@@ -45,17 +52,25 @@ def attention(
       mask: bool, broadcast likewise; False leaves a key out.
       is_causal: query i sees keys 0 to i alone.
       scale: :math:`s`, by default :math:`1 / \sqrt{d}`.
-      implementation: None takes ``"cudnn"`` on NVIDIA GPUs since Ampere if JAX finds cuDNN and that
-        takes these arguments (bf16 or fp16; d a multiple of 8, up to 128, since Hopper 256), else
-        ``"xla"``. ``"tokamax"`` is a package of its own.
+      sliding_window: of those the last so many alone, i itself among them; needs ``is_causal``.
+      segment_ids: ints [batch, length] of packed sequences, with as many queries as keys: a
+        sequence is a run of equal ids, and its queries see its keys alone. ``"mosaic_gpu"`` needs
+        no [batch, queries, keys] mask for these.
+      dropout_rate: the share of softmax's weights that becomes 0, all others divided by what is
+        left; ``"xla"`` has it.
+      dropout_key: of ``jax.random``; needed for a rate above 0.
+      implementation: None takes the first that the device and these arguments allow:
+        ``"mosaic_gpu"`` on NVIDIA GPUs since Hopper where tokamax is installed (bf16 or fp16; d up
+        to 256), ``"cudnn"`` since Ampere where JAX finds cuDNN (bf16 or fp16; d a multiple of 8, up
+        to 128, since Hopper 256), else ``"xla"``.
 
     Returns:
       Like ``q``.
 
     Raises:
-      ValueError: shapes do not fit; the implementation is unknown, or does not work here.
-      TypeError: dtypes differ, or are not of floats (of the mask: bool).
-      ImportError: tokamax is not installed.
+      ValueError: shapes do not fit; the implementation is unknown, does not work here, or lacks
+        what an argument asks for.
+      TypeError: dtypes differ, or are not of floats (of the mask: bool; of the ids: ints).
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,30 +82,44 @@ def attention(
     _check(q, k, v)
     bias = None if bias is None else _check_over("bias", jnp.asarray(bias), q, k, jnp.floating)
     mask = None if mask is None else _check_over("mask", jnp.asarray(mask), q, k, jnp.bool_)
-    keywords: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    _check_seen(q, k, is_causal, sliding_window, ids)
+    _check_dropout(dropout_rate, dropout_key)
+    seen = Seen(is_causal, sliding_window, ids, q.shape[1], k.shape[1])
 
     def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # It broadcasts over batch and heads alone.
         length = (q.shape[1], k.shape[1])
         b, m = (
             None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *length))
-            for x in (None if bias is None else bias.astype(q.dtype), mask)
+            for x in (None if bias is None else bias.astype(q.dtype), seen.mask(mask))
         )
-        return jax.nn.dot_product_attention(q, k, v, b, m, **keywords, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q, k, v, b, m, is_causal=is_causal, scale=scale, implementation="cudnn"
+        )
 
-    if implementation == "tokamax":
-        return _tokamax()(q, k, v, bias, mask, **keywords)
-    if implementation == "cudnn" or implementation is None:
-        reason = _refusal(target(), cudnn, q, k, v)
-        if reason is None:
-            return cudnn(q, k, v)
-        if implementation == "cudnn":
-            raise ValueError(
-                f"{NAME}: implementation 'cudnn' {reason}. Leave it None; {_THERE_ARE}."
-            )
-    elif implementation != "xla":
+    at = target()
+    refusals: dict[str, Callable[[], str | None]] = {
+        "mosaic_gpu": lambda: tokamax_gpu.refusal(at, q, dropout_rate),
+        "cudnn": lambda: _refusal(at, cudnn, dropout_rate, q, k, v),
+        "xla": lambda: None,
+    }
+    if implementation is None:
+        implementation = next(name for name, why in refusals.items() if why() is None)
+    elif implementation not in refusals:
         raise ValueError(f"{NAME}: unknown implementation {implementation!r}; {_THERE_ARE}.")
-    return _xla(q, k, v, bias, mask, **keywords)
+    elif (reason := refusals[implementation]()) is not None:
+        raise ValueError(
+            f"{NAME}: implementation {implementation!r} {reason}. Leave it None; {_THERE_ARE}."
+        )
+    if implementation == "mosaic_gpu":
+        return tokamax_gpu.attention(q, k, v, bias, mask, seen, scale)
+    if implementation == "cudnn":
+        return cudnn(q, k, v)
+    keywords: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    if dropout_rate:
+        return plain(q, k, v, bias, seen.mask(mask), **keywords, rate=dropout_rate, key=dropout_key)
+    return _xla(q, k, v, bias, seen.mask(mask), **keywords)
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any) -> jax.Array:
@@ -102,31 +131,23 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any
     return made.astype(q.dtype)
 
 
-def _refusal(at: Target, cudnn: Callable[..., jax.Array], *arrays: jax.Array) -> str | None:
+def _refusal(
+    at: Target, cudnn: Callable[..., jax.Array], dropout: float, *arrays: jax.Array
+) -> str | None:
     """Why cuDNN cannot do it; None if it can."""
     new = "NVIDIA" in at.kind and not any(name in at.kind for name in _BEFORE_AMPERE)
     if at.platform != "gpu" or not new:
         return f"needs an NVIDIA GPU, Ampere or newer, and this runs on {at.platform} ({at.kind})"
     if arrays[0].dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, and q, k and v are {arrays[0].dtype}"
+    if dropout:
+        return "has no dropout here"
     try:
         # JAX knows what it takes; more for gradients than without.
         jax.eval_shape(lambda *x: jax.vjp(cudnn, *x)[0], *arrays)
     except (NotImplementedError, RuntimeError) as error:
         return f"does not work here: {error}".rstrip(".")
     return None
-
-
-def _tokamax() -> Callable[..., jax.Array]:
-    try:
-        return importlib.import_module("tokamax").dot_product_attention
-    except ModuleNotFoundError as error:
-        if error.name != "tokamax":
-            raise
-        raise ImportError(
-            f"{NAME}: implementation 'tokamax' needs that package: pip install tokamax "
-            "(Python 3.12 or newer). Or leave it None."
-        ) from error
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -164,3 +185,29 @@ def _check_over(name: str, x: jax.Array, q: jax.Array, k: jax.Array, kind: Any) 
             f"queries, keys] = {wanted}"
         )
     return x.reshape(found)
+
+
+def _check_seen(
+    q: jax.Array, k: jax.Array, is_causal: bool, window: int | None, ids: jax.Array | None
+) -> None:
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"{NAME}: sliding_window must be a positive int, not {window!r}")
+        if not is_causal:
+            raise ValueError(f"{NAME}: sliding_window looks back alone; add is_causal=True")
+    if ids is None:
+        return
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{NAME}: segment_ids has dtype {ids.dtype}, no ints")
+    if ids.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{NAME}: segment_ids has shape {ids.shape}, and q [batch, length] {q.shape[:2]}, k "
+            f"{k.shape[:2]}; all three have to be the same"
+        )
+
+
+def _check_dropout(rate: float, key: jax.Array | None) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ValueError(f"{NAME}: dropout_rate must lie in [0, 1), not {rate!r}")
+    if rate and key is None:
+        raise ValueError(f"{NAME}: dropout_rate {rate} needs a dropout_key")

@@ -101,6 +101,14 @@ def test_a_step_that_fits_and_then_does_not(config: Path, on_cpus: Any) -> None:
     assert '"zero_optimization": {"stage": 1} ' in result.stdout
 
 
+def test_the_attention_is_named(config: Path, on_cpus: Any) -> None:
+    result = run(config, "--attention", "plain", "--json", model="mini")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["attention"] == "plain"
+    said = refused(run(config, "--attention", "flash", model="mini"))
+    assert "'flash' is unknown; there are auto, mosaic_gpu, cudnn, plain" in said
+
+
 @pytest.mark.parametrize("look", [True, False])
 def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
     on_cpus(100)
@@ -220,6 +228,7 @@ def test_xlas_own_errors() -> None:
         (["--batch", 0], "--batch"),
         (["--remat"], "--remat: model 'mine:plain' takes no `remat`"),
         (["--no-remat"], "--no-remat: model 'mine:plain' takes no `remat`"),
+        (["--attention", "plain"], "--attention: model 'mine:plain' takes no `attention`"),
         (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
         (["--devices", "h10:8"], "unknown device kind 'h10'. Did you mean 'h100'?"),
         (["--devices", "8"], "devices '8': give KIND:N, as h100:8"),

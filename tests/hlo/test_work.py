@@ -242,3 +242,33 @@ def test_cudnns_attention(target: str, products: int) -> None:
     )
     work = work_of(parsed, parsed.entry, parsed.entry["a"])
     assert work.flops == {"bf16": products * 2 * 2 * 4 * 64 * 32 * 16}
+
+
+@pytest.mark.parametrize(
+    ("scope", "made", "products", "keys"),
+    [
+        ("jvp(f)/fused_attention", "bf16[2,64,4,16], f32[2,4,64], f32[2,4,64]", 2, 32),
+        ("jvp(f)/fused_attention_of_8", "bf16[2,64,4,16], f32[2,4,64], f32[2,4,64]", 2, 8),
+        ("transpose(jvp(f))/fused_attention_backward", "bf16[2,64,4,16]", 3, 32),
+        ("transpose(jvp(f))/fused_attention_backward", "bf16[2,32,2,16], bf16[2,32,2,16]", 4, 32),
+        ("transpose(jvp(fused_attention))/fused_attention_backward_of_8", "bf16[2,64,4,16]", 3, 8),
+        ("jvp(f)/layer_norm", "bf16[2,64,4,16]", 0, 0),
+    ],
+)
+def test_mosaics_attention(scope: str, made: str, products: int, keys: int) -> None:
+    """64 queries and 32 keys of 16 numbers, 2 rows of 4 heads; other kernels have no products."""
+    line = (
+        f'%a = ({made}) custom-call(%q, %k, %k), custom_call_target="mosaic_gpu_v2", '
+        f'metadata={{op_name="jit(s)/{scope}/vmap()/mpmd_map"}}'
+    )
+    parsed = parse(
+        program(
+            "%q = bf16[2,64,4,16]{3,2,1,0} constant(0)",
+            "%k = bf16[2,32,2,16]{3,2,1,0} constant(0)",
+            line,
+        )
+    )
+    work = work_of(parsed, parsed.entry, parsed.entry["a"])
+    flops = products * 2 * 2 * 4 * 64 * keys * 16
+    assert work.flops == ({"bf16": flops} if products else {})
+    assert work.forward == (flops if products == 2 else 0)

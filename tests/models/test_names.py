@@ -26,6 +26,7 @@ SIZES = {
     "llama-13b": 13_015_864_320,
     "llama-30b": 32_528_943_616,
     "llama-65b": 65_285_660_672,
+    "llama3-8b": 8_030_261_248,
     "llama-70b": 68_976_648_192,
 }
 # Hugging Face's `microsoft/deberta-v2-xlarge` with pooler and two classes, by the config on its

@@ -44,3 +44,33 @@ def test_what_does_not_divide() -> None:
         over({"rows": X[:3]}, W)
     with pytest.raises(ValueError, match="make it a multiple, or add 0 to `whole`"):
         over({"rows": jnp.float32(1)}, W)
+
+
+def test_a_dimension_cut_over_an_axis_of_the_users() -> None:
+    """Heads [B, T, H, d] over "model", ids [B, T] by rows alone, a scale whole."""
+    mesh = zerojax.mesh(axes={"data": 4, "model": 2})
+    x = np.random.default_rng(1).normal(size=(8, 3, 6, 2)).astype(np.float32)
+    ids = np.arange(24).reshape(8, 3).astype(np.int32)
+
+    def local(x: Any, ids: Any, w: Any) -> Any:
+        assert (x.shape, ids.shape) == ((2, 3, 3, 2), (2, 3))
+        return jnp.tanh(x * w) + ids[..., None, None]
+
+    over = zerojax.zero(stage=0, mesh=mesh).per_device(local, whole=[2], cut={"model": 2})
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(over(x, ids, w) ** 2)
+
+    def plain(x: Any, w: Any) -> Any:
+        return jnp.sum((jnp.tanh(x * w) + ids[..., None, None]) ** 2)
+
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, W[:2]) for f in (loss, plain))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"shape \(8, 3, 5, 2\), whose dimension 2 does not divide"
+    ):
+        over(x[:, :, :5], ids, W[:2])
+    for axis in ("data", "heads"):
+        with pytest.raises(ValueError, match=f"cut names '{axis}', no axis of your own"):
+            zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={axis: 2})

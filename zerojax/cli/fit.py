@@ -13,13 +13,23 @@ import typer
 
 from zerojax.cli import terminal
 from zerojax.cli.explain import stand_ins
-from zerojax.cli.planning import Auto, Devices, Model, Network, Seq, compile_only
+from zerojax.cli.planning import (
+    Attention,
+    Auto,
+    Devices,
+    Model,
+    Network,
+    Seq,
+    compile_only,
+    with_attention,
+)
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
+from zerojax.models.registry import find
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
 from zerojax.tuning.search import COMPILES
@@ -40,6 +50,7 @@ def fit(
     ] = None,
     seq: Seq = 1024,
     network: Network = None,
+    attention: Attention = None,
     auto: Auto = None,
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = COMPILES,
@@ -80,7 +91,7 @@ def fit(
             mesh, rates = parse_devices(devices, network)
             fitted = choose(
                 config,
-                model,
+                with_attention(find(model), model, attention),
                 train_batch_size=batch,
                 seq=seq,
                 mesh=mesh,

@@ -8,11 +8,21 @@ from typing import Annotated
 
 import typer
 
+from zerojax.api import Zero
 from zerojax.cli import plan_picture
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
-from zerojax.cli.planning import Auto, Devices, Model, Network, Seq, compile_only
+from zerojax.cli.planning import (
+    Attention,
+    Auto,
+    Devices,
+    Model,
+    Network,
+    Seq,
+    compile_only,
+    with_attention,
+)
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import spinner
 from zerojax.config import load
@@ -20,6 +30,7 @@ from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import with_room_filled
 from zerojax.foresight.remedies import remedies
+from zerojax.models.attention import chosen
 from zerojax.models.registry import find, takes
 from zerojax.tuning.study import Study
 
@@ -41,6 +52,7 @@ def plan(
             help="Blocks keep their input only, where the model takes it; on by default.",
         ),
     ] = None,
+    attention: Attention = None,
     auto: Auto = None,
     look: Annotated[
         bool,
@@ -75,6 +87,7 @@ def plan(
                     f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
                 )
             mesh, rates = parse_devices(devices, network)
+            function = with_attention(function, model, attention)
             on = remat is not False
             study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
         except (ValueError, ImportError, RuntimeError) as error:
@@ -91,7 +104,8 @@ def plan(
             if (said := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
             raise _bad(said) from None
-    planned = Planned(model, str(config), seq, given, found, others, stages)
+    fused = chosen(Zero(read, mesh), attention or "auto") if takes(function, "attention") else None
+    planned = Planned(model, str(config), seq, given, found, others, stages, fused)
     if picture is not None:
         title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
         plan_picture.draw(picture, title, planned.stages)

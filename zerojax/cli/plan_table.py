@@ -19,6 +19,13 @@ _BAR = 30
 NEAR = 0.95
 """The share of the memory above which XLA recomputes, from which on a plan warns."""
 
+ATTENTION = {
+    None: "",
+    "plain": "",
+    "mosaic_gpu": ", attention by tokamax's kernel",
+    "cudnn": ", attention by cuDNN (assumed where no cuDNN is)",
+}
+
 
 def show(planned: Planned) -> None:
     """Print what a step needs, and the settings with which it fits, where they were looked for."""
@@ -65,7 +72,7 @@ def _title(planned: Planned) -> Iterator[str]:
     yield (
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
         f"{choice.accumulation} x {forecast.devices} (micro-batch x accumulation x devices), "
-        f"{planned.seq} tokens in a row"
+        f"{planned.seq} tokens in a row{ATTENTION[planned.attention]}"
     )
 
 

@@ -28,6 +28,7 @@ class Planned:
       forecast: The forecast of these settings.
       remedies: Choices that fit; None where none were looked for.
       stages: Forecasts of the same batch by stage and offload; empty without a picture.
+      attention: The implementation that is planned with; None for a model that has its own.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Planned:
     forecast: Forecast
     remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
+    attention: str | None = None
 
     @property
     def rows(self) -> int:
@@ -75,6 +77,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "devices": {"kind": forecast.rates.kind, "count": forecast.devices},
         "rows": planned.rows,
         "seq": planned.seq,
+        "attention": planned.attention,
         "choice": dataclasses.asdict(choice),
         "fits": forecast.fits,
         "memory": {

@@ -1,11 +1,15 @@
 """What `plan` and `fit`, which compile for devices that need not exist, have in common."""
 
-from typing import Annotated
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import typer
 
 from zerojax.foresight.devices import HERE
+from zerojax.models.attention import ASKED
+from zerojax.models.registry import takes
 
 Model = Annotated[
     str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
@@ -24,6 +28,14 @@ Network = Annotated[
         "name, as ib-ndr or a3-mega; else that of the kind of device.",
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(ASKED),
+        help="Of a model that takes `attention`. auto: mosaic_gpu where tokamax is installed and "
+        "the GPUs are Hopper or newer, else plain; cudnn is assumed for GPUs that are absent.",
+    ),
+]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
 Auto = Annotated[
     list[str] | None,
@@ -38,3 +50,18 @@ def compile_only(devices: str) -> None:
         return
     jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would look for GPUs
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what is not run
+
+
+def with_attention(function: Callable[..., Any], model: str, asked: str | None) -> Any:
+    """A model's function, with the attention that ``--attention`` asks for.
+
+    Raises:
+      ValueError: The model takes no ``attention``, or there is none of that name.
+    """
+    if asked is None:
+        return function
+    if not takes(function, "attention"):
+        raise ValueError(f"--attention: model {model!r} takes no `attention`")
+    if asked not in ASKED:
+        raise ValueError(f"--attention: {asked!r} is unknown; there are {', '.join(ASKED)}")
+    return functools.partial(function, attention=asked)

@@ -25,6 +25,9 @@ FREE = frozenset(
 )  # fmt: skip
 _LIBRARY = re.compile("gemm|matmul|conv")
 _ATTENTION = "__cudnn$fmha"
+# The scope that `pallas_kernels.attention` calls a Mosaic kernel in: its pass, its window.
+_MOSAIC = re.compile(r"fused_attention(_backward)?(?:_of_(\d+))?\b(?!.*fused_attention)")
+_PRODUCTS = {1: 3, 2: 4, 3: 5}  # in a backward kernel of dq, of dk and dv, of all three
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
 _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 
@@ -79,13 +82,19 @@ def is_forward(op_name: str) -> bool:
 def _products(
     program: HloProgram, computation: Computation, each: Instruction
 ) -> list[tuple[Computation, Instruction]]:
-    library = _LIBRARY.search(_target(each)) or _target(each).startswith(_ATTENTION)
+    library = _LIBRARY.search(_target(each)) or _is_attention(each)
     if each.opcode in ("dot", "convolution") or library:
         return [(computation, each)]
     if each.operation not in ("fusion", "async"):
         return []
     inner = program.callees(each)
     return [product for c in inner for i in c.instructions for product in _products(program, c, i)]
+
+
+def _is_attention(each: Instruction) -> bool:
+    if _target(each).startswith("mosaic_gpu"):
+        return bool(_MOSAIC.search(each.op_name))
+    return _target(each).startswith(_ATTENTION)
 
 
 def _target(each: Instruction) -> str:
@@ -101,6 +110,8 @@ def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
         return _library_convolution(computation, product)
     if _target(product).startswith(_ATTENTION):
         return _library_attention(computation, product)
+    if _is_attention(product):
+        return _mosaic_attention(computation, product)
     left = computation[product.operands[0]].shapes[0]
     made = product.shapes[0]  # a library's workspace follows
     if product.opcode == "convolution":
@@ -132,6 +143,20 @@ def _library_attention(computation: Computation, call: Instruction) -> tuple[str
     scores = math.prod(int(n.strip('" ')) for n in match[1].split(",")) if match else 0
     products = 5 if "Backward" in _target(call) else 2
     return query.dtype, 2 * products * scores * query.dims[-1]
+
+
+def _mosaic_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
+    """FLOPs of a Mosaic kernel for q [B, T, H, d] and k [B, S, G, d]: two products of the scores'
+    size forward; backward three for dq, four for dk and dv, as each kernel makes the scores again.
+    Scores behind a causal mask count as cuDNN's do, those before a sliding window do not."""
+    query, key = (computation[name].shapes[0] for name in call.operands[:2])
+    scope = _MOSAIC.search(call.op_name)
+    assert scope
+    *rows, queries, heads, width = query.dims
+    seen = min(key.dims[-3], int(scope[2])) if scope[2] else key.dims[-3]
+    made = sum(shape.dtype == query.dtype for shape in call.shapes)
+    products = _PRODUCTS.get(made, 5) if scope[1] else 2
+    return query.dtype, 2 * products * math.prod(rows) * heads * queries * seen * width
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:

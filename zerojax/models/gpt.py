@@ -27,6 +27,9 @@ from flax import linen as nn
 from zerojax.models.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
+from zerojax.trace.tiled import tiled
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 LAYER_NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -40,6 +43,8 @@ class GPTConfig:
     LayerNorm's statistics, the softmax, the logits and the loss are always in fp32.
     `scan` stacks the L blocks' parameters to `[L, ...]` leaves and compiles one block, not L.
     `remat` keeps each block's input only and computes the rest again in the backward pass.
+    `mlp_chunks` runs the MLP on so many pieces of the sequence, one after another
+    (`zerojax.tiled`).
     """
 
     vocab_size: int
@@ -50,11 +55,14 @@ class GPTConfig:
     dropout: float = 0.0
     scan: bool = False
     remat: bool = False
+    mlp_chunks: int | None = None
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_chunks"):
             value = getattr(self, name)
+            if value is None and name == "mlp_chunks":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"GPTConfig.{name} must be a positive int, not {value!r}")
         if self.n_embd % self.n_head:
@@ -113,6 +121,7 @@ class SelfAttention(nn.Module):
     config: GPTConfig
     deterministic: bool
     kernels: Kernels | None = None
+    attention: Attention | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,7 +129,10 @@ class SelfAttention(nn.Module):
         qkv = _dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x)
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        if self.kernels and (self.deterministic or not c.dropout):
+        certain = self.deterministic or not c.dropout
+        if self.attention and certain:
+            y = self.attention(q, k, v)
+        elif self.kernels and certain:
             y = self.kernels.attention(q, k, v, attention)
         else:
             y = attention(q, k, v, dropout)
@@ -150,27 +162,33 @@ class Block(nn.Module):
     config: GPTConfig
     deterministic: bool
     kernels: Kernels | None = None
+    attention: Attention | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         c, kernels = self.config, self.kernels
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        attn = SelfAttention(c, self.deterministic, kernels, name="attn")
+        attn = SelfAttention(c, self.deterministic, kernels, self.attention, name="attn")
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
         normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
-        return x + dropout(MLP(c, kernels, name="mlp")(normal)), None
+        mlp: Callable[..., Any] = MLP(c, kernels, name="mlp")
+        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        return x + dropout(mlp(normal)), None
 
 
 class GPT(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
-    With `kernels` the norms, the activations, the attention and that loss are fused.
+    With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
+    called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
+    fused ones).
     """
 
     config: GPTConfig
     kernels: Kernels | None = None
+    attention: Attention | None = None
 
     @nn.compact
     def __call__(
@@ -179,6 +197,7 @@ class GPT(nn.Module):
         c = self.config
         # A batch to initialise with need not divide among the devices.
         kernels = None if self.is_initializing() else self.kernels
+        attention = None if self.is_initializing() else self.attention
         if tokens.shape[1] > c.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
         wte = _embed(c.vocab_size, c, "wte")
@@ -195,10 +214,10 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, kernels, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, attention, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, kernels, name=f"h_{i}")(x)
+                x, _ = block(c, deterministic, kernels, attention, name=f"h_{i}")(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)

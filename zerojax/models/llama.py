@@ -26,6 +26,7 @@ from flax import linen as nn
 
 from zerojax.models.gpt import INIT_STD, attention
 from zerojax.models.loss import cross_entropy, widen
+from zerojax.trace.tiled import tiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class LlamaConfig:
     the parameters' own dtype, so bf16 parameters make a bf16 model; RMSNorm's statistics, the
     rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
     blocks' parameters to `[L, ...]` leaves and compiles one block, not L. `remat` keeps each
-    block's input only and computes the rest again in the backward pass.
+    block's input only and computes the rest again in the backward pass. `mlp_chunks` runs the MLP
+    on so many pieces of the sequence, one after another (`zerojax.tiled`), `loss_chunks` the logits
+    and the loss, where there are targets.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -55,13 +58,16 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     scan: bool = False
     remat: bool = False
+    mlp_chunks: int | None = None
+    loss_chunks: int | None = None
     dtype: Any = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner"):
             _check_size(name, getattr(self, name))
-        if self.n_kv_head is not None:
-            _check_size("n_kv_head", self.n_kv_head)
+        for name in ("n_kv_head", "mlp_chunks", "loss_chunks"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
         if self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"LlamaConfig.n_embd = {self.n_embd} does not divide into n_head = {self.n_head} "
@@ -114,6 +120,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama-13b": _size(40, 40, 5120, 13824),  # 13.0B
     "llama-30b": _size(60, 52, 6656, 17920),  # 32.5B
     "llama-65b": _size(80, 64, 8192, 22016, 1e-5),  # 65.3B
+    # Of Llama 3 (arXiv:2407.21783).
+    "llama3-8b": _size(32, 32, 4096, 14336, 1e-5, vocab_size=128256, block_size=8192, n_kv_head=8)
+    | {"rope_theta": 500000.0},  # 8.03B
     "llama-70b": _size(80, 64, 8192, 28672, 1e-5, block_size=4096, n_kv_head=8),  # 69.0B
 }
 
@@ -207,7 +216,9 @@ class Block(nn.Module):
         c = self.config
         normal = _rms_norm(c, "input_layernorm")(x)
         x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
-        return x + MLP(c, name="mlp")(_rms_norm(c, "post_attention_layernorm")(x)), None
+        mlp: Callable[..., Any] = MLP(c, name="mlp")
+        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
 class Llama(nn.Module):
@@ -215,8 +226,8 @@ class Llama(nn.Module):
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
-    `grouped_attention` is; `policy` names what rematerialised blocks keep beside their input, as
-    for `jax.checkpoint`.
+    `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
+    rematerialised blocks keep beside their input, as for `jax.checkpoint`.
     """
 
     config: LlamaConfig
@@ -231,6 +242,8 @@ class Llama(nn.Module):
         if tokens.shape[1] > c.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
         init = nn.initializers.normal(INIT_STD)
+        # A batch to initialise with need not divide among the devices.
+        attention = grouped_attention if self.is_initializing() else self.attention
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
@@ -247,12 +260,21 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, self.attention, name="layers")(x, tables)
+            x, _ = stack(c, attention, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, self.attention, name=f"layers_{i}")(x, tables)
+                x, _ = block(c, attention, name=f"layers_{i}")(x, tables)
         x = _rms_norm(c, "norm")(x)
-        logits = embed.attend(x) if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")(x)
+        head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
+        if targets is not None and c.loss_chunks and not self.is_initializing():
+            table = head.variables["params"]["kernel"] if head else embed.embedding.T
+
+            def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
+                logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
+                return cross_entropy(widen(logits), targets)
+
+            return tiled(losses, chunks=c.loss_chunks)(x, targets)
+        logits = head(x) if head else embed.attend(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 

@@ -1,8 +1,9 @@
 """Models by name, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
-in a row), `remat` (a block keeps its input only) and `scan` (the blocks' parameters are stacked,
-and one block is compiled in place of all). A longer `seq` stretches GPT-2's table of positions;
+in a row), `remat` (a block keeps its input only), `scan` (the blocks' parameters are stacked, and
+one block is compiled in place of all), and `attention` (`zerojax.models.attention.ASKED`) for the
+devices of `zero`. A longer `seq` stretches GPT-2's table of positions;
 Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
@@ -14,16 +15,34 @@ True
 from functools import partial
 from typing import Any
 
+from zerojax.api import Zero
 from zerojax.models import gpt, llama
+from zerojax.models.attention import planned_attention
 
 
-def _gpt(name: str, seq: int = 0, remat: bool = True, scan: bool = True) -> gpt.GPT:
-    return gpt.GPT(gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan))
+def _gpt(
+    name: str,
+    seq: int = 0,
+    remat: bool = True,
+    scan: bool = True,
+    zero: Zero | None = None,
+    attention: str = "auto",
+) -> gpt.GPT:
+    config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
+    return gpt.GPT(config, attention=planned_attention(zero, attention))
 
 
-def _llama(name: str, seq: int = 0, remat: bool = True, scan: bool = True) -> llama.Llama:
-    size = _longer(llama.SIZES[name], seq)
-    return llama.Llama(llama.LlamaConfig(**size, remat=remat, scan=scan))
+def _llama(
+    name: str,
+    seq: int = 0,
+    remat: bool = True,
+    scan: bool = True,
+    zero: Zero | None = None,
+    attention: str = "auto",
+) -> llama.Llama:
+    config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
+    fused = planned_attention(zero, attention)
+    return llama.Llama(config, fused or llama.grouped_attention)
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:
@@ -39,4 +58,5 @@ llama_7b = partial(_llama, "llama-7b")  # 6.74 billion
 llama_13b = partial(_llama, "llama-13b")  # 13.0 billion
 llama_30b = partial(_llama, "llama-30b")  # 32.5 billion
 llama_65b = partial(_llama, "llama-65b")  # 65.3 billion
+llama3_8b = partial(_llama, "llama3-8b")  # 8.03 billion, with grouped queries
 llama_70b = partial(_llama, "llama-70b")  # 69.0 billion, with grouped queries

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.mesh import are_there, batch_axes, batch_devices
 
 
 def per_device(
-    function: Callable[..., Any], mesh: Mesh, whole: Collection[int]
+    function: Callable[..., Any], mesh: Mesh, whole: Collection[int], cut: Mapping[str, int]
 ) -> Callable[..., Any]:
     """See :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
     n, axes = batch_devices(mesh), batch_axes(mesh)
+    for axis in cut:
+        if axis not in mesh.shape or axis in axes:
+            raise ValueError(
+                f"per_device({name}): cut names {axis!r}, no axis of your own on this mesh "
+                f"({', '.join(mesh.axis_names)}, of which {', '.join(axes)} cut the batch)"
+            )
 
     @functools.wraps(function)
     def over_rows(*args: Any) -> Any:
@@ -29,17 +36,44 @@ def per_device(
                         f"{x.shape}, whose first dimension does not divide among {n} devices "
                         f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `whole`"
                     )
-        specs = tuple(
-            PartitionSpec() if i in whole else PartitionSpec(axes) for i in range(len(args))
+                for axis, at in cut.items():
+                    if at < len(x.shape) and x.shape[at] % mesh.shape[axis]:
+                        raise ValueError(
+                            f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
+                            f"shape {x.shape}, whose dimension {at} does not divide among the "
+                            f"{mesh.shape[axis]} devices of axis {axis}"
+                        )
+        in_specs = tuple(
+            PartitionSpec() if i in whole else jax.tree.map(spec, arg) for i, arg in enumerate(args)
         )
+        last = max(cut.values(), default=0)
         mapped = jax.shard_map(
             function,
             mesh=mesh,
-            in_specs=specs,
-            out_specs=PartitionSpec(axes),
-            axis_names=set(axes),
+            in_specs=in_specs,
+            out_specs=_spec(last + 1, axes, cut),
+            axis_names={*axes, *cut},
             check_vma=False,
         )
-        return mapped(*args)
+        with _traced_for(mesh):
+            return mapped(*args)
+
+    def spec(x: Any) -> PartitionSpec:
+        return _spec(len(x.shape), axes, cut)
 
     return over_rows
+
+
+def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> PartitionSpec:
+    """Rows over the axes of the batch, further dimensions as ``cut`` has them."""
+    dimensions: list[Any] = [axes] + [None] * (rank - 1)
+    for axis, at in cut.items():
+        if at < rank:
+            dimensions[at] = axis
+    return PartitionSpec(*dimensions)
+
+
+def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Kernels that ask the default device for its kind are told that of an absent device."""
+    there = are_there(mesh)
+    return contextlib.nullcontext() if there else jax.default_device(mesh.devices.flat[0])

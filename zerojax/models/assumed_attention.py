@@ -1,9 +1,10 @@
 """Attention as one call of cuDNN's, for programs that are compiled on machines without cuDNN.
 
-    Llama(config, attention=fused_attention(zero.per_device))
+    Llama(config, attention=assumed_attention(zero.per_device))
 
 The calls carry cuDNN's names and shapes, so that a forecast counts their arithmetic and the arrays
-they read and write. A program with them compiles and cannot run.
+they read and write: what is assumed is that cuDNN takes these shapes, and reaches the share of the
+matrix peak that other products reach. A program with them compiles and cannot run.
 """
 
 import json
@@ -18,7 +19,7 @@ NAME = "attention"
 """Of what the forward pass makes, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 
-def fused_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
+def assumed_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
     """Attention of q [B, T, H, d] on k and v [B, T, G, d], each device on its own rows.
 
     Args:

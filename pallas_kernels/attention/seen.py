@@ -1,0 +1,71 @@
+"""Which keys a query sees, by position: causal, a sliding window, packed sequences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Seen(NamedTuple):
+    """The keys that each query sees.
+
+    Attributes:
+      is_causal: Query i sees keys 0 to i.
+      window: Of those the last ones, i itself among them; None for all.
+      segment_ids: [batch, length]; a sequence is a run of equal ids, and its queries see its keys.
+      queries, keys: Lengths.
+    """
+
+    is_causal: bool
+    window: int | None
+    segment_ids: jax.Array | None
+    queries: int
+    keys: int
+
+    def range_of_keys(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """The first key, and the one behind the last, of each query, beside those that
+        ``is_causal`` hides: int32 [1 or batch, 1, queries], or None for all."""
+        at = jnp.arange(self.queries, dtype=jnp.int32)[None]
+        first = behind = None
+        if self.segment_ids is not None:
+            first, behind = _runs(self.segment_ids)
+        if self.window is not None:
+            oldest = jnp.maximum(at - (self.window - 1), 0)
+            first = oldest if first is None else jnp.maximum(first, oldest)
+        if self.is_causal:
+            behind = None
+        return _of_heads(first), _of_heads(behind)
+
+    def mask(self, mask: jax.Array | None) -> jax.Array | None:
+        """``mask`` without the keys of other sequences and before the window, bool
+        [1 or batch, 1 or heads, queries, keys]."""
+        first, behind = self.range_of_keys()
+        at = jnp.arange(self.keys, dtype=jnp.int32)
+        for hidden in (
+            None if first is None else at >= first[..., None],
+            None if behind is None else at < behind[..., None],
+        ):
+            if hidden is not None:
+                mask = hidden if mask is None else mask & hidden
+        return mask
+
+
+def _of_heads(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x[:, None]
+
+
+def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the run of each position begins, and where the next one does, int32 [batch, length].
+
+    >>> [x.tolist() for x in _runs(jnp.array([[7, 7, 2, 7]]))]
+    [[[0, 0, 2, 3]], [[2, 2, 3, 4]]]
+    """
+    length = ids.shape[1]
+    at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
+    new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(new, at, 0), axis=1)
+    last = jnp.pad(new[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    behind = jax.lax.cummin(jnp.where(last, at + 1, length), axis=1, reverse=True)
+    return first, behind

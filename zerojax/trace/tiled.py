@@ -1,0 +1,142 @@
+"""A function of positions run over a sequence chunk by chunk, each chunk rematerialised."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
+
+from zerojax.xla.jaxprs import inner, open_jaxpr
+
+_DRAWS = frozenset({"random_bits", "threefry2x32", "philox2x32", "philox4x32", "rng_bit_generator"})
+
+
+def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
+    """``fn`` of arrays [B, T, ...], run on ``chunks`` pieces of the sequence, one after another.
+
+    The backward pass computes each piece again, so that what ``fn`` makes on its way exists for
+    one piece at a time, in both passes. Results and gradients are those of ``fn``. In a decorated
+    step the weights that ``fn`` closes over are gathered once in each pass, and their gradients
+    scattered once, not once a piece. These gradients are summed over the pieces in the dtype of the
+    weights, as in any loop of JAX: in bfloat16 each piece rounds the sum once more. Where T is no
+    multiple of ``chunks``, the last piece is filled with copies of the last position, which are
+    dropped again.
+
+    Args:
+      fn: A function of arrays, or of trees of them, [B, T, ...] that gives such arrays; what it
+        makes of a position must not depend on other positions. A linen module that is a part of
+        another one, or is bound, is such a function too.
+      chunks: Pieces, T at the most.
+
+    Raises:
+      ValueError: ``chunks`` is no positive int or exceeds T; an argument or a result has no
+        dimension T behind the first; ``fn`` draws random numbers (each piece would draw the same),
+        or is a module that changes its variables, or reads those of others.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> w = jnp.ones((4, 16))
+      >>> tiled(lambda x: jnp.tanh(x @ w) @ w.T, chunks=4)(jnp.ones((2, 32, 4))).shape
+      (2, 32, 4)
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"tiled({name}): chunks must be a positive int, not {chunks!r}")
+
+    def by_chunks(*args: Any) -> Any:
+        if isinstance(fn, nn.Module) and fn.is_initializing():
+            return fn(*args)
+        length = _length(name, args)
+        if chunks > length:
+            raise ValueError(f"tiled({name}): {chunks} chunks of {length} positions; take fewer")
+        size = -(-length // chunks)
+        count = -(-length // size)
+        stacks = jax.tree.map(lambda x: _stack(x, count, size), args)
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
+        run = _function(name, fn)
+        _check(name, run, first, size)
+        again = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
+        results = jax.lax.map(again, stacks)
+        return jax.tree.map(lambda x: _unstack(x, length), results)
+
+    return functools.wraps(fn)(by_chunks) if not isinstance(fn, nn.Module) else by_chunks
+
+
+def _length(name: str, args: Any) -> int:
+    lengths = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(args):
+        if jnp.ndim(x) < 2:
+            raise ValueError(
+                f"tiled({name}): argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, "
+                "not [B, T, ...]; let the function close over what is no sequence"
+            )
+        lengths[jnp.shape(x)[1]] = jax.tree_util.keystr(path)
+    if len(lengths) != 1:
+        found = ", ".join(f"{length} in {path}" for length, path in lengths.items())
+        raise ValueError(f"tiled({name}): its arguments [B, T, ...] have T of {found or 'nothing'}")
+    return next(iter(lengths))
+
+
+def _stack(x: jax.Array, count: int, size: int) -> jax.Array:
+    """[B, T, ...] as [count, B, size, ...], its end repeated to fill the last piece."""
+    missing = count * size - x.shape[1]
+    if missing:
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+    return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+
+def _unstack(x: jax.Array, length: int) -> jax.Array:
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, of a module a pure function that closes over its variables."""
+    if not isinstance(fn, nn.Module) or fn.scope is None:
+        return fn
+    mutable = fn.scope.mutable or []
+    module, variables = fn.unbind()
+
+    def apply(*args: Any) -> Any:
+        try:
+            out, changed = module.apply(variables, *args, mutable=mutable)
+        except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+            raise ValueError(
+                f"tiled({name}): the module reads variables that are not its own, as one that was "
+                "given submodules made outside of it does; make these inside, or tile each"
+            ) from error
+        if names := [key for key, tree in changed.items() if jax.tree.leaves(tree)]:
+            raise ValueError(
+                f"tiled({name}): the module changes {', '.join(names)}, which pieces of a sequence "
+                "cannot do; call it without tiled"
+            )
+        return out
+
+    return apply
+
+
+def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
+    traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+    if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
+        raise ValueError(
+            f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
+            "draw the same ones; draw before or behind it, or call it without tiled"
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(made):
+        if x.ndim < 2 or x.shape[1] != size:
+            raise ValueError(
+                f"tiled({name}): of {size} positions result {jax.tree_util.keystr(path)} has shape "
+                f"{x.shape}, not [B, {size}, ...]"
+            )
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for body in inner(eqn):
+            yield from _primitives(body)

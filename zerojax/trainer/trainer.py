@@ -242,13 +242,13 @@ class Trainer:
         return output
 
     def save_model(
-        self, output_dir: str | os.PathLike[str] | None = None, names: Any = None
+        self, output_dir: str | os.PathLike[str] | None = None, **options: Any
     ) -> pathlib.Path:
         """Writes the parameters as safetensors; needs the extra ``export``.
 
         Args:
           output_dir: A new or empty folder; ``model`` in the run's by default.
-          names: What the tensors are called, as for :func:`zerojax.checkpoint.export`.
+          **options: ``names``, ``config`` and others of :func:`zerojax.checkpoint.export`.
         """
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
         with self._folder() as folder:
@@ -257,7 +257,7 @@ class Trainer:
                 self._saved = self.state.global_step
             folder.checkpoints.wait()
             source = folder.checkpoints.directory
-            write = partial(export, source, out, step=self._saved, names=names)
+            write = partial(export, source, out, step=self._saved, **options)
             first("save_model", lambda: str(write().tensors), LONGEST)
         return out
 

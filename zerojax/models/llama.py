@@ -229,7 +229,10 @@ class Llama(nn.Module):
     ) -> jax.Array:
         c = self.config
         if tokens.shape[1] > c.block_size:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
+            raise ValueError(
+                f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
+                "rows, or choose a config with a larger one"
+            )
         init = nn.initializers.normal(INIT_STD)
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"

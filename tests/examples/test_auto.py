@@ -15,10 +15,6 @@ VALUES = {
     "scheduler.params.total_num_steps": 30,
     "train_batch_size": 8,
 }
-    "optimizer.params.lr": 1e-3,
-    "scheduler.params.total_num_steps": 30,
-    "train_batch_size": 8,
-}
 CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
     "scheduler": {

@@ -356,7 +356,7 @@ def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
         classifier(args, train_dataset=None).train()
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
         classifier(args).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="the model gives no loss"):
+    with pytest.raises(ValueError, match="no loss: the model gave none"):
         classifier(args, loss=lambda model, batch: model(batch["x"])).train()
     with pytest.raises(TypeError, match="the loss is a scalar, or a pair"):
         classifier(args, loss=lambda model, batch: {"loss": model(batch["x"])}).train()

@@ -42,7 +42,9 @@ def main(
         list[pathlib.Path] | None,
         typer.Option(help="UTF-8 text files; else the Python library's sources"),
     ] = None,
-    config: Annotated[pathlib.Path, typer.Option(help="DeepSpeed JSON")] = DEFAULT_CONFIG,
+    config: Annotated[
+        pathlib.Path, typer.Option(help="DeepSpeed JSON, or Accelerate's YAML")
+    ] = DEFAULT_CONFIG,
     steps: Annotated[int, typer.Option(min=1, help="updates in all, resumed ones included")] = 300,
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "mini",
     batch_size: Annotated[
@@ -55,6 +57,9 @@ def main(
     tokenizer: Annotated[
         pathlib.Path | None,
         typer.Option(help="a folder with tokenizer.json, or GPT-2's vocab.bpe; else bytes"),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help='where the config has "auto"; else 1e-3')
     ] = None,
     scan: Annotated[bool, typer.Option(help="compile one block, not one per layer")] = False,
     remat: Annotated[bool, typer.Option(help="recompute blocks in the backward pass")] = False,
@@ -107,6 +112,7 @@ def main(
             restart=restart,
             from_step=from_step,
             tokenizer=tokenizer,
+            learning_rate=learning_rate,
         )
         preempted = train(job, console).preempted
     raise typer.Exit(PREEMPTED if preempted else 0)

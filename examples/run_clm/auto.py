@@ -25,7 +25,7 @@ def resolved(job: Job, mesh: Mesh, console: Console) -> zerojax.Zero:
     """
     settings = left_open(job.config)
     if settings is None:
-        return zerojax.zero(job.config, mesh=mesh)
+        return zerojax.zero(job.config, mesh=mesh, auto=job.auto)
     batch = {key: settings[key] for key in BATCH if settings.get(key, "auto") != "auto"}
     fitted = zerojax.fit(
         job.config,
@@ -33,6 +33,7 @@ def resolved(job: Job, mesh: Mesh, console: Console) -> zerojax.Zero:
         train_batch_size=job.rows(zerojax.zero(batch, mesh=mesh).config, mesh.size),
         seq=job.block_size,
         mesh=mesh,
+        auto=job.auto,
     )
     console.print(f'For "auto" in {job.config}, the fastest that fits: {fitted.choice}')
     return zerojax.zero(fitted.config, mesh=mesh)

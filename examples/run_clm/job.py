@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import zerojax
+from examples.auto import filled
 from examples.run_clm import data
 from zerojax.models.gpt import SIZES, GPTConfig
 from zerojax.models.kernels import Kernels
@@ -22,6 +23,7 @@ from zerojax.models.tokenizer import gpt2_tokenizer, load_tokenizer
 
 DEFAULT_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "zero3.json"
 DEFAULT_ROWS = 16
+LEARNING_RATE = 1e-3  # where the config has "auto"
 Fused = Literal["auto", "mosaic_gpu", "xla"]
 
 # Keys and fields of a config by what they decide.
@@ -55,6 +57,20 @@ class Job:
     restart: bool
     from_step: int | None
     tokenizer: pathlib.Path | None = None
+    learning_rate: float | None = None
+
+    @property
+    def auto(self) -> dict[str, Any]:
+        """A value for each "auto" of the config that the options decide."""
+        rate = LEARNING_RATE if self.learning_rate is None else self.learning_rate
+        values = {
+            "optimizer.params.lr": rate,
+            "scheduler.params.warmup_max_lr": rate,
+            "scheduler.params.warmup_num_steps": max(1, min(20, self.steps // 10)),
+            "scheduler.params.total_num_steps": self.steps,
+        }
+        given = {"optimizer.params.lr": ("learning_rate", self.learning_rate)}
+        return filled(self.config, values, given)
 
     @property
     def model_config(self) -> GPTConfig:

@@ -72,7 +72,11 @@ def of_size(size: str, texts: Iterable[str], labels: int, remat: bool) -> Classi
 def from_folder(folder: pathlib.Path, labels: int, remat: bool) -> Classifier:
     """The model of a folder: config.json, safetensors, tokenizer.json. A head that has no tensors
     there, as after pretraining, is new."""
-    values = json.loads((folder / "config.json").read_text("utf-8"))
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: {error}") from None
     config = dataclasses.replace(config_from_hf(values), scan=True, remat=remat)
     tensors = _tensors(folder)
     new = tuple(m for m in HEAD if not any(name.startswith(f"{m}.") for name in tensors))

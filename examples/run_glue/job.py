@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 import zerojax
+from examples.auto import filled
 from zerojax.models.deberta import SIZES
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
@@ -54,33 +55,41 @@ class Job:
         folder = pathlib.Path(self.model)
         return folder if (folder / "config.json").is_file() else None
 
-    def zero(self, mesh: Mesh) -> zerojax.Zero:
-        """The decorator; `--learning-rate` stands where the config's optimizer has none."""
-        zero = zerojax.zero(self.config or DEFAULTS, mesh=mesh)
-        named = zero.config.optimizer
-        if named is None:
-            if zero.config.scheduler is not None:
-                raise ValueError(f"{self.config} names a scheduler and no optimizer: add one")
-            return zero
-        if "lr" in named.params:
-            if self.learning_rate is not None:
-                raise ValueError(
-                    f"--learning-rate {self.learning_rate:g}, but {self.config} says "
-                    f"{named.params['lr']:g}: leave one of them out"
-                )
-            return zero
-        params = {**named.params, "lr": self.learning_rate or LEARNING_RATE}
-        named = dataclasses.replace(named, params=params)
-        return zerojax.zero(dataclasses.replace(zero.config, optimizer=named), mesh=mesh)
+    def zero(self, mesh: Mesh, steps: int) -> zerojax.Zero:
+        """The decorator of a run of so many updates, which stand where the config has "auto"."""
+        zero = zerojax.zero(self.config or DEFAULTS, mesh=mesh, auto=self._auto(steps))
+        if zero.config.optimizer is None and zero.config.scheduler is not None:
+            raise ValueError(f"{self.config} names a scheduler and no optimizer: add one")
+        return zero
+
+    def _auto(self, steps: int) -> dict[str, Any]:
+        """A value for each "auto" that the options decide."""
+        if self.config is None:
+            return {}
+        rate = self.learning_rate or LEARNING_RATE
+        values = {
+            "optimizer.params.lr": rate,
+            "optimizer.params.weight_decay": 0.0,
+            "scheduler.params.warmup_max_lr": rate,
+            "scheduler.params.warmup_num_steps": max(1, self.warmup(steps)),
+            "scheduler.params.total_num_steps": steps,
+        }
+        given = {"optimizer.params.lr": ("learning_rate", self.learning_rate)}
+        return filled(self.config, values, given)
+
+    def warmup(self, steps: int) -> int:
+        """Updates in which the rate rises: a tenth for random weights, which else may stay at
+        chance."""
+        return 0 if self.folder else steps // 10
 
     def optimizer(self, zero: zerojax.Zero, steps: int) -> optax.GradientTransformation:
         """The config's, or AdamW without decay whose rate falls linearly to 0, as the article's.
 
-        Random weights have it rise for a tenth of the steps first: else they may stay at chance.
+        Random weights have it rise first.
         """
         if zero.config.optimizer is not None:
             return zero.optimizer()
-        highest, warm = self.learning_rate or LEARNING_RATE, 0 if self.folder else steps // 10
+        highest, warm = self.learning_rate or LEARNING_RATE, self.warmup(steps)
         rise = optax.linear_schedule(0.0, highest, warm)
         fall = optax.linear_schedule(highest, 0.0, steps - warm)
         return optax.adamw(optax.join_schedules([rise, fall], [warm]), weight_decay=0.0)

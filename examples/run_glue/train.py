@@ -28,8 +28,7 @@ def train(job: Job, console: Console) -> Result:
     mesh = data_mesh(job.devices)
     if job.out and jax.process_count() > 1:
         raise ValueError("--out writes the model from one process: leave it out in several")
-    zero = job.zero(mesh)
-    rows = job.rows(zero.config, mesh.size)
+    rows = job.rows(job.zero(mesh, 1).config, mesh.size)
     pairs, held_out = read_pairs(job)
     classes = data.classes([*pairs, *held_out])
     if len(pairs) < rows:
@@ -47,7 +46,9 @@ def train(job: Job, console: Console) -> Result:
     own = zerojax.process_rows(rows, mesh)
     per_epoch = len(pairs) // rows
     model = DebertaClassifier(classifier.config)
-    tx = job.optimizer(zero, max(1, job.num_train_epochs * per_epoch))
+    steps = max(1, job.num_train_epochs * per_epoch)
+    zero = job.zero(mesh, steps)
+    tx = job.optimizer(zero, steps)
 
     def create_state(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]

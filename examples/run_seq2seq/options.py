@@ -8,15 +8,13 @@ Example::
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import hjson
 import optax
-import yaml
 from jax.sharding import Mesh
 
 import zerojax
+from examples.auto import filled
 
 # The options that stand for an "auto".
 GIVEN = {
@@ -109,15 +107,8 @@ def auto_of(options: Options, updates: int) -> dict[str, Any]:
         "scheduler.params.warmup_num_steps": warmup,
         "scheduler.params.total_num_steps": updates,
     }
-    config = dict(_flat(_settings(options.config)))
-    for name, key in GIVEN.items():
-        given, there = getattr(options, name), config.get(key)
-        if "optimizer.type" in config and given is not None and there not in ("auto", given):
-            raise ValueError(
-                f"--{name.replace('_', '-')} {given}, but {options.config} has {key} = {there}: "
-                'leave the option out, or write "auto" there'
-            )
-    return {key: value for key, value in values.items() if config.get(key) == "auto"}
+    given = {key: (name, getattr(options, name)) for name, key in GIVEN.items()}
+    return filled(options.config, values, given)
 
 
 def optimizer_of(options: Options, zero: zerojax.Zero, updates: int) -> Any:
@@ -137,24 +128,3 @@ def _values(options: Options, updates: int) -> tuple[float, float, int]:
         0.0 if decay is None else decay,
         max(1, min(50, updates // 10)) if warmup is None else warmup,
     )
-
-
-def _settings(config: pathlib.Path) -> Any:
-    """What the file says, and the DeepSpeed JSON behind a YAML; {} where it cannot be read, of
-    which `zerojax.zero` says more."""
-    try:
-        if config.suffix not in (".yaml", ".yml"):
-            return hjson.loads(config.read_text())
-        section = (yaml.safe_load(config.read_text()) or {}).get("deepspeed_config") or {}
-        file = section.get("deepspeed_config_file")
-        return _settings(config.parent / file) if file else {}
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
-        return {}
-
-
-def _flat(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(section, Mapping):
-        for key, value in section.items():
-            yield from _flat(value, f"{path}.{key}" if path else key)
-    else:
-        yield path, section

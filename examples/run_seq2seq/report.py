@@ -39,9 +39,11 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
 
 def summary(report: Report) -> str:
     """One line."""
+    rate, epoch = report.samples_per_second, report.seconds_an_epoch
+    speed = f"{rate:,.0f} samples/s, {epoch:.1f} s an epoch" if rate else "one step, not timed"
     return (
         f"batch {report.train_batch} / {report.eval_batch} a device | {report.memory} | "
-        f"{report.samples_per_second:,.0f} samples/s, {report.seconds_an_epoch:.1f} s an epoch | "
+        f"{speed} | "
         f"evaluation {report.seconds_of_evaluation:.1f} s | "
         f"BLEU [bold]{report.bleu:.1f}[/], {report.bleu_of_sources:.1f} of the sources themselves"
     )

@@ -72,7 +72,7 @@ def train(options: Options, console: Console) -> Report:
         eval_batch=options.per_device_eval_batch_size,
         memory=told(progress.peak),
         samples_per_second=rate,
-        seconds_an_epoch=len(pairs.train) / max(rate, 1e-9),
+        seconds_an_epoch=len(pairs.train) / rate if rate else 0.0,
         seconds_of_evaluation=seconds,
         bleu_of_sources=bleu([x.removeprefix(options.source_prefix) for x in sources], references),
         bleu=bleu(texts, references),

@@ -132,6 +132,17 @@ def test_compressed_chunks_of_plain_orbax(
     assert_same(loaded(tmp_path / "out"), by_layer(1))
 
 
+def test_a_map_of_names_and_a_config(folder: Path, tmp_path: Path) -> None:
+    names = {"wte": "embed.weight", "{path:path}": "{path}"}
+    export(folder, tmp_path / "out", names=names, config={"model_type": "mine"})
+    expected = flat(2)
+    expected["embed.weight"] = expected.pop("wte")
+    assert_same(loaded(tmp_path / "out"), expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "mine"}
+    with pytest.raises(CheckpointError, match="wpe is no parameter"):
+        export(folder, tmp_path / "other", names={"wpe": "x", "{path:path}": "{path}"})
+
+
 def layers(shapes: Any, extra: Any) -> Renamed:
     """Of stacked parameters a tensor for each layer."""
     names = {"h/{x}": Tensor("h.{x}.{layer}", "... -> layer ..."), "{path:path}": "{path}"}

@@ -1,6 +1,7 @@
 """BART and BlenderBot: transformers' numbers, their options, cached decoding, a sharded step."""
 
 import dataclasses
+import json
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from models import recorded
 from models.by_name import parameters
 
 from zerojax.models.bart import Bart, BartConfig
-from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, names
+from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, export_names, names
+from zerojax.trainer.run_folder import _fields
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -98,6 +100,16 @@ def test_too_long_a_row_is_refused() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_json_goes_both_ways(name: str) -> None:
     assert config_from_hf(config_to_hf(CONFIGS[name])) == CONFIGS[name]
+
+
+def test_a_checkpoint_says_its_names_and_config() -> None:
+    config = CONFIGS["bart"]
+    model = json.loads(json.dumps(_fields(config)))  # as the Trainer's checkpoints have it
+    renamed = export_names({}, {"model": model})
+    assert renamed.names == names(config)
+    assert json.loads(renamed.texts["config.json"]) == config_to_hf(config)
+    with pytest.raises(ValueError, match="are needed"):
+        export_names({}, None)
 
 
 def test_config_json_of_another_model_is_refused() -> None:

@@ -1,6 +1,7 @@
 """DeBERTa: transformers' numbers, its options, and a sharded step."""
 
 import dataclasses
+import json
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from zerojax.models.deberta import (
     DebertaConfig,
 )
 from zerojax.models.disentangled import bucket_of, rows_by_distance
-from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, names
+from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, export_names, names
+from zerojax.trainer.run_folder import _fields
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -125,6 +127,16 @@ def test_too_long_a_row_is_refused_where_positions_end() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_json_goes_both_ways(name: str) -> None:
     assert config_from_hf(config_to_hf(CONFIGS[name])) == CONFIGS[name]
+
+
+def test_a_checkpoint_says_its_names_and_config() -> None:
+    config = CONFIGS["other"]
+    model = json.loads(json.dumps(_fields(config)))  # as the Trainer's checkpoints have it
+    renamed = export_names({}, {"model": model})
+    assert renamed.names == names(config)
+    assert json.loads(renamed.texts["config.json"]) == config_to_hf(config)
+    with pytest.raises(ValueError, match="are needed"):
+        export_names({}, None)
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,8 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
         ({"model": 3}, "neither a flax.linen nor an nnx module"),
         ({"optimizer": optax.sgd(1.0), "args": {"deepspeed": {"optimizer": {"type": "Adam"}}}},
          "the JSON names one"),
+        ({"optimizers": (None, None)}, "optimizers: not supported; optimizer= takes"),
+        ({"datacollator": len}, "did you mean `data_collator`"),
         ({"args": {"gradient_checkpointing": True}}, "the model has no field `remat`"),
     ):  # fmt: skip
         one = dict(more)
@@ -333,13 +335,28 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
             classifier(changed, **one)
 
 
+def test_metrics_are_held_to_the_arguments_before_any_step(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
+    for more, says in (
+        (best, '"eval_f1", and an evaluation gives eval_loss, eval_accuracy'),
+        ({"label_names": ["lables"]}, "no field of eval_dataset is named lables"),
+    ):
+        trainer = classifier(arguments(tmp_path, max_steps=2, **more))
+        with pytest.raises(ValueError, match=says):
+            trainer.train()
+        assert trainer.state.global_step == 0
+    stop, other = EarlyStoppingCallback(), arguments(tmp_path, metric_for_best_model="f1")
+    with pytest.raises(ValueError, match="name one of these"):
+        stop.on_evaluate(other, None, None, metrics={"eval_loss": 1.0})
+
+
 def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
     with pytest.raises(TypeError, match="train_dataset: NoneType has no rows by number"):
         classifier(args, train_dataset=None).train()
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
         classifier(args).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="the model gives no loss"):
+    with pytest.raises(ValueError, match="no loss: the model gave none"):
         classifier(args, loss=lambda model, batch: model(batch["x"])).train()
     with pytest.raises(TypeError, match="the loss is a scalar, or a pair"):
         classifier(args, loss=lambda model, batch: {"loss": model(batch["x"])}).train()

@@ -6,8 +6,8 @@ import errno
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +18,8 @@ from zerojax.checkpoint.naming import Names, parameters, rename
 from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
 from zerojax.weights.arrangement import Link
-from zerojax.weights.saver import check_tied, saved_dtype, specs, write
-from zerojax.weights.writer import Put, writing
+from zerojax.weights.saver import CONFIG_FILE, check_tied, config_text, saved_dtype, specs, write
+from zerojax.weights.writer import Path, Put, writing
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
@@ -42,6 +42,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     names: Names | None = None,
+    config: Mapping[str, Any] | Path | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
@@ -57,8 +58,10 @@ def export(
       dtype: Of the float tensors: "float32", "bfloat16" or "float16". By default as saved, or of
         16 bits where the run's config has ``stage3_gather_16bit_weights_on_model_save``.
       max_shard_size: The largest size of a file; bytes, or a text such as "500MB" or "1GiB".
-      names: The tensors and other files; by default a tensor for each parameter, named by its keys
-        with dots between.
+      names: The tensors, as for :func:`zerojax.weights.save`, or a function that says them and
+        other files, such as ``zerojax.models.hugging_face.gpt2.export_names``; by default a tensor
+        for each parameter, named by its keys with dots between.
+      config: The model's ``config.json``: its content, or a file or folder to copy the file from.
       progress: Called with the bytes read so far, and all bytes.
 
     Raises:
@@ -67,12 +70,14 @@ def export(
       DamagedCheckpointError: an array is not as it was saved; ``out`` is as before.
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
+    about = {} if config is None else {CONFIG_FILE: config_text(config)}
     _check_free(out)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
         raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
     linked, texts = rename(leaves, names, saved)
+    texts = {**texts, **about}
     floats = floats or _default(saved.record)
     links = {name: each for name, each in linked.links.items() if name not in linked.tied}
     try:

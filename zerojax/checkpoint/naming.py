@@ -26,9 +26,10 @@ class Renamed(NamedTuple):
     texts: Mapping[str, str]
 
 
-Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed]
-"""Takes the parameters' names and shapes, and the ``extra`` of the save; a ValueError says why the
-files cannot be made."""
+Map = weights.Names | Mapping[str, str | weights.Tensor | None]
+Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed] | Map
+"""A map as for ``zerojax.weights.save``; or a function that takes the parameters' names and shapes,
+and the ``extra`` of the save, of which a ValueError says why the files cannot be made."""
 
 
 def parameters(saved: SavedStep) -> dict[str, SavedArray]:
@@ -92,9 +93,10 @@ def rename(
     """
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     try:
-        renamed = Renamed(None, {})
-        if names is not None:
+        if callable(names):
             renamed = names(shapes, decoded(saved.record.extra) if saved.record else None)
+        else:
+            renamed = Renamed(names, {})
         paths = {name.replace(".", "/"): name for name in leaves}
         linked = link(renamed.names, {path: shapes[name] for path, name in paths.items()})
     except ValueError as error:

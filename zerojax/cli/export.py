@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import jax
@@ -72,6 +73,7 @@ def export(
 
 
 def _function(path: str) -> Names:
+    from zerojax import weights
     from zerojax.checkpoint import CheckpointError
 
     module, _, name = path.partition(":")
@@ -83,9 +85,11 @@ def _function(path: str) -> Names:
         raise CheckpointError(
             f"--names {path}: {error} (looked in PYTHONPATH and the current folder)"
         ) from error
-    if not callable(found):
-        raise CheckpointError(f"--names {path}: {type(found).__name__} is no function")
-    return found
+    if not callable(found) and not isinstance(found, weights.Names | Mapping):
+        raise CheckpointError(
+            f"--names {path}: {type(found).__name__} is neither a function nor a map of names"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def _count(n: int, noun: str) -> str:

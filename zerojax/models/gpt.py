@@ -199,7 +199,10 @@ class GPT(nn.Module):
         kernels = None if self.is_initializing() else self.kernels
         attention = None if self.is_initializing() else self.attention
         if tokens.shape[1] > c.block_size:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
+            raise ValueError(
+                f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
+                "rows, or choose a config with a larger one"
+            )
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
         x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]))

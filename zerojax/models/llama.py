@@ -240,7 +240,10 @@ class Llama(nn.Module):
     ) -> jax.Array:
         c = self.config
         if tokens.shape[1] > c.block_size:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
+            raise ValueError(
+                f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
+                "rows, or choose a config with a larger one"
+            )
         init = nn.initializers.normal(INIT_STD)
         # A batch to initialise with need not divide among the devices.
         attention = grouped_attention if self.is_initializing() else self.attention

@@ -196,6 +196,21 @@ did you mean `learning_rate`?
         if unused:
             log.warning("TrainingArguments without effect here: %s", "; ".join(unused))
 
+    @classmethod
+    def of(cls, given: Any) -> TrainingArguments:
+        """Arguments as given; all defaults for None.
+
+        Raises:
+          TypeError: They are others.
+        """
+        given = cls() if given is None else given
+        if not isinstance(given, cls):
+            raise TypeError(
+                f"args: {type(given).__module__}.{type(given).__name__} is not "
+                "zerojax.TrainingArguments, which takes the same arguments"
+            )
+        return given
+
     def _settle(self) -> None:
         """Fills in what follows from other arguments."""
         metric = self.metric_for_best_model or "loss"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,13 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
+
+    def improve(self, metrics: Mapping[str, float], args: TrainingArguments) -> None:
+        """Takes note of an evaluation, if it is the best."""
+        value, best = metrics.get(args.metric_for_best_model, math.nan), self.best_metric
+        better = operator.gt if args.greater_is_better else operator.lt
+        if not math.isnan(value) and (best is None or better(value, best)):
+            self.best_metric, self.best_global_step = value, self.global_step
 
 
 @dataclass
@@ -106,12 +115,27 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts evaluations since the best one, from the history, which checkpoints have."""
         name, sign = args.metric_for_best_model, 1 if args.greater_is_better else -1
+        if any(key.startswith("eval_") for key in kwargs["metrics"]):
+            check_metric(name, kwargs["metrics"])
         values = [sign * log[name] for log in state.log_history if name in log]
         best, waited = -float("inf"), 0
         for value in values:
             waited = 0 if value > best + self._threshold else waited + 1
             best = value if not waited else best
         control.should_training_stop |= waited >= self._patience
+
+
+def check_metric(name: str, metrics: Mapping[str, Any]) -> None:
+    """Whether evaluations give the metric that decides.
+
+    Raises:
+      ValueError: They do not.
+    """
+    if name not in metrics:
+        raise ValueError(
+            f'metric_for_best_model is "{name}", and an evaluation gives {", ".join(metrics)}: '
+            "name one of these, or return it from compute_metrics"
+        )
 
 
 class Callbacks:

@@ -100,29 +100,40 @@ class Reader:
       collator: Makes a batch of rows; :func:`stacked` by default.
       mesh: The devices.
       numbers_only: Whether columns that are not numbers are left out of rows.
+      check: Raises for a batch that the model has no numbers for.
     """
 
     def __init__(
-        self, dataset: Dataset, collator: Collator | None, mesh: Mesh, numbers_only: bool = True
+        self,
+        dataset: Dataset,
+        collator: Collator | None,
+        mesh: Mesh,
+        numbers_only: bool = True,
+        check: Callable[[Batch], object] = len,
     ) -> None:
         self.dataset, self._collator = dataset, collator or stacked
-        self._mesh, self._numbers_only = mesh, numbers_only
+        self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The process's own rows of a batch, as arrays."""
         blocks = BatchRows(self._mesh).blocks
         if len(indices) % blocks:  # the last ones of an evaluation: every process reads them all
             whole = NamedSharding(self._mesh, PartitionSpec())
-            rows = self._read(indices)
+            rows = self._checked(indices)
             return {
                 k: jax.make_array_from_callback(x.shape, whole, x.__getitem__)
                 for k, x in rows.items()
             }
-        return self._read(indices[process_rows(len(indices), self._mesh)])
+        return self._checked(indices[process_rows(len(indices), self._mesh)])
 
     def sample(self) -> Batch:
         """A batch of the first row, the same in every process."""
         return self._read([0])
+
+    def _checked(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        batch = self._read(indices)
+        self._check(batch)
+        return batch
 
     def _read(self, indices: Sequence[int] | np.ndarray) -> Batch:
         places = [int(i) for i in indices]

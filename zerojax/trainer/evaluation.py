@@ -12,6 +12,8 @@ import numpy as np
 
 from zerojax.api import Zero
 from zerojax.monitor.writers import MetricsWriter, open_writers
+from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.callbacks import check_metric
 from zerojax.trainer.data import Reader
 from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import Model
@@ -102,16 +104,30 @@ class Evaluator:
             raise
         return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
 
-    def try_metrics(self, state: Any, reader: Reader) -> None:
-        """Evaluates one batch, so that a ``compute_metrics`` that raises does so before any step.
+    def try_metrics(self, state: Any, reader: Reader, keep: bool, args: TrainingArguments) -> None:
+        """Evaluates one batch, so that what is wrong with the metrics is said before any step.
 
         A metric may be undefined for so few rows, so that the whole dataset decides.
+
+        Args:
+          state, reader, keep: As for :meth:`run`.
+          args: The run, with the metric that evaluations must give.
+
+        Raises:
+          ValueError: They do not give it, or there are no labels for ``compute_metrics``.
         """
         limit = min(self._rows, len(reader.dataset))
         try:
-            self.run(state, reader, "eval", True, limit)
+            output = self.run(state, reader, "eval", keep, limit)
         except Exception:
-            self.run(state, reader, "eval", True)
+            output = self.run(state, reader, "eval", keep)
+        if keep and output.label_ids is None:
+            raise ValueError(
+                f"compute_metrics needs labels, and no field of eval_dataset is named "
+                f"{' or '.join(self._labels)}: say what they are called in label_names"
+            )
+        if args.load_best_model_at_end:
+            check_metric(args.metric_for_best_model, output.metrics)
 
     def _kept(self, forward: Forward, batch: Mapping[str, Any]) -> dict[str, Any]:
         predictions: Any = forward.predictions

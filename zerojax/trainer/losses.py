@@ -103,7 +103,7 @@ def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ())
     if needs or not fields:
         raise TypeError(
             f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
-            f"{', '.join(batch)}: name the fields alike, or pass "
+            f"{', '.join(batch)} (without columns of text): name the fields alike, or pass "
             "Trainer(loss=lambda model, batch: ...)"
         )
     if isinstance(model, nn.Module):
@@ -125,12 +125,16 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The mean cross-entropy of each next token, in nats; 0 of them for labels of -100.
 
     The model gives logits [B, T, V], from ``input_ids`` [B, T] or the fields that its ``__call__``
-    names. ``labels`` [B, T] are ``input_ids`` by default, and are moved here, as in transformers.
+    names. ``labels`` [B, T] are moved here, as in transformers; by default they are the
+    ``input_ids`` where ``attention_mask`` is not 0.
     """
     inputs = batch["input_ids"]
     tokens = {**batch, "tokens": inputs} if "tokens" not in batch else batch
     logits = call(model, tokens, without=("labels",))
-    labels = batch.get("labels", inputs)[:, 1:]
+    if (labels := batch.get("labels")) is None:
+        mask = batch.get("attention_mask")
+        labels = inputs if mask is None else jnp.where(mask == 0, IGNORED, inputs)
+    labels = labels[:, 1:]
     counts = labels != IGNORED
     losses = cross_entropy(logits[:, :-1], jnp.where(counts, labels, 0))
     return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}

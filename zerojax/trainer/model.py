@@ -27,6 +27,9 @@ class Model(Protocol):
     def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         """A function that makes the state, and its arguments, for ``zero.init``."""
 
+    def forward(self, batch: Any) -> Forward:
+        """What the loss gives of a batch, with shapes in place of arrays."""
+
     def train_step(self, zero: Zero) -> Any:
         """The step, decorated."""
 
@@ -121,6 +124,13 @@ class Linen:
 
         return create, (jax.random.key(self._seed),)
 
+    def forward(self, batch: Any) -> Forward:
+        def forward(keys: Any, batch: Any) -> Any:
+            return forward_of(nn.init_with_output(self._loss, self._module)(keys, batch)[0])
+
+        keys = dict.fromkeys(("params", "dropout"), jax.random.key(0))
+        return jax.eval_shape(forward, keys, batch)
+
     def train_step(self, zero: Zero) -> Any:
         @zero
         def train_step(state: Any, batch: Any, key: jax.Array) -> Any:
@@ -172,6 +182,12 @@ class Nnx:
             return (lambda arrays: both(nnx.merge(graph, arrays))), (arrays,)
         return (lambda: both(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
+    def forward(self, batch: Any) -> Forward:
+        create, arrays = self.create(optax.identity(), batch)
+        return jax.eval_shape(
+            lambda arrays, batch: forward_of(self._loss(create(*arrays)[0], batch)), arrays, batch
+        )
+
     def train_step(self, zero: Zero) -> Any:
         @zero
         def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Any:
@@ -209,9 +225,10 @@ def _mean(given: Any) -> jax.Array:
     mean = forward_of(given).mean
     if mean is None:
         raise ValueError(
-            "the model gives no loss: let its __call__ take `labels` and return {'loss': ...}, or "
-            "pass Trainer(loss=zerojax.trainer.causal_lm_loss), classification_loss or your own "
-            "(model, batch) -> loss"
+            "no loss: the model gave none of this batch, or an array in place of a scalar. Give "
+            "the rows `labels`, and let the model's __call__ take them and return {'loss': ...}, "
+            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), classification_loss or your "
+            "own: (model, batch) to a scalar, or to (values, weights) of rows or tokens"
         )
     return mean
 

@@ -1,6 +1,9 @@
 """Arguments of Hugging Face's that change nothing here, and those that zerojax refuses."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from zerojax.config.errors import closest, hint
 
 _SCRIPT = "scripts read it, Trainer does not"
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
@@ -80,3 +83,29 @@ RENAMED = {
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
 }
 """Present names by old ones."""
+
+OF_TRAINER: dict[str, str] = {
+    **dict.fromkeys(
+        ("tokenizer", "processing_class", "feature_extractor", "image_processor"),
+        "pad in data_collator, and save the tokenizer beside save_model()",
+    ),
+    "optimizers": "optimizer= takes an optax transformation, with its schedule inside",
+    "optimizer_cls_and_kwargs": "optimizer= takes an optax transformation",
+    "model_init": "model= takes a module, or a function of rngs that makes an NNX module",
+    "compute_loss_func": "loss= takes a function (model, batch) -> loss",
+}
+"""What to do in place of Hugging Face's parameters of ``Trainer``."""
+
+
+def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses parameters that ``Trainer`` does not have.
+
+    Raises:
+      TypeError: One was given, other than None for one of Hugging Face's.
+    """
+    for name, value in given.items():
+        if name in OF_TRAINER and value is None:
+            continue
+        why = OF_TRAINER.get(name) or hint(name, closest(name, [*known]), "take it out")
+        what = "not supported" if name in OF_TRAINER else "unknown argument"
+        raise TypeError(f"Trainer: {name}: {what}; {why}")

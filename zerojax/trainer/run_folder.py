@@ -167,7 +167,7 @@ def _fields(config: Any) -> dict[str, Any] | None:
     if not dataclasses.is_dataclass(config):
         return None
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {k: v for k, v in values.items() if isinstance(v, int | float | str)}
+    return {k: v for k, v in values.items() if isinstance(v, int | float | str | tuple)}
 
 
 def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:

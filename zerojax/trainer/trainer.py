@@ -5,8 +5,7 @@ To change more than the arguments do, copy this file.
 
 from __future__ import annotations
 
-import math
-import operator
+import inspect
 import os
 import pathlib
 import time
@@ -28,9 +27,11 @@ from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState, due
 from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
+from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
+from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
@@ -104,14 +105,15 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         optimizer: optax.GradientTransformation | None = None,
         mesh: Mesh | None = None,
+        **others: Any,
     ) -> None:
-        self.args = args = TrainingArguments() if args is None else args
-        if not isinstance(args, TrainingArguments):
-            raise TypeError(f"args: {type(args).__name__} is not zerojax.TrainingArguments")
+        refuse(others, inspect.signature(Trainer).parameters)
+        self.args = args = TrainingArguments.of(args)
         self.callbacks = Callbacks(callbacks, args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator, self._params = data_collator, params
         self._model = model_of(model, loss, args.seed, args.gradient_checkpointing)
+        self._limits = Limits(model, loss, self._model.forward)
         world = batch_devices(all_devices() if mesh is None else mesh)
         self.epochs = data.Epochs.of(train_dataset, args, world)
         if eval_dataset is not None:
@@ -160,8 +162,9 @@ class Trainer:
             there, self.control = folder.checkpoints.all_steps(), control
             self._saved = start if start in there else None
             self.callbacks("on_train_begin", state, control)
-            if self._keeps_predictions() and args.eval_strategy != "no":
-                self._evaluator.try_metrics(self.train_state, self._reader(self.eval_dataset))
+            if args.eval_strategy != "no":
+                rows, keep = self._reader(self.eval_dataset), self._keeps_predictions()
+                self._evaluator.try_metrics(self.train_state, rows, keep, args)
             if args.eval_on_start and not start:
                 self.evaluate()
             bar = TrainingProgress(epochs.steps, start, self.zero.mesh, not args.disable_tqdm)
@@ -220,15 +223,12 @@ class Trainer:
         self, eval_dataset: data.Dataset | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The loss and the metrics of all rows; rows that fill the last batch up do not count."""
-        reader = self._reader(self.eval_dataset if eval_dataset is None else eval_dataset)
-        run, state, args = self._evaluator.run, self.state, self.args
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        reader, run, state = self._reader(dataset, "eval_dataset"), self._evaluator.run, self.state
         metrics = run(self._ready(), reader, metric_key_prefix, self._keeps_predictions()).metrics
         self._log(metrics)
         self._evaluator.write(metrics, state.global_step * self.epochs.batch)
-        value, best = metrics.get(args.metric_for_best_model, math.nan), state.best_metric
-        better = operator.gt if args.greater_is_better else operator.lt
-        if not math.isnan(value) and (best is None or better(value, best)):
-            state.best_metric, state.best_global_step = value, state.global_step
+        state.improve(metrics, self.args)
         self.callbacks("on_evaluate", state, self.control, metrics=metrics)
         return metrics
 
@@ -242,13 +242,13 @@ class Trainer:
         return output
 
     def save_model(
-        self, output_dir: str | os.PathLike[str] | None = None, names: Any = None
+        self, output_dir: str | os.PathLike[str] | None = None, **options: Any
     ) -> pathlib.Path:
         """Writes the parameters as safetensors; needs the extra ``export``.
 
         Args:
           output_dir: A new or empty folder; ``model`` in the run's by default.
-          names: What the tensors are called, as for :func:`zerojax.checkpoint.export`.
+          **options: ``names``, ``config`` and others of :func:`zerojax.checkpoint.export`.
         """
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
         with self._folder() as folder:
@@ -257,14 +257,14 @@ class Trainer:
                 self._saved = self.state.global_step
             folder.checkpoints.wait()
             source = folder.checkpoints.directory
-            write = partial(export, source, out, step=self._saved, names=names)
+            write = partial(export, source, out, step=self._saved, **options)
             first("save_model", lambda: str(write().tensors), LONGEST)
         return out
 
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
         data.check(name, dataset)
-        numbers = self.args.remove_unused_columns
-        return data.Reader(dataset, self._collator, self.zero.mesh, numbers)
+        numbers, check = self.args.remove_unused_columns, self._limits.check
+        return data.Reader(dataset, self._collator, self.zero.mesh, numbers, check)
 
     def _created(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset

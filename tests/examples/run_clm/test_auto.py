@@ -19,6 +19,7 @@ from examples.run_clm.job import DEFAULT_CONFIG, Job
 def job(config: Path, **options: Any) -> Job:
     defaults: dict[str, Any] = dict.fromkeys(Job.__dataclass_fields__)
     given = {"config": config, "model": "tiny", "block_size": 16, "scan": True, "remat": True}
+    given |= {"steps": 300}
     return Job(**defaults | {"dropout": 0.0} | given | options)
 
 

@@ -11,10 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.checkpoint.naming import Renamed
 from zerojax.models.bart_config import BLENDERBOT, BartConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import module_names
+from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names, Tensor
+from zerojax.weights.saver import CONFIG_FILE, config_text
 
 # Copies of one table, which older files have beside it.
 TIED = {
@@ -102,3 +105,16 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "is_encoder_decoder": True,
     }
+
+
+def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
+    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.bart:export_names`.
+
+    The checkpoint was saved with `extra={"model": {...}}`, as `Trainer` does: the fields of the
+    `BartConfig`.
+
+    Raises:
+      ValueError: `extra` has no such fields.
+    """
+    config = saved_config(extra, BartConfig)
+    return Renamed(names(config), {CONFIG_FILE: config_text(config_to_hf(config))})

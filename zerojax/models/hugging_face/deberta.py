@@ -11,10 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.checkpoint.naming import Renamed
 from zerojax.models.deberta_config import DebertaConfig
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import module_names
+from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names
+from zerojax.weights.saver import CONFIG_FILE, config_text
 
 # What zerojax.models.deberta computes; transformers has the first value of each as its default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -89,3 +92,16 @@ def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
         "id2label": {str(i): f"LABEL_{i}" for i in range(config.num_labels)},
         "label2id": {f"LABEL_{i}": i for i in range(config.num_labels)},
     }
+
+
+def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
+    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.deberta:export_names`.
+
+    The checkpoint was saved with `extra={"model": {...}}`, as `Trainer` does: the fields of the
+    `DebertaConfig`.
+
+    Raises:
+      ValueError: `extra` has no such fields.
+    """
+    config = saved_config(extra, DebertaConfig)
+    return Renamed(names(config), {CONFIG_FILE: config_text(config_to_hf(config))})

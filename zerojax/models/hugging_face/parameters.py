@@ -1,5 +1,6 @@
 """What the parameters of a flax model are to be like: shapes, places and dtypes."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,19 @@ def nested(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         name.replace(".", "/"): jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in shapes.items()
     }
+
+
+def saved_config(extra: Any, config: type) -> Any:
+    """The config that a checkpoint was saved with, a dataclass of that type.
+
+    Raises:
+      ValueError: There is none, or some fields are missing or wrong.
+    """
+    fields = dataclasses.fields(config)
+    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    about = fields_of(extra, required, config.__name__)
+    given = {f.name: about[f.name] for f in fields if f.name in about}
+    return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def fields_of(extra: Any, needed: list[str], config: str) -> Mapping[str, Any]:

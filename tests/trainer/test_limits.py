@@ -1,0 +1,73 @@
+"""Labels, tokens and padding that a model has no numbers for."""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from trainer.jobs import CONFIG, Classifier
+
+from zerojax.models.gpt import GPT
+from zerojax.trainer.limits import Limits
+from zerojax.trainer.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
+from zerojax.trainer.model import model_of
+
+X = np.zeros((3, 8), np.float32)
+TOKENS = np.zeros((2, 4), np.int32)
+
+
+class Dense(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+def limits(model: Any, loss: Any) -> Limits:
+    return Limits(model, loss, model_of(model, loss, 0, False).forward)
+
+
+@pytest.mark.parametrize("model", [Classifier(), Dense, Dense(rngs=nnx.Rngs(0))])
+def test_labels_are_of_the_models_classes(model: Any) -> None:
+    check = limits(model, classification_loss).check
+    check({"x": X, "labels": np.array([0, 3, IGNORED])})
+    check({"x": X})
+    for wrong in (4, -1):
+        with pytest.raises(ValueError, match=rf"labels have {wrong}, and .* has 4: number them"):
+            check({"x": X, "labels": np.array([0, wrong, 1])})
+    with pytest.raises(TypeError, match="labels are float64, and classification_loss wants whole"):
+        check({"x": X, "labels": np.zeros(3)})
+
+
+def test_tokens_are_of_the_vocabulary() -> None:
+    for loss in (causal_lm_loss, model_loss):
+        with pytest.raises(ValueError, match="input_ids have 64, and the vocabulary of GPT has 64"):
+            limits(GPT(CONFIG), loss).check({"input_ids": TOKENS + 64})
+    with pytest.raises(ValueError, match="labels have 64"):
+        limits(GPT(CONFIG), causal_lm_loss).check({"input_ids": TOKENS, "labels": TOKENS + 64})
+
+
+def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCaptureFixture) -> None:
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
+    check = limits(GPT(CONFIG), causal_lm_loss).check
+    check({"input_ids": TOKENS, "attention_mask": mask})
+    with pytest.raises(ValueError, match="pad on the right"):
+        check({"input_ids": TOKENS, "attention_mask": mask[:, ::-1]})
+    check = limits(Classifier(), classification_loss).check
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check({"x": X[:2], "attention_mask": mask})
+    assert caplog.text.count("padding counts as tokens do") == 1
+
+
+def test_padding_does_not_count_as_labels() -> None:
+    class Uniform(nnx.Module):
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return jax.numpy.zeros((*tokens.shape, 8))
+
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
+    _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
+    np.testing.assert_array_equal(weights, mask[:, 1:])

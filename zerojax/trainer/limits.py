@@ -1,0 +1,104 @@
+"""What a batch may hold for a model: an index out of range has no number in XLA, only silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from flax import nnx
+
+from zerojax.distributed import log
+from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
+
+TOKENS = ("input_ids", "decoder_input_ids")
+
+
+class Limits:
+    """The classes and the vocabulary of a model, which every batch is held against on the host.
+
+    PyTorch raises where a label or a token is beyond them; XLA takes another element, or none.
+
+    Args:
+      model: The user's; its config's ``vocab_size`` bounds the tokens.
+      loss: Labels are checked where it is one of :mod:`zerojax.trainer.losses`.
+      forward: The shapes of what the loss gives of a batch.
+    """
+
+    def __init__(self, model: Any, loss: Any, forward: Callable[[Any], Forward]) -> None:
+        self._loss, self._forward = loss, forward
+        self._ready = loss in (classification_loss, causal_lm_loss)
+        self._vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        self._name, self._masks = _takes_mask(model)
+        self._classes: int | None = None
+        self._told = False
+
+    def check(self, batch: Mapping[str, np.ndarray]) -> None:
+        """Refuses a batch that the model has no numbers for.
+
+        Raises:
+          TypeError: Labels of classes are no whole numbers.
+          ValueError: A label or a token is out of range, or padding is where the model sees it.
+        """
+        if isinstance(self._vocabulary, int):
+            for name in TOKENS:
+                self._within(batch, name, self._vocabulary, f"the vocabulary of {self._name}")
+        if not self._ready:
+            return
+        labels = batch.get("labels")
+        if labels is not None:
+            if labels.dtype.kind not in "iub":
+                raise TypeError(
+                    f"labels are {labels.dtype}, and {self._loss.__name__} wants whole numbers: "
+                    "convert them, or pass Trainer(loss=...) for another loss"
+                )
+            if self._classes is None:
+                logits = next(iter(self._forward(batch).predictions.values()))
+                self._classes = logits.shape[-1]
+            self._within(batch, "labels", self._classes, f"the last axis of {self._name}'s logits")
+        if "attention_mask" in batch and not self._masks:
+            self._unmasked(batch["attention_mask"])
+
+    def _within(self, batch: Mapping[str, Any], name: str, size: int, of: str) -> None:
+        values = batch.get(name)
+        if values is None or not values.size or values.dtype.kind not in "iub":
+            return
+        wrong = (values < 0) | (values >= size)
+        if name == "labels":
+            wrong &= values != IGNORED
+        if wrong.any():
+            spare = f" ({IGNORED} is a label that does not count)" * (name == "labels")
+            raise ValueError(
+                f"{name} have {values[wrong][0]}, and {of} has {size}: number them from 0, or give "
+                f"the model more{spare}"
+            )
+
+    def _unmasked(self, mask: np.ndarray) -> None:
+        """Padding of a model that takes no mask; a causal one does not see what comes last."""
+        if self._loss is causal_lm_loss and mask.ndim == 2:
+            if (np.diff(mask.astype(np.int8), axis=1) > 0).any():
+                raise ValueError(
+                    f"attention_mask: a row has padding before its tokens, and {self._name} takes "
+                    'no mask: pad on the right (tokenizer.padding_side = "right")'
+                )
+        elif not self._told and not mask.all():
+            self._told = True
+            log.warning(
+                "the batch has an attention_mask, and %s.__call__ takes none: padding counts as "
+                "tokens do", self._name,
+            )  # fmt: skip
+
+
+def _takes_mask(model: Any) -> tuple[str, bool]:
+    """The name of the model's class, and whether it takes an ``attention_mask``.
+
+    A function that makes a model is not asked: it may take one.
+    """
+    kind = model if isinstance(model, type) else type(model)
+    if not issubclass(kind, nn.Module | nnx.Module):
+        return kind.__name__, True
+    parameters = inspect.signature(kind.__call__).parameters
+    keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return kind.__name__, keywords or "attention_mask" in parameters

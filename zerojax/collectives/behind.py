@@ -1,0 +1,247 @@
+"""What a loop reduces one iteration behind: the gradients of its layers.
+
+A loop over layers makes each layer's gradients at the end of an iteration, and a reduce-scatter
+there would be waited for. So each device carries its own part of every sum into the next iteration,
+and the parts are reduced while that one computes. One layer of gradients more is held; and one more
+is reduced, since the first iteration has nothing to reduce yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives import propagate
+from zerojax.collectives.ahead import LEAST
+from zerojax.collectives.gathering import Gatherer
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
+from zerojax.trace.elementwise import LABELS
+from zerojax.xla import jaxprs
+
+_SAME_SHAPE = LABELS | {"convert_element_type", "neg"}
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A gradient that is not summed over the devices yet.
+
+    Attributes:
+      value: [devices, *shape], each device's part on itself, with the dimension that the shard axis
+        is to cut in front of the others. A copy in that order costs nothing, a later one does.
+      product: What makes them.
+      links: Equations of one operand that give the gradient from the sum.
+    """
+
+    value: jax.Array
+    product: Product
+    links: tuple[Any, ...] = ()
+
+    def then(self, eqn: Any) -> Parts:
+        return Parts(self.value, self.product, (*self.links, eqn))
+
+
+class Product(NamedTuple):
+    """A product over the rows of a batch, whose result is a gradient.
+
+    Attributes:
+      eqn: The dot_general.
+      rows: The dimension of rows of either operand.
+      spec: Of the sum's shard.
+    """
+
+    eqn: Any
+    rows: tuple[int, int]
+    spec: Spec
+
+    def at(self, axis: str) -> int:
+        """The dimension that the axis cuts."""
+        return layout.dimensions(self.spec, axis)[0]
+
+    def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
+        """Of the parts."""
+        shape, at = list(self.eqn.outvars[0].aval.shape), self.at(gatherer.axis)
+        return gatherer.mesh.size, shape.pop(at), *shape
+
+    def parts(self, values: Sequence[jax.Array], gatherer: Gatherer) -> Parts:
+        """Each device's product of its own rows."""
+        n = gatherer.mesh.size
+        (contracted, _), numbers = jaxprs.param(self.eqn, "dimension_numbers"), []
+        apart = []
+        for x, at, dims in zip(values, self.rows, contracted, strict=True):
+            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
+            on = tuple(gatherer.axis if d == at else None for d in range(x.ndim))
+            apart.append(gatherer.constrain(x, on))
+            numbers.append(tuple(d + (d >= at) for d in dims))
+        product = lax.dot_general(
+            *apart,
+            (tuple(numbers), tuple((at,) for at in self.rows)),
+            precision=jaxprs.param(self.eqn, "precision"),
+            preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
+        )
+        return Parts(pinned(jnp.moveaxis(product, 1 + self.at(gatherer.axis), 1), gatherer), self)
+
+
+def pinned(parts: jax.Array, gatherer: Gatherer) -> jax.Array:
+    """Parts [devices, ...], each on its device."""
+    return gatherer.constrain(parts, (gatherer.axis, *(None,) * (parts.ndim - 1)))
+
+
+def total(parts: Parts, gatherer: Gatherer) -> jax.Array:
+    """The gradient, as its shard."""
+    at, axis = parts.product.at(gatherer.axis), gatherer.axis
+    whole = lax.reduce(parts.value, jnp.zeros((), parts.value.dtype), lax.add, (0,))
+    whole = gatherer.constrain(whole, (None,) * whole.ndim)
+    shard = gatherer.constrain(whole, (axis, *(None,) * (whole.ndim - 1)))
+    x = gatherer.constrain(jnp.moveaxis(shard, 0, at), parts.product.spec)
+    for eqn in parts.links:
+        (x,) = jaxprs.bind(eqn, [x])
+    return x
+
+
+def links(eqn: Any) -> bool:
+    """Whether an equation moves the elements of one operand, or rounds them."""
+    return eqn.primitive.name in _SAME_SHAPE or eqn.primitive.name in propagate.BACKWARD
+
+
+class Behind:
+    """The stacks of gradients that a loop makes, some of them one iteration behind.
+
+    Args:
+      eqn: The scan.
+      want: For each stack that it makes, the spec of an entry's shard; None for no gradient.
+      gatherer: Reduces gradients.
+      rows: In a batch; None where nothing is to be reduced behind.
+    """
+
+    def __init__(
+        self, eqn: Any, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
+    ) -> None:
+        self._gatherer, self._length = gatherer, jaxprs.param(eqn, "length")
+        self._reverse = jaxprs.param(eqn, "reverse")
+        self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
+        self._found: dict[int, Product] = {}  # by position of the stack
+        self._made: dict[int, Parts] = {}  # those that were made so, for their links
+        alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
+        if rows is None or not alone or self._length < LEAST:
+            return
+        body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+        results = body.outvars[len(body.outvars) - len(want) :]
+        search = _Search(gatherer, rows)
+        for i, (v, spec) in enumerate(zip(results, want, strict=True)):
+            if spec is None or is_small(v.aval.shape, spec, gatherer.axis):
+                continue
+            if (found := search.product(body, v, spec)) is not None:
+                self._found[i] = found
+
+    @property
+    def products(self) -> dict[Any, Product]:
+        """By variable, what makes the parts."""
+        return {each.eqn.outvars[0]: each for each in self._found.values()}
+
+    def order(self) -> tuple[jax.Array, jax.Array] | None:
+        """int [length] each, for each iteration the one that came before it, its own for the first,
+        and its own. None where nothing is reduced behind."""
+        own, step = jnp.arange(self._length), 1 if self._reverse else -1
+        return (jnp.clip(own + step, 0, self._length - 1), own) if self._found else None
+
+    def first(self) -> list[tuple[jax.Array, jax.Array]]:
+        """What the first iteration is given: parts that are zero, and empty stacks of shards."""
+        found = []
+        for i, product in self._found.items():
+            aval = self._stacks[i].aval
+            shape, dtype = product.shape(self._gatherer), product.eqn.outvars[0].aval.dtype
+            found.append(
+                (pinned(jnp.zeros(shape, dtype), self._gatherer), jnp.zeros(aval.shape, aval.dtype))
+            )
+        return found
+
+    def passed(
+        self,
+        given: Sequence[tuple[jax.Array, jax.Array]],
+        outs: Sequence[Any],
+        order: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
+        """What an iteration passes on; and its results ``outs``, of which the stacks' come last,
+        without what is behind."""
+        passed, left, first = [], list(outs), len(outs) - len(self._stacks)
+        for (i, _), (parts, stack) in zip(self._found.items(), given, strict=True):
+            assert order is not None
+            y, left[first + i] = left[first + i], None
+            if isinstance(y, Parts):
+                self._made[i] = y
+                passed.append((y.value, self._put(stack, self._reduced(i, parts), order[0])))
+            else:
+                passed.append((parts, self._put(stack, y, order[1])))
+        return passed, [total(x, self._gatherer) if isinstance(x, Parts) else x for x in left]
+
+    def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
+        """The stacks, by position, once the last iteration's parts are reduced."""
+        last = 0 if self._reverse else self._length - 1
+        return {
+            i: self._put(stack, self._reduced(i, parts), last) if i in self._made else stack
+            for i, (parts, stack) in zip(self._found, given, strict=True)
+        }
+
+    def _reduced(self, i: int, parts: jax.Array) -> jax.Array:
+        return total(replace(self._made[i], value=parts), self._gatherer)
+
+    @staticmethod
+    def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, entry, at, 0)
+
+
+class _Search:
+    """The search for what makes a gradient."""
+
+    def __init__(self, gatherer: Gatherer, rows: int) -> None:
+        self._gatherer, self._rows = gatherer, rows
+        self._seen: dict[int, tuple[dict[Any, Any], Counter[Any]]] = {}
+
+    def product(self, jaxpr: Any, v: Any, spec: Spec | None) -> Product | None:
+        """The product that makes ``v``, perhaps in calls, and is used for nothing else; None where
+        none does, or where not every device could reduce a piece of its rows."""
+        producers, uses = self._of(jaxpr)
+        while spec is not None and uses[v] == 1 and (eqn := producers.get(v)) is not None:
+            if eqn.primitive in jaxprs.CALLS:
+                (inner,) = jaxprs.bodies(eqn)
+                return self.product(inner, inner.outvars[eqn.outvars.index(v)], spec)
+            if not links(eqn):
+                return self._checked(eqn, spec)
+            if eqn.primitive.name in propagate.BACKWARD:
+                spec = propagate.backward(eqn, spec, self._gatherer.mesh)
+            (v,) = eqn.invars
+        return None
+
+    def _of(self, jaxpr: Any) -> tuple[dict[Any, Any], Counter[Any]]:
+        """What makes each variable of an open jaxpr, and how often it is used."""
+        if id(jaxpr) not in self._seen:
+            used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+            made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+            self._seen[id(jaxpr)] = made, Counter(jaxprs.variables(used))
+        return self._seen[id(jaxpr)]
+
+    def _checked(self, eqn: Any, spec: Spec) -> Product | None:
+        if eqn.primitive is not prims.dot_general_p:
+            return None
+        (contracted, batched) = jaxprs.param(eqn, "dimension_numbers")
+        axis, n = self._gatherer.axis, self._gatherer.mesh.size
+        cut = layout.dimensions(spec, axis)
+        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
+        if any(batched) or any(placed):
+            return None
+        if len(cut) != 1 or spec[cut[0]] != axis or eqn.outvars[0].aval.shape[cut[0]] % n:
+            return None
+        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in zip(*contracted, strict=True)}
+        exact = [pair for pair, size in sizes.items() if size == self._rows]
+        several = [pair for pair, size in sizes.items() if size % self._rows == 0]
+        found = exact if exact else several if len(several) == 1 else []
+        return Product(eqn, found[0], spec) if found else None

@@ -21,6 +21,7 @@ from jax.extend.core import primitives as prims
 from zerojax.collectives import propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.shard import ReducedGradient
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
@@ -46,7 +47,8 @@ class Parts:
     links: tuple[Any, ...] = ()
 
     def then(self, eqn: Any) -> Parts:
-        return Parts(self.value, self.product, (*self.links, eqn))
+        """What the equation makes of the gradient."""
+        return replace(self, links=(*self.links, eqn))
 
 
 class Product(NamedTuple):
@@ -56,11 +58,13 @@ class Product(NamedTuple):
       eqn: The dot_general.
       rows: The dimension of rows of either operand.
       spec: Of the sum's shard.
+      links: The equations that give the loop's result from it.
     """
 
     eqn: Any
     rows: tuple[int, int]
     spec: Spec
+    links: tuple[Any, ...]
 
     def at(self, axis: str) -> int:
         """The dimension that the axis cuts."""
@@ -128,8 +132,9 @@ class Behind:
         self._gatherer, self._length = gatherer, jaxprs.param(eqn, "length")
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
+        self._want = want
         self._found: dict[int, Product] = {}  # by position of the stack
-        self._made: dict[int, Parts] = {}  # those that were made so, for their links
+        self._made: set[int] = set()  # those that were made so
         alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
             return
@@ -164,39 +169,45 @@ class Behind:
             )
         return found
 
+    def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
+        """The gradients of the iteration before."""
+        return [
+            ReducedGradient(total(Parts(parts, p, p.links), self._gatherer), self._want[i])
+            for (i, p), (parts, _) in zip(self._found.items(), given, strict=True)
+        ]
+
     def passed(
         self,
         given: Sequence[tuple[jax.Array, jax.Array]],
+        reduced: Sequence[ReducedGradient],
         outs: Sequence[Any],
         order: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
         """What an iteration passes on; and its results ``outs``, of which the stacks' come last,
         without what is behind."""
         passed, left, first = [], list(outs), len(outs) - len(self._stacks)
-        for (i, _), (parts, stack) in zip(self._found.items(), given, strict=True):
+        for i, (parts, stack), before in zip(self._found, given, reduced, strict=True):
             assert order is not None
             y, left[first + i] = left[first + i], None
             if isinstance(y, Parts):
-                self._made[i] = y
-                passed.append((y.value, self._put(stack, self._reduced(i, parts), order[0])))
+                self._made.add(i)
+                passed.append((y.value, _put(stack, before.value, order[0])))
             else:
-                passed.append((parts, self._put(stack, y, order[1])))
+                passed.append((parts, _put(stack, y, order[1])))
         return passed, [total(x, self._gatherer) if isinstance(x, Parts) else x for x in left]
 
     def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
         """The stacks, by position, once the last iteration's parts are reduced."""
         last = 0 if self._reverse else self._length - 1
+        reduced = self.reduced(given)
         return {
-            i: self._put(stack, self._reduced(i, parts), last) if i in self._made else stack
-            for i, (parts, stack) in zip(self._found, given, strict=True)
+            i: _put(stack, x.value, last) if i in self._made else stack
+            for i, (_, stack), x in zip(self._found, given, reduced, strict=True)
         }
 
-    def _reduced(self, i: int, parts: jax.Array) -> jax.Array:
-        return total(replace(self._made[i], value=parts), self._gatherer)
 
-    @staticmethod
-    def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(stack, entry, at, 0)
+def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, entry, at, 0)
 
 
 class _Search:
@@ -206,16 +217,19 @@ class _Search:
         self._gatherer, self._rows = gatherer, rows
         self._seen: dict[int, tuple[dict[Any, Any], Counter[Any]]] = {}
 
-    def product(self, jaxpr: Any, v: Any, spec: Spec | None) -> Product | None:
+    def product(
+        self, jaxpr: Any, v: Any, spec: Spec | None, after: tuple[Any, ...] = ()
+    ) -> Product | None:
         """The product that makes ``v``, perhaps in calls, and is used for nothing else; None where
         none does, or where not every device could reduce a piece of its rows."""
         producers, uses = self._of(jaxpr)
         while spec is not None and uses[v] == 1 and (eqn := producers.get(v)) is not None:
             if eqn.primitive in jaxprs.CALLS:
                 (inner,) = jaxprs.bodies(eqn)
-                return self.product(inner, inner.outvars[eqn.outvars.index(v)], spec)
+                return self.product(inner, inner.outvars[eqn.outvars.index(v)], spec, after)
             if not links(eqn):
-                return self._checked(eqn, spec)
+                return self._checked(eqn, spec, after)
+            after = (eqn, *after)
             if eqn.primitive.name in propagate.BACKWARD:
                 spec = propagate.backward(eqn, spec, self._gatherer.mesh)
             (v,) = eqn.invars
@@ -229,7 +243,7 @@ class _Search:
             self._seen[id(jaxpr)] = made, Counter(jaxprs.variables(used))
         return self._seen[id(jaxpr)]
 
-    def _checked(self, eqn: Any, spec: Spec) -> Product | None:
+    def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> Product | None:
         if eqn.primitive is not prims.dot_general_p:
             return None
         (contracted, batched) = jaxprs.param(eqn, "dimension_numbers")
@@ -244,4 +258,4 @@ class _Search:
         exact = [pair for pair, size in sizes.items() if size == self._rows]
         several = [pair for pair, size in sizes.items() if size % self._rows == 0]
         found = exact if exact else several if len(several) == 1 else []
-        return Product(eqn, found[0], spec) if found else None
+        return Product(eqn, found[0], spec, after) if found else None

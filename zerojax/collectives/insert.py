@@ -364,14 +364,16 @@ class Inserter(Gatherer):
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, parts), (index, before, rest, rounded) = state, at
-            coming = ahead.read(index)
+            reduced = later.reduced(parts)
+            coming = ahead.read(index, reduced)
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
-            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
+            held = carry if reduced else ahead.hold(carry, coming)
+            now = dict(zip(kept, held, strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.products)
             outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            parts, outs = later.passed(parts, outs, before)
+            parts, outs = later.passed(parts, reduced, outs, before)
             ys = outs[m:]
             for i, spec in enumerate(want[n:]):
                 y = plain(ys[i])
@@ -399,11 +401,11 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
-        reduced = later.finished(parts)
+        finished = later.finished(parts)
 
         def stacked(i: int, y: Any) -> Any:
-            if i in reduced:
-                return reduced[i]
+            if i in finished:
+                return finished[i]
             if i not in gone:
                 return entries.stacked(i, y)
             spec = gone[i]

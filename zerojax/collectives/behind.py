@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 
-from zerojax.collectives import propagate
+from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import ReducedGradient
@@ -124,6 +124,11 @@ class Behind:
       want: For each stack that it makes, the spec of an entry's shard; None for no gradient.
       gatherer: Reduces gradients.
       rows: In a batch; None where nothing is to be reduced behind.
+
+    Attributes:
+      early: An iteration first reduces the gradients of the one before, and gathers then: their
+        parts are gone when the backward pass needs the most memory. Before Hopper XLA's scheduler,
+        which has no times for collectives there, would not hide the gather; so the gather is first.
     """
 
     def __init__(
@@ -133,6 +138,7 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want = want
+        self.early = _schedules_by_time(gatherer.mesh)
         self._found: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
         alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
@@ -169,6 +175,20 @@ class Behind:
             )
         return found
 
+    def hold(
+        self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """What an iteration is given, the smallest parts not before ``whole``: XLA reduces all of a
+        layer's together."""
+        if whole is None or not given:
+            return given
+        at = min(range(len(given)), key=lambda i: given[i][0].size)
+        (held,) = order.hold_largest([given[at][0]], whole)
+        return [
+            (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
+            for i, (parts, stack) in enumerate(given)
+        ]
+
     def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
         """The gradients of the iteration before."""
         return [
@@ -181,19 +201,19 @@ class Behind:
         given: Sequence[tuple[jax.Array, jax.Array]],
         reduced: Sequence[ReducedGradient],
         outs: Sequence[Any],
-        order: tuple[jax.Array, jax.Array] | None,
+        at: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
         """What an iteration passes on; and its results ``outs``, of which the stacks' come last,
         without what is behind."""
         passed, left, first = [], list(outs), len(outs) - len(self._stacks)
         for i, (parts, stack), before in zip(self._found, given, reduced, strict=True):
-            assert order is not None
+            assert at is not None
             y, left[first + i] = left[first + i], None
             if isinstance(y, Parts):
                 self._made.add(i)
-                passed.append((y.value, _put(stack, before.value, order[0])))
+                passed.append((y.value, _put(stack, before.value, at[0])))
             else:
-                passed.append((parts, _put(stack, y, order[1])))
+                passed.append((parts, _put(stack, y, at[1])))
         return passed, [total(x, self._gatherer) if isinstance(x, Parts) else x for x in left]
 
     def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
@@ -204,6 +224,14 @@ class Behind:
             i: _put(stack, x.value, last) if i in self._made else stack
             for i, (_, stack), x in zip(self._found, given, reduced, strict=True)
         }
+
+
+def _schedules_by_time(mesh: Any) -> bool:
+    """Whether XLA's scheduler knows how long a collective takes: on Hopper and later."""
+    devices = getattr(mesh, "devices", None)
+    capability = "" if devices is None else getattr(devices.flat[0], "compute_capability", "")
+    major = str(capability).partition(".")[0]
+    return not major.isdigit() or int(major) >= 9
 
 
 def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:

@@ -49,7 +49,7 @@ class Scope:
       adjacent: the gathers that an equation shares with those next to it; None where none does.
       summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
-      batch_rows: of the batch, where loops in here reduce gradients one iteration behind; else None.
+      batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
       products: by variable, the products in here that are not summed over the devices yet.
     """
 
@@ -70,9 +70,7 @@ class Scope:
 
     def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
         """That of a loop's iteration or a block, with products of its own."""
-        return Scope(
-            share=True, replace=self.replace, host=self.host, products=products or {}
-        )
+        return Scope(share=True, replace=self.replace, host=self.host, products=products or {})
 
     def replaces(self, eqn: Any) -> bool:
         return any(marks.holds(eqn, name) for name in self.replace)

@@ -100,7 +100,7 @@ class Inserter(Gatherer):
         """
         free = self.keep or self._apart or not self.overlap
         window = None if free else Window.of(self.mesh, self.axis)
-        late = self.overlap and not self._apart and host is None
+        late = self.overlap and not self.keep and not self._apart and host is None
         scope = Scope(
             share=self.share,
             replace=replace or {},
@@ -144,7 +144,9 @@ class Inserter(Gatherer):
                 if behind.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)
                     continue
-                values = [behind.total(v, self) if isinstance(v, behind.Parts) else v for v in values]
+                values = [
+                    behind.total(v, self) if isinstance(v, behind.Parts) else v for v in values
+                ]
             scope.adjacent = shared.get(id(eqn))
             with jaxprs.traced_where(eqn):
                 if (
@@ -364,8 +366,10 @@ class Inserter(Gatherer):
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, parts), (index, before, rest, rounded) = state, at
-            reduced = later.reduced(parts)
+            reduced = later.reduced(parts) if later.early else []
             coming = ahead.read(index, reduced)
+            if not later.early:
+                reduced = later.reduced(later.hold(parts, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             held = carry if reduced else ahead.hold(carry, coming)
             now = dict(zip(kept, held, strict=True))

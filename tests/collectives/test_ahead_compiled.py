@@ -1,5 +1,6 @@
-"""The schedule that XLA:GPU compiles: gathers and reduce-scatters run beside a layer's products, and
-are not waited for. Without ``overlap_comm`` they are, so that the tests see when XLA stops to overlap."""
+"""The schedule that XLA:GPU compiles: gathers and reduce-scatters run beside a layer's products,
+and are not waited for. Without ``overlap_comm`` they are, so that the tests see when XLA stops to
+overlap."""
 
 import functools
 from typing import Any, NamedTuple

@@ -13,7 +13,6 @@ from jaxprs import equations
 import zerojax
 from zerojax.collectives import Inserter, Shard, behind
 from zerojax.collectives.ahead import LEAST
-from zerojax.plan import rule
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -22,11 +21,6 @@ MESH = zerojax.mesh()
 N, ROWS, TOKENS = 16, 16, 4
 SPEC = (None, "data", None)
 X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind, "is_small", lambda *_: False)
 
 
 def weights(layers: int = LEAST) -> np.ndarray:
@@ -105,8 +99,3 @@ def test_the_backward_loop_carries_parts(name: str) -> None:
 def test_not_in_short_loops_nor_without_rows() -> None:
     assert not any(parts(inserted(CASES["once"]), LEAST - 1))
     assert not any(parts(inserted(CASES["once"], rows=None)))
-
-
-def test_small_ones_are_reduced_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind, "is_small", rule.is_small)
-    assert not any(parts(inserted(CASES["once"])))

@@ -66,7 +66,7 @@ class Ahead:
         gathered before the gradients ``done``, of which one has to be alike for that."""
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
         shards = [self._entry(self._xs[i], index) for i in self._dtypes]
-        shards = order.hold_smallest(shards, done, self._gatherer.constrain)
+        shards = order.hold_alike(shards, done, self._gatherer.constrain)
         gathered = map(self._gathered, shards, self._dtypes.values())
         return [*fetched, *gathered]
 

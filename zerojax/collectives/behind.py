@@ -24,7 +24,6 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.rule import is_small
 from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
@@ -52,23 +51,23 @@ class Parts:
 
 
 class Product(NamedTuple):
-    """A product over the rows of a batch, whose result is a gradient.
+    """A product or a sum over the rows of a batch, whose result is a gradient.
 
     Attributes:
-      eqn: The dot_general.
-      rows: The dimension of rows of either operand.
-      spec: Of the sum's shard.
+      eqn: The dot_general, or the reduce_sum.
+      rows: The dimension of rows of each operand.
+      spec: Of the sum's shard; it may lie whole.
       links: The equations that give the loop's result from it.
     """
 
     eqn: Any
-    rows: tuple[int, int]
+    rows: tuple[int, ...]
     spec: Spec
     links: tuple[Any, ...]
 
     def at(self, axis: str) -> int:
-        """The dimension that the axis cuts."""
-        return layout.dimensions(self.spec, axis)[0]
+        """The dimension that the axis cuts, else the first."""
+        return next(iter(layout.dimensions(self.spec, axis)), 0)
 
     def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
         """Of the parts."""
@@ -77,21 +76,32 @@ class Product(NamedTuple):
 
     def parts(self, values: Sequence[jax.Array], gatherer: Gatherer) -> Parts:
         """Each device's product of its own rows."""
-        n = gatherer.mesh.size
-        (contracted, _), numbers = jaxprs.param(self.eqn, "dimension_numbers"), []
-        apart = []
-        for x, at, dims in zip(values, self.rows, contracted, strict=True):
+        n, apart = gatherer.mesh.size, []
+        for x, at in zip(values, self.rows, strict=True):
             x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
             on = tuple(gatherer.axis if d == at else None for d in range(x.ndim))
             apart.append(gatherer.constrain(x, on))
-            numbers.append(tuple(d + (d >= at) for d in dims))
-        product = lax.dot_general(
+        made = self._summed(*apart) if len(apart) == 1 else self._multiplied(*apart)
+        return Parts(pinned(jnp.moveaxis(made, 1 + self.at(gatherer.axis), 1), gatherer), self)
+
+    def _multiplied(self, *apart: jax.Array) -> jax.Array:
+        contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
+        numbers = [
+            tuple(d + (d >= at) for d in dims)
+            for at, dims in zip(self.rows, contracted, strict=True)
+        ]
+        return lax.dot_general(
             *apart,
-            (tuple(numbers), tuple((at,) for at in self.rows)),
+            ((numbers[0], numbers[1]), ((self.rows[0],), (self.rows[1],))),
             precision=jaxprs.param(self.eqn, "precision"),
             preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
         )
-        return Parts(pinned(jnp.moveaxis(product, 1 + self.at(gatherer.axis), 1), gatherer), self)
+
+    def _summed(self, x: jax.Array) -> jax.Array:
+        (at,) = self.rows
+        dims = tuple(d + (d >= at) for d in jaxprs.param(self.eqn, "axes"))
+        made = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dims)
+        return jnp.moveaxis(made, at - sum(d < at for d in dims), 0)
 
 
 def pinned(parts: jax.Array, gatherer: Gatherer) -> jax.Array:
@@ -103,8 +113,9 @@ def total(parts: Parts, gatherer: Gatherer) -> jax.Array:
     """The gradient, as its shard."""
     at, axis = parts.product.at(gatherer.axis), gatherer.axis
     whole = lax.reduce(parts.value, jnp.zeros((), parts.value.dtype), lax.add, (0,))
-    whole = gatherer.constrain(whole, (None,) * whole.ndim)
-    shard = gatherer.constrain(whole, (axis, *(None,) * (whole.ndim - 1)))
+    shard = gatherer.constrain(whole, (None,) * whole.ndim)
+    if any(parts.product.spec):
+        shard = gatherer.constrain(shard, (axis, *(None,) * (whole.ndim - 1)))
     x = gatherer.constrain(jnp.moveaxis(shard, 0, at), parts.product.spec)
     for eqn in parts.links:
         (x,) = jaxprs.bind(eqn, [x])
@@ -148,10 +159,11 @@ class Behind:
         results = body.outvars[len(body.outvars) - len(want) :]
         search = _Search(gatherer, rows)
         for i, (v, spec) in enumerate(zip(results, want, strict=True)):
-            if spec is None or is_small(v.aval.shape, spec, gatherer.axis):
-                continue
-            if (found := search.product(body, v, spec)) is not None:
+            found = None if spec is None else search.product(body, v, spec)
+            if found is not None:
                 self._found[i] = found
+        if not any(p.eqn.primitive is prims.dot_general_p for p in self._found.values()):
+            self._found = {}  # vectors alone are not worth a loop
 
     @property
     def products(self) -> dict[Any, Product]:
@@ -178,11 +190,12 @@ class Behind:
     def hold(
         self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """What an iteration is given, the smallest parts not before ``whole``: XLA reduces all of a
-        layer's together."""
-        if whole is None or not given:
+        """What an iteration is given, the smallest matrix's parts not before ``whole``: XLA reduces
+        all of a layer's together."""
+        matrices = [i for i, (parts, _) in enumerate(given) if parts.ndim > 2]
+        if whole is None or not matrices:
             return given
-        at = min(range(len(given)), key=lambda i: given[i][0].size)
+        at = min(matrices, key=lambda i: given[i][0].size)
         (held,) = order.hold_largest([given[at][0]], whole)
         return [
             (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
@@ -272,17 +285,25 @@ class _Search:
         return self._seen[id(jaxpr)]
 
     def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> Product | None:
-        if eqn.primitive is not prims.dot_general_p:
+        """The product that an equation is, if rows can be told and each device can keep a piece."""
+        if eqn.primitive is prims.dot_general_p:
+            contracted, batched = jaxprs.param(eqn, "dimension_numbers")
+            pairs = [] if any(batched) else [*zip(*contracted, strict=True)]
+        elif eqn.primitive is prims.reduce_sum_p:
+            pairs = [(d,) for d in jaxprs.param(eqn, "axes")]
+        else:
             return None
-        (contracted, batched) = jaxprs.param(eqn, "dimension_numbers")
-        axis, n = self._gatherer.axis, self._gatherer.mesh.size
-        cut = layout.dimensions(spec, axis)
-        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
-        if any(batched) or any(placed):
+        shape, n = eqn.outvars[0].aval.shape, self._gatherer.mesh.size
+        cut = layout.dimensions(spec, self._gatherer.axis)
+        if any(getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())) or not shape:
             return None
-        if len(cut) != 1 or spec[cut[0]] != axis or eqn.outvars[0].aval.shape[cut[0]] % n:
+        if any(spec[d] != self._gatherer.axis or shape[d] % n for d in cut) or len(cut) > 1:
             return None
-        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in zip(*contracted, strict=True)}
+        # Vectors that are whole, and matrices that are not. Measured: with the others behind as well,
+        # XLA gathers sooner, and waits for the reduce-scatter before.
+        if bool(cut) != (len(shape) > 1):
+            return None
+        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in pairs}
         exact = [pair for pair, size in sizes.items() if size == self._rows]
         several = [pair for pair, size in sizes.items() if size % self._rows == 0]
         found = exact if exact else several if len(several) == 1 else []

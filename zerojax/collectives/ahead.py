@@ -18,7 +18,7 @@ from jax import lax
 from zerojax.collectives import order, residuals
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.host import entry, on_host
-from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
+from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uses import Uses
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
@@ -61,13 +61,10 @@ class Ahead:
         step = -1 if self._reverse else 1
         return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
 
-    def read(self, index: Any, done: Sequence[ReducedGradient] = ()) -> list[jax.Array]:
-        """The entries at ``index``, on the device or whole, of the stacks that are read ahead; not
-        gathered before the gradients ``done``, of which one has to be alike for that."""
+    def read(self, index: Any) -> list[jax.Array]:
+        """The entries at ``index``, on the device or whole, of the stacks that are read ahead."""
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
-        shards = [self._entry(self._xs[i], index) for i in self._dtypes]
-        shards = order.hold_alike(shards, done, self._gatherer.constrain)
-        gathered = map(self._gathered, shards, self._dtypes.values())
+        gathered = (self._gathered(self._xs[i], d, index) for i, d in self._dtypes.items())
         return [*fetched, *gathered]
 
     def _fetched(self, x: Any, index: Any) -> jax.Array:
@@ -75,12 +72,10 @@ class Ahead:
         spec = None if isinstance(x, HostStack) else x.spec[1:]
         return value if spec is None else self._gatherer.constrain(value, spec)
 
-    def _entry(self, x: Shard, index: Any) -> Shard:
+    def _gathered(self, x: Shard, dtype: jnp.dtype, index: Any) -> jax.Array:
         shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
-        return Shard(self._gatherer.constrain(shard, x.spec[1:]), x.spec[1:])
-
-    def _gathered(self, shard: Shard, dtype: jnp.dtype) -> jax.Array:
-        return self._gatherer.whole(shard.value.astype(dtype), shard.spec)
+        shard = self._gatherer.constrain(shard, x.spec[1:])
+        return self._gatherer.whole(shard.astype(dtype), x.spec[1:])
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""

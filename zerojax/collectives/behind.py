@@ -81,17 +81,19 @@ class Product(NamedTuple):
             x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
             on = tuple(gatherer.axis if d == at else None for d in range(x.ndim))
             apart.append(gatherer.constrain(x, on))
-        made = self._summed(*apart) if len(apart) == 1 else self._multiplied(*apart)
+        made = self._summed(*apart) if len(apart) == 1 else self._multiplied(apart)
         return Parts(pinned(jnp.moveaxis(made, 1 + self.at(gatherer.axis), 1), gatherer), self)
 
-    def _multiplied(self, *apart: jax.Array) -> jax.Array:
+    def _multiplied(self, apart: Sequence[jax.Array]) -> jax.Array:
         contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
         numbers = [
             tuple(d + (d >= at) for d in dims)
             for at, dims in zip(self.rows, contracted, strict=True)
         ]
+        one, other = apart
         return lax.dot_general(
-            *apart,
+            one,
+            other,
             ((numbers[0], numbers[1]), ((self.rows[0],), (self.rows[1],))),
             precision=jaxprs.param(self.eqn, "precision"),
             preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
@@ -135,11 +137,6 @@ class Behind:
       want: For each stack that it makes, the spec of an entry's shard; None for no gradient.
       gatherer: Reduces gradients.
       rows: In a batch; None where nothing is to be reduced behind.
-
-    Attributes:
-      early: An iteration first reduces the gradients of the one before, and gathers then: their
-        parts are gone when the backward pass needs the most memory. Before Hopper XLA's scheduler,
-        which has no times for collectives there, would not hide the gather; so the gather is first.
     """
 
     def __init__(
@@ -149,7 +146,6 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want = want
-        self.early = _schedules_by_time(gatherer.mesh)
         self._found: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
         alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
@@ -205,7 +201,7 @@ class Behind:
     def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
         """The gradients of the iteration before."""
         return [
-            ReducedGradient(total(Parts(parts, p, p.links), self._gatherer), self._want[i])
+            ReducedGradient(total(Parts(parts, p, p.links), self._gatherer), self._want[i] or ())
             for (i, p), (parts, _) in zip(self._found.items(), given, strict=True)
         ]
 
@@ -237,14 +233,6 @@ class Behind:
             i: _put(stack, x.value, last) if i in self._made else stack
             for i, (_, stack), x in zip(self._found, given, reduced, strict=True)
         }
-
-
-def _schedules_by_time(mesh: Any) -> bool:
-    """Whether XLA's scheduler knows how long a collective takes: on Hopper and later."""
-    devices = getattr(mesh, "devices", None)
-    capability = "" if devices is None else getattr(devices.flat[0], "compute_capability", "")
-    major = str(capability).partition(".")[0]
-    return not major.isdigit() or int(major) >= 9
 
 
 def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
@@ -299,8 +287,7 @@ class _Search:
             return None
         if any(spec[d] != self._gatherer.axis or shape[d] % n for d in cut) or len(cut) > 1:
             return None
-        # Vectors that are whole, and matrices that are not. Measured: with the others behind as well,
-        # XLA gathers sooner, and waits for the reduce-scatter before.
+        # Vectors that are whole, and matrices that are not: the rest is little, or rare.
         if bool(cut) != (len(shape) > 1):
             return None
         sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in pairs}

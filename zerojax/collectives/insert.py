@@ -366,13 +366,10 @@ class Inserter(Gatherer):
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, parts), (index, before, rest, rounded) = state, at
-            reduced = later.reduced(parts) if later.early else []
-            coming = ahead.read(index, reduced)
-            if not later.early:
-                reduced = later.reduced(later.hold(parts, ahead.last(coming)))
+            coming = ahead.read(index)
+            reduced = later.reduced(later.hold(parts, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
-            held = carry if reduced else ahead.hold(carry, coming)
-            now = dict(zip(kept, held, strict=True))
+            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.products)
             outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)

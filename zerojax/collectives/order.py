@@ -47,19 +47,6 @@ def hold_until(
     ]
 
 
-def hold_alike(
-    shards: Sequence[Shard], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
-) -> list[Shard]:
-    """``shards``, of which one waits for a gradient of its own shape and spec: of those that have
-    one the largest."""
-    pairs = [(i, g) for i, v in enumerate(shards) for g in done if _alike(v, g)]
-    if not pairs:
-        return list(shards)
-    at, gradient = max(pairs, key=lambda pair: pair[1].value.size)
-    wait = impossible(gradient.value)
-    return [_held(v, wait, constrain) if i == at else v for i, v in enumerate(shards)]
-
-
 def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
     """``values``, the largest floating array among them not before ``done``, which is whole."""
     sizes = [v.size if _is_float(v) else 0 for v in values]

@@ -108,10 +108,10 @@ def test_the_same_test_fails_without(kind: str) -> None:
     assert any(span.products == 0 for span in of_kind(kind, "a100", overlap=False))
 
 
-def test_it_costs_a_layer_of_memory_and_of_traffic() -> None:
+def test_it_costs_layers_of_memory_and_of_traffic() -> None:
     ahead, before = compiled("h100"), compiled("h100", overlap=False)
     more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]
-    assert more[0] - more[1] < 2.1 * LAYER
+    assert more[0] - more[1] < 3.1 * LAYER  # parameters of the next one, gradients of the last
     sent = [
         sum(each.times * each.payload_bytes for each in collectives(program.as_text()))
         for program in (ahead, before)

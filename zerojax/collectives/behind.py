@@ -51,23 +51,23 @@ class Parts:
 
 
 class Product(NamedTuple):
-    """A product or a sum over the rows of a batch, whose result is a gradient.
+    """A product over the rows of a batch, whose result is a gradient.
 
     Attributes:
-      eqn: The dot_general, or the reduce_sum.
-      rows: The dimension of rows of each operand.
-      spec: Of the sum's shard; it may lie whole.
+      eqn: The dot_general.
+      rows: The dimension of rows of either operand.
+      spec: Of the sum's shard.
       links: The equations that give the loop's result from it.
     """
 
     eqn: Any
-    rows: tuple[int, ...]
+    rows: tuple[int, int]
     spec: Spec
     links: tuple[Any, ...]
 
     def at(self, axis: str) -> int:
-        """The dimension that the axis cuts, else the first."""
-        return next(iter(layout.dimensions(self.spec, axis)), 0)
+        """The dimension that the axis cuts."""
+        return layout.dimensions(self.spec, axis)[0]
 
     def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
         """Of the parts."""
@@ -81,7 +81,7 @@ class Product(NamedTuple):
             x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
             on = tuple(gatherer.axis if d == at else None for d in range(x.ndim))
             apart.append(gatherer.constrain(x, on))
-        made = self._summed(*apart) if len(apart) == 1 else self._multiplied(apart)
+        made = self._multiplied(apart)
         return Parts(pinned(jnp.moveaxis(made, 1 + self.at(gatherer.axis), 1), gatherer), self)
 
     def _multiplied(self, apart: Sequence[jax.Array]) -> jax.Array:
@@ -99,12 +99,6 @@ class Product(NamedTuple):
             preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
         )
 
-    def _summed(self, x: jax.Array) -> jax.Array:
-        (at,) = self.rows
-        dims = tuple(d + (d >= at) for d in jaxprs.param(self.eqn, "axes"))
-        made = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dims)
-        return jnp.moveaxis(made, at - sum(d < at for d in dims), 0)
-
 
 def pinned(parts: jax.Array, gatherer: Gatherer) -> jax.Array:
     """Parts [devices, ...], each on its device."""
@@ -115,9 +109,8 @@ def total(parts: Parts, gatherer: Gatherer) -> jax.Array:
     """The gradient, as its shard."""
     at, axis = parts.product.at(gatherer.axis), gatherer.axis
     whole = lax.reduce(parts.value, jnp.zeros((), parts.value.dtype), lax.add, (0,))
-    shard = gatherer.constrain(whole, (None,) * whole.ndim)
-    if any(parts.product.spec):
-        shard = gatherer.constrain(shard, (axis, *(None,) * (whole.ndim - 1)))
+    whole = gatherer.constrain(whole, (None,) * whole.ndim)
+    shard = gatherer.constrain(whole, (axis, *(None,) * (whole.ndim - 1)))
     x = gatherer.constrain(jnp.moveaxis(shard, 0, at), parts.product.spec)
     for eqn in parts.links:
         (x,) = jaxprs.bind(eqn, [x])
@@ -158,8 +151,6 @@ class Behind:
             found = None if spec is None else search.product(body, v, spec)
             if found is not None:
                 self._found[i] = found
-        if not any(p.eqn.primitive is prims.dot_general_p for p in self._found.values()):
-            self._found = {}  # vectors alone are not worth a loop
 
     @property
     def products(self) -> dict[Any, Product]:
@@ -186,12 +177,11 @@ class Behind:
     def hold(
         self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """What an iteration is given, the smallest matrix's parts not before ``whole``: XLA reduces
-        all of a layer's together."""
-        matrices = [i for i, (parts, _) in enumerate(given) if parts.ndim > 2]
-        if whole is None or not matrices:
+        """What an iteration is given, the smallest parts not before ``whole``: XLA reduces all of a
+        layer's together."""
+        if whole is None or not given:
             return given
-        at = min(matrices, key=lambda i: given[i][0].size)
+        at = min(range(len(given)), key=lambda i: given[i][0].size)
         (held,) = order.hold_largest([given[at][0]], whole)
         return [
             (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
@@ -274,23 +264,18 @@ class _Search:
 
     def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> Product | None:
         """The product that an equation is, if rows can be told and each device can keep a piece."""
-        if eqn.primitive is prims.dot_general_p:
-            contracted, batched = jaxprs.param(eqn, "dimension_numbers")
-            pairs = [] if any(batched) else [*zip(*contracted, strict=True)]
-        elif eqn.primitive is prims.reduce_sum_p:
-            pairs = [(d,) for d in jaxprs.param(eqn, "axes")]
-        else:
+        if eqn.primitive is not prims.dot_general_p:
             return None
+        contracted, batched = jaxprs.param(eqn, "dimension_numbers")
         shape, n = eqn.outvars[0].aval.shape, self._gatherer.mesh.size
         cut = layout.dimensions(spec, self._gatherer.axis)
-        if any(getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())) or not shape:
+        # Under automatic axes the sharding of a product names nothing.
+        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
+        if any(batched) or any(placed) or len(cut) != 1:
             return None
-        if any(spec[d] != self._gatherer.axis or shape[d] % n for d in cut) or len(cut) > 1:
+        if spec[cut[0]] != self._gatherer.axis or shape[cut[0]] % n:
             return None
-        # Vectors that are whole, and matrices that are not: the rest is little, or rare.
-        if bool(cut) != (len(shape) > 1):
-            return None
-        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in pairs}
+        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in zip(*contracted, strict=True)}
         exact = [pair for pair, size in sizes.items() if size == self._rows]
         several = [pair for pair, size in sizes.items() if size % self._rows == 0]
         found = exact if exact else several if len(several) == 1 else []

@@ -91,7 +91,10 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "name": (lambda x: checkpoint_name(x, "mark"), "name"),
     "sharding_constraint": (constrained, "sharding"),
     "reshard": (resharded, "dst_sharding"),
-    "dot_general": (lambda x: x @ x.T, "dimension_numbers out_sharding"),
+    "dot_general": (
+        lambda x: x @ x.T,
+        "dimension_numbers out_sharding precision preferred_element_type",
+    ),
     "ragged_dot_general": (
         lambda x: lax.ragged_dot(x, x[None, 0, :, None], jnp.array([len(x)])),
         "ragged_dot_dimension_numbers",

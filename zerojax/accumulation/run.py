@@ -189,6 +189,7 @@ class MicroBatches:
         split, run, k = self.split, self._inserter, self._k
         within = run if self.lanes is None else run.on_lanes(self.lanes.axes)
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
+        size = args[rows[0]].shape[1]
         first: list[Any] = []
         if split.first.outvars:
             whole = list(args)
@@ -211,7 +212,7 @@ class MicroBatches:
             def part(slices: Sequence[Any]) -> list[Any]:
                 for i, x in zip(rows, slices, strict=True):
                     given[i] = x
-                return within(split.micro, [*given, *first], replace, want)
+                return within(split.micro, [*given, *first], replace, want, rows=size)
 
             outs = part(slices) if self.lanes is None else self.lanes.run(part, slices)
             crossing, others = outs[:n], outs[n:]

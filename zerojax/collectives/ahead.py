@@ -107,9 +107,14 @@ class Ahead:
         """The carried values of an iteration, whose cotangents wait for what was read ahead where a
         rematerialised block runs again. XLA hides the gather behind the block's forward pass then;
         otherwise it would come after all reduce-scatters, with nothing left to hide it."""
+        last = self.last(coming) if self._holds else None
+        return carry if last is None else order.hold_largest(carry, last)
+
+    def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
+        """The last array gathered of what was read ahead, if it lies whole on every device."""
         axis, gathered = self._gatherer.axis, self._whole(coming)
         whole = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
-        return order.hold_largest(carry, whole[-1]) if self._holds and whole else carry
+        return whole[-1] if whole else None
 
     def _is_shard(self, x: Any) -> bool:
         """Whether it is a parameter on the devices, of which nothing is gathered yet."""

@@ -49,6 +49,8 @@ class Scope:
       adjacent: the gathers that an equation shares with those next to it; None where none does.
       summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
+      batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
+      products: by variable, the products in here that are not summed over the devices yet.
     """
 
     share: bool
@@ -63,9 +65,12 @@ class Scope:
     adjacent: Wholes | None = None
     summed: set[Any] = field(default_factory=set)
     window: Window | None = None
+    batch_rows: int | None = None
+    products: Mapping[Any, Any] = field(default_factory=dict)
 
-    def inner(self) -> Scope:
-        return Scope(share=True, replace=self.replace, host=self.host)
+    def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
+        """That of a loop's iteration or a block, with products of its own."""
+        return Scope(share=True, replace=self.replace, host=self.host, products=products or {})
 
     def replaces(self, eqn: Any) -> bool:
         return any(marks.holds(eqn, name) for name in self.replace)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import (
     adjacent,
+    behind,
     gradients,
     lookups,
     loops,
@@ -90,15 +91,24 @@ class Inserter(Gatherer):
         replace: Replacements | None = None,
         want: Sequence[Spec | None] = (),
         host: Host | None = None,
+        rows: int | None = None,
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
 
         ``want`` has the specs of those results that are gradients, None for the others. ``host``
-        says how gradients leave for host memory; None where they stay.
+        says how gradients leave for host memory; None where they stay. ``rows`` are those of the
+        batch, where loops may reduce gradients one iteration behind.
         """
         free = self.keep or self._apart or not self.overlap
         window = None if free else Window.of(self.mesh, self.axis)
-        scope = Scope(share=self.share, replace=replace or {}, host=host, window=window)
+        late = self.overlap and not self.keep and not self._apart and host is None
+        scope = Scope(
+            share=self.share,
+            replace=replace or {},
+            host=host,
+            window=window,
+            batch_rows=rows if late else None,
+        )
         outs = [plain(o) for o in self._run(closed, args, scope, want)]
         if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
             self._unused = False
@@ -131,6 +141,13 @@ class Inserter(Gatherer):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
+            if any(isinstance(v, behind.Parts) for v in values):
+                if behind.links(eqn):
+                    env[eqn.outvars[0]] = values[0].then(eqn)
+                    continue
+                values = [
+                    behind.total(v, self) if isinstance(v, behind.Parts) else v for v in values
+                ]
             scope.adjacent = shared.get(id(eqn))
             with jaxprs.traced_where(eqn):
                 if (
@@ -169,6 +186,8 @@ class Inserter(Gatherer):
             values[0] = lax.optimization_barrier(values[0])
         if wanted.passes(eqn) and eqn.outvars[0] not in scope.summed:
             return jaxprs.bind(eqn, values)
+        if eqn.outvars and (product := scope.products.get(eqn.outvars[0])) is not None:
+            return [product.parts(values, self)]
         outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
         reduced = [
             ReducedGradient(o, wants[v])
@@ -250,9 +269,9 @@ class Inserter(Gatherer):
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
-        outs = self._run(inner, values, scope.inner(), want)
-        reduced = zip(outs, want, strict=True)
-        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in reduced if w is not None])
+        outs = self._run(inner, values, scope.inner(scope.products), want)
+        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, behind.Parts)]
+        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in made if w is not None])
         return outs
 
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
@@ -344,19 +363,24 @@ class Inserter(Gatherer):
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
         ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
+        later = behind.Behind(eqn, want[n:], self, scope.batch_rows)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
 
-        def body(state: tuple[Any, Any, Any], at: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-            (carry, totals, come), (index, rest, rounded) = state, at
+        def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
+            (carry, totals, come, parts), (index, before, rest, rounded) = state, at
             coming = ahead.read(index)
+            reduced = later.reduced(later.hold(parts, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
-            outs = self._run(jaxpr, (*consts, *carried, *sliced), scope.inner(), inside)
-            ys, added = outs[m : m + len(stacks)], outs[m + len(stacks) :]
+            within = scope.inner(later.products)
+            outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
+            outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
+            parts, outs = later.passed(parts, reduced, outs, before)
+            ys = outs[m:]
             for i, spec in enumerate(want[n:]):
                 y = plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(y, length):
@@ -369,13 +393,13 @@ class Inserter(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            return ([plain(o) for o in outs[:m]], totals, coming), ys
+            return ([plain(o) for o in outs[:m]], totals, coming, parts), ys
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _), ys = moved_stacks.scan(
+        (carry, totals, _, parts), ys = moved_stacks.scan(
             body,
-            (carry, zeros, ahead.first()),
-            (ahead.order(), ahead.rest(), entries.rounded),
+            (carry, zeros, ahead.first(), later.first()),
+            (ahead.order(), later.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
@@ -383,7 +407,11 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
+        finished = later.finished(parts)
+
         def stacked(i: int, y: Any) -> Any:
+            if i in finished:
+                return finished[i]
             if i not in gone:
                 return entries.stacked(i, y)
             spec = gone[i]

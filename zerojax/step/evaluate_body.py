@@ -91,7 +91,10 @@ def evaluate_body(
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     if k == 1:
-        outs = setting.inserter(closed, given, replace, want, host)
+        rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+        outs = setting.inserter(
+            closed, given, replace, want, host, rows.pop() if len(rows) == 1 else None
+        )
     else:
 
         def trace_used(batch: Any) -> tuple[Any, Any]:

@@ -42,8 +42,8 @@ def options(
     if platform not in GPUS:
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
-    # many devices has a price, whatever it moves: a third of a layer's gradients go together.
-    waiting = max(BUCKET, layer // 3) // mesh.devices.size
+    # many devices has a price, whatever it moves: a layer's gradients go together.
+    waiting = max(BUCKET, layer) // mesh.devices.size
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.

@@ -1,0 +1,99 @@
+"""A layer's gradients are reduced in the next iteration, and are the same numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import equations
+
+import zerojax
+from zerojax.collectives import Inserter, Shard
+from zerojax.collectives.ahead import LEAST
+from zerojax.xla import jaxprs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+MESH = zerojax.mesh()
+N, ROWS, TOKENS = 16, 16, 4
+SPEC = (None, "data", None)
+X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
+
+
+def weights(layers: int = LEAST) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(layers, N, N)) / 4
+
+
+def scanned(layer: Callable[[Any, Any], Any], *, reverse: bool = False) -> Callable[..., Any]:
+    block = jax.checkpoint(layer, prevent_cse=False)
+
+    def loss(ws: Any, x: Any) -> Any:
+        x, _ = lax.scan(lambda x, w: (block(x, w), None), x, ws, reverse=reverse)
+        return jnp.sum(x**2)
+
+    return loss
+
+
+def once(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def flat(x: Any, w: Any) -> Any:
+    """All tokens in one dimension."""
+    return jnp.tanh(x.reshape(-1, N) @ w).reshape(x.shape)
+
+
+def twice(x: Any, w: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ w) @ w.T)
+
+
+CASES = {
+    "once": scanned(once),
+    "in reverse": scanned(once, reverse=True),
+    "flat": scanned(flat),
+    "transposed": scanned(lambda x, w: jnp.tanh(x @ w.T)),
+    "in a call": scanned(lambda x, w: jnp.tanh(jax.jit(jnp.matmul)(x, w))),
+    "two uses": scanned(twice),
+}
+BEHIND = set(CASES) - {"two uses"}
+
+
+def inserted(loss: Callable[..., Any], rows: int | None = ROWS) -> Callable[..., Any]:
+    inserter = Inserter(MESH, "data", keep=False)
+
+    def run(ws: Any, x: Any) -> Any:
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
+        shard = Shard(inserter.constrain(ws, SPEC), SPEC)
+        return tuple(inserter(closed, [shard, x], want=(None, SPEC), rows=rows))
+
+    return run
+
+
+def parts(run: Callable[..., Any], layers: int = LEAST) -> list[bool]:
+    """For each loop, whether it carries each device's part of a gradient."""
+    jaxpr = jax.make_jaxpr(run)(weights(layers), X)
+    loops = [eqn for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    bodies = [(next(jaxprs.inner(loop)), jaxprs.scan_counts(loop).carry) for loop in loops]
+    return [any(v.aval.shape == (8, N, N) for v in b.outvars[:carry]) for b, carry in bodies]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_numbers(name: str) -> None:
+    with jax.enable_x64(True):
+        got = jax.jit(inserted(CASES[name]))(weights(), X)
+        want = jax.jit(jax.value_and_grad(CASES[name]))(weights(), X)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_backward_loop_carries_parts(name: str) -> None:
+    assert parts(inserted(CASES[name])) == [False, name in BEHIND]
+
+
+def test_not_in_short_loops_nor_without_rows() -> None:
+    assert not any(parts(inserted(CASES["once"]), LEAST - 1))
+    assert not any(parts(inserted(CASES["once"], rows=None)))

@@ -9,11 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core.scope import LazyRng
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 
 from zerojax.xla.jaxprs import inner, open_jaxpr
 
-_DRAWS = frozenset({"random_bits", "threefry2x32", "philox2x32", "philox4x32", "rng_bit_generator"})
+_DRAWS = frozenset(
+    {
+        "random_bits", "random_gamma", "threefry2x32", "philox2x32", "philox4x32",
+        "rng_bit_generator", "rng_uniform",
+    }
+)  # fmt: skip
 
 
 def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
@@ -100,17 +106,24 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(fn, nn.Module) or fn.scope is None:
         return fn
     mutable = fn.scope.mutable or []
+    # What asks for keys (has_rng) finds those of the module in its place.
+    rngs = {key: LazyRng.as_jax_rng(rng) for key, rng in fn.scope.rngs.items()}
     module, variables = fn.unbind()
+    read = {id(x) for x in jax.tree.leaves(variables)}
 
     def apply(*args: Any) -> Any:
         try:
-            out, changed = module.apply(variables, *args, mutable=mutable)
+            out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
                 f"tiled({name}): the module reads variables that are not its own, as one that was "
                 "given submodules made outside of it does; make these inside, or tile each"
             ) from error
-        if names := [key for key, tree in changed.items() if jax.tree.leaves(tree)]:
+        if names := [
+            key
+            for key, tree in changed.items()
+            if any(id(x) not in read for x in jax.tree.leaves(tree))
+        ]:
             raise ValueError(
                 f"tiled({name}): the module changes {', '.join(names)}, which pieces of a sequence "
                 "cannot do; call it without tiled"

@@ -53,7 +53,8 @@ def test_tokens_are_of_the_vocabulary() -> None:
 def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCaptureFixture) -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
     check = limits(GPT(CONFIG), causal_lm_loss).check
-    check({"input_ids": TOKENS, "attention_mask": mask})
+    for right in (mask, mask * [1, 1, 2, 2]):  # the second as packed sequences have it
+        check({"input_ids": TOKENS, "attention_mask": right})
     with pytest.raises(ValueError, match="pad on the right"):
         check({"input_ids": TOKENS, "attention_mask": mask[:, ::-1]})
     check = limits(Classifier(), classification_loss).check
@@ -71,3 +72,6 @@ def test_padding_does_not_count_as_labels() -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
     _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
     np.testing.assert_array_equal(weights, mask[:, 1:])
+    square = np.ones((2, 1, 4, 4))
+    with pytest.raises(ValueError, match="give the rows labels, -100 where none"):
+        causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": square})

@@ -78,7 +78,7 @@ class Limits:
     def _unmasked(self, mask: np.ndarray) -> None:
         """Padding of a model that takes no mask; a causal one does not see what comes last."""
         if self._loss is causal_lm_loss and mask.ndim == 2:
-            if (np.diff(mask.astype(np.int8), axis=1) > 0).any():
+            if (np.diff((mask != 0).astype(np.int8), axis=1) > 0).any():
                 raise ValueError(
                     f"attention_mask: a row has padding before its tokens, and {self._name} takes "
                     'no mask: pad on the right (tokenizer.padding_side = "right")'

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import LazyRng
-from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
 from zerojax.xla.jaxprs import inner, open_jaxpr
 
@@ -134,11 +134,19 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
-    traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+    try:
+        traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+    except TraceContextError as error:
+        raise ValueError(
+            f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
+            "such as the keys of dropout or running means, which pieces of a sequence cannot do; "
+            "call it without tiled"
+        ) from error
     if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
-            "draw the same ones; draw before or behind it, or call it without tiled"
+            "draw the same ones; draw before or behind it, or call it without tiled. A linen module "
+            "draws its parameters: give tiled the module, not a function that calls it"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(made):
         if x.ndim < 2 or x.shape[1] != size:

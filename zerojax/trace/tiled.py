@@ -145,8 +145,8 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
     if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
-            "draw the same ones; draw before or behind it, or call it without tiled. A linen module "
-            "draws its parameters: give tiled the module, not a function that calls it"
+            "draw the same ones; draw before or behind it, or call it without tiled. A linen "
+            "module draws its parameters: give tiled the module, not a function that calls it"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(made):
         if x.ndim < 2 or x.shape[1] != size:

@@ -94,8 +94,8 @@ class Limits:
 
 
 def _of_all(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of all processes, of which each reads its own rows: a model's ``per_device`` divides
-    those of all."""
+    """The batch of all processes, of which each reads its own rows: what ``per_device`` divides in a
+    model."""
     count = jax.process_count()
     return {
         name: jax.ShapeDtypeStruct((count * len(x), *x.shape[1:]), x.dtype)

@@ -94,11 +94,12 @@ class Limits:
 
 
 def _of_all(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of all processes, of which each reads its own rows: what ``per_device`` divides in a
-    model."""
+    """The shapes of all processes' rows, which ``per_device`` divides; each reads its own."""
     count = jax.process_count()
     return {
-        name: jax.ShapeDtypeStruct((count * len(x), *x.shape[1:]), x.dtype)
+        name: jax.ShapeDtypeStruct(
+            (count * len(x), *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        )
         for name, x in batch.items()
     }
 

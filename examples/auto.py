@@ -33,9 +33,10 @@ def filled(
     for key, (option, value) in (given or {}).items():
         known = value is None or "optimizer.type" not in there
         if not known and there.get(key) not in ("auto", value):
+            says = f"has {key} = {there[key]}" if key in there else f"has no {key}"
             raise ValueError(
-                f"--{option.replace('_', '-')} {value}, but {config} has {key} = "
-                f'{there.get(key)}: leave the option out, or write "auto" there'
+                f"--{option.replace('_', '-')} {value}, but {config} {says}: leave the option out, "
+                'or write "auto" there'
             )
     return {key: value for key, value in values.items() if there.get(key) == "auto"}
 

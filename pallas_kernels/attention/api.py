@@ -43,6 +43,9 @@ def attention(
     keys] matrix in memory. ``"mosaic_gpu"`` names its result, and what else the backward pass
     keeps, ``"attention"`` for ``jax.checkpoint``'s policies.
 
+    A query whose keys are all left out by ``mask`` has no softmax: its result is the mean of ``v``
+    by ``"xla"`` and 0 by ``"mosaic_gpu"``, so leave such queries out of a loss.
+
     Args:
       q: floats [batch, queries, heads, d].
       k, v: of the same dtype, [batch, keys, key heads, d]; ``heads`` is a multiple of

@@ -74,3 +74,9 @@ def test_a_dimension_cut_over_an_axis_of_the_users() -> None:
     for axis in ("data", "heads"):
         with pytest.raises(ValueError, match=f"cut names '{axis}', no axis of your own"):
             zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={axis: 2})
+    for at in (0, -1, True):
+        with pytest.raises(ValueError, match=r"cut has 'model': .*; count dimensions from"):
+            zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={"model": at})
+    mesh = zerojax.mesh(axes={"data": 2, "model": 2, "rows": 2})
+    with pytest.raises(ValueError, match="cut has dimension 2 twice"):
+        zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={"model": 2, "rows": 2})

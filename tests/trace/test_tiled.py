@@ -98,6 +98,20 @@ def others(features: int, name: str) -> nn.Module:
     return nn.Sequential([nn.Dense(features)], name=name)
 
 
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return zerojax.tiled(lambda x: nn.Dense(8)(x), chunks=2)(x)
+
+
+class DroppingWithAKey(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dropout(0.5, deterministic=not self.has_rng("dropout"))(x)
+
+
 class Dropping(nn.Module):
     features: int
 
@@ -124,8 +138,22 @@ def test_what_is_refused() -> None:
         Block(2, Counting).apply({}, X, mutable=["intermediates"])
     with pytest.raises(ValueError, match="reads variables that are not its own"):
         Block(2, others).apply(Block(None, others).init(jax.random.key(0), X), X)
-    with pytest.raises(Exception, match=r"needs PRNG for .dropout"):
-        Block(2, Dropping).apply({}, X, rngs={"dropout": jax.random.key(0)})
+    for drops in (Dropping, DroppingWithAKey):
+        with pytest.raises(ValueError, match="draws random numbers"):
+            Block(2, drops).apply({}, X, rngs={"dropout": jax.random.key(0)})
+    with pytest.raises(ValueError, match="draws random numbers"):
+        zerojax.tiled(lambda x: x * jax.random.gamma(jax.random.key(0), x), chunks=2)(X)
+    for module in (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match=r"changes an NNX module .Cannot mutate"):
+            zerojax.tiled(module, chunks=2)(X)
+    with pytest.raises(ValueError, match="draws its parameters: give tiled the module"):
+        Wrapped().init(jax.random.key(0), X)
+
+
+def test_a_module_that_leaves_its_variables_as_they_are() -> None:
+    params = Block().init(jax.random.key(0), X)
+    made, _ = Block(4).apply(params, X, mutable=True)
+    np.testing.assert_allclose(made, Block().apply(params, X), rtol=1e-6)
 
 
 class Wide(nn.Module):

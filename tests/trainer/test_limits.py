@@ -1,6 +1,7 @@
 """Labels, tokens and padding that a model has no numbers for."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 from trainer.jobs import CONFIG, Classifier
 
+import zerojax
 from zerojax.models.gpt import GPT
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
@@ -42,18 +44,34 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
         check({"x": X, "labels": np.zeros(3)})
 
 
+def test_a_model_that_divides_the_rows_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Divided(Dense):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return zerojax.zero(stage=0).per_device(self.dense)(x)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="labels have 4"):
+        limits(Divided, classification_loss).check({"x": X[[0] * 4], "labels": np.full(4, 4)})
+
+
 def test_tokens_are_of_the_vocabulary() -> None:
     for loss in (causal_lm_loss, model_loss):
         with pytest.raises(ValueError, match="input_ids have 64, and the vocabulary of GPT has 64"):
             limits(GPT(CONFIG), loss).check({"input_ids": TOKENS + 64})
     with pytest.raises(ValueError, match="labels have 64"):
         limits(GPT(CONFIG), causal_lm_loss).check({"input_ids": TOKENS, "labels": TOKENS + 64})
+    translator = SimpleNamespace(config=SimpleNamespace(vocab_size=64, decoder_vocab_size=80))
+    check = Limits(translator, model_loss, lambda batch: pytest.fail("not needed")).check
+    check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 64})
+    with pytest.raises(ValueError, match=r"decoder_input_ids have 80, and .* has 80"):
+        check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 80})
 
 
 def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCaptureFixture) -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
     check = limits(GPT(CONFIG), causal_lm_loss).check
-    check({"input_ids": TOKENS, "attention_mask": mask})
+    for right in (mask, mask * [1, 1, 2, 2]):  # the second as packed sequences have it
+        check({"input_ids": TOKENS, "attention_mask": right})
     with pytest.raises(ValueError, match="pad on the right"):
         check({"input_ids": TOKENS, "attention_mask": mask[:, ::-1]})
     check = limits(Classifier(), classification_loss).check
@@ -71,3 +89,6 @@ def test_padding_does_not_count_as_labels() -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
     _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
     np.testing.assert_array_equal(weights, mask[:, 1:])
+    square = np.ones((2, 1, 4, 4))
+    with pytest.raises(ValueError, match="give the rows labels, -100 where none"):
+        causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": square})

@@ -25,6 +25,16 @@ def per_device(
                 f"per_device({name}): cut names {axis!r}, no axis of your own on this mesh "
                 f"({', '.join(mesh.axis_names)}, of which {', '.join(axes)} cut the batch)"
             )
+    for axis, at in cut.items():
+        if isinstance(at, bool) or not isinstance(at, int) or at < 1:
+            raise ValueError(
+                f"per_device({name}): cut has {axis!r}: {at!r}; count dimensions from the first, "
+                "the batch's, which is 0: 1 or more"
+            )
+        if [*cut.values()].count(at) > 1:
+            raise ValueError(
+                f"per_device({name}): cut has dimension {at} twice; one axis cuts a dimension"
+            )
 
     @functools.wraps(function)
     def over_rows(*args: Any) -> Any:
@@ -41,7 +51,8 @@ def per_device(
                         raise ValueError(
                             f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
                             f"shape {x.shape}, whose dimension {at} does not divide among the "
-                            f"{mesh.shape[axis]} devices of axis {axis}"
+                            f"{mesh.shape[axis]} devices of axis {axis}: make it a multiple (heads "
+                            f"of keys are repeated), or leave {axis!r} out of `cut`"
                         )
         in_specs = tuple(
             PartitionSpec() if i in whole else jax.tree.map(spec, arg) for i, arg in enumerate(args)

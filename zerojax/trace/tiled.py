@@ -9,11 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
+from flax.core.scope import LazyRng
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
 from zerojax.xla.jaxprs import inner, open_jaxpr
 
-_DRAWS = frozenset({"random_bits", "threefry2x32", "philox2x32", "philox4x32", "rng_bit_generator"})
+_DRAWS = frozenset(
+    {
+        "random_bits", "random_gamma", "threefry2x32", "philox2x32", "philox4x32",
+        "rng_bit_generator", "rng_uniform",
+    }
+)  # fmt: skip
 
 
 def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
@@ -100,17 +106,24 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(fn, nn.Module) or fn.scope is None:
         return fn
     mutable = fn.scope.mutable or []
+    # What asks for keys (has_rng) finds those of the module in its place.
+    rngs = {key: LazyRng.as_jax_rng(rng) for key, rng in fn.scope.rngs.items()}
     module, variables = fn.unbind()
+    read = {id(x) for x in jax.tree.leaves(variables)}
 
     def apply(*args: Any) -> Any:
         try:
-            out, changed = module.apply(variables, *args, mutable=mutable)
+            out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
                 f"tiled({name}): the module reads variables that are not its own, as one that was "
                 "given submodules made outside of it does; make these inside, or tile each"
             ) from error
-        if names := [key for key, tree in changed.items() if jax.tree.leaves(tree)]:
+        if names := [
+            key
+            for key, tree in changed.items()
+            if any(id(x) not in read for x in jax.tree.leaves(tree))
+        ]:
             raise ValueError(
                 f"tiled({name}): the module changes {', '.join(names)}, which pieces of a sequence "
                 "cannot do; call it without tiled"
@@ -121,11 +134,19 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
-    traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+    try:
+        traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+    except TraceContextError as error:
+        raise ValueError(
+            f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
+            "such as the keys of dropout or running means, which pieces of a sequence cannot do; "
+            "call it without tiled"
+        ) from error
     if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
-            "draw the same ones; draw before or behind it, or call it without tiled"
+            "draw the same ones; draw before or behind it, or call it without tiled. A linen "
+            "module draws its parameters: give tiled the module, not a function that calls it"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(made):
         if x.ndim < 2 or x.shape[1] != size:

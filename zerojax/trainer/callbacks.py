@@ -115,7 +115,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts evaluations since the best one, from the history, which checkpoints have."""
         name, sign = args.metric_for_best_model, 1 if args.greater_is_better else -1
-        if any(key.startswith("eval_") for key in kwargs["metrics"]):
+        if "eval_runtime" in kwargs["metrics"]:  # not of another prefix, such as eval_other
             check_metric(name, kwargs["metrics"])
         values = [sign * log[name] for log in state.log_history if name in log]
         best, waited = -float("inf"), 0

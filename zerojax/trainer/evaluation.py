@@ -116,11 +116,15 @@ class Evaluator:
         Raises:
           ValueError: They do not give it, or there are no labels for ``compute_metrics``.
         """
-        limit = min(self._rows, len(reader.dataset))
         try:
-            output = self.run(state, reader, "eval", keep, limit)
+            self._try(state, reader, keep, args, min(self._rows, len(reader.dataset)))
         except Exception:
-            output = self.run(state, reader, "eval", keep)
+            self._try(state, reader, keep, args)
+
+    def _try(
+        self, state: Any, reader: Reader, keep: bool, args: TrainingArguments, limit: Any = None
+    ) -> None:
+        output = self.run(state, reader, "eval", keep, limit)
         if keep and output.label_ids is None:
             raise ValueError(
                 f"compute_metrics needs labels, and no field of eval_dataset is named "

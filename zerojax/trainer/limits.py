@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 from flax import nnx
 
 from zerojax.distributed import log
 from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
-
-TOKENS = ("input_ids", "decoder_input_ids")
 
 
 class Limits:
@@ -30,7 +29,10 @@ class Limits:
     def __init__(self, model: Any, loss: Any, forward: Callable[[Any], Forward]) -> None:
         self._loss, self._forward = loss, forward
         self._ready = loss in (classification_loss, causal_lm_loss)
-        self._vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        config = getattr(model, "config", None)
+        size = getattr(config, "vocab_size", None)
+        further = getattr(config, "decoder_vocab_size", None)  # of another language, say
+        self._vocabulary = {"input_ids": size, "decoder_input_ids": further or size}
         self._name, self._masks = _takes_mask(model)
         self._classes: int | None = None
         self._told = False
@@ -42,9 +44,9 @@ class Limits:
           TypeError: Labels of classes are no whole numbers.
           ValueError: A label or a token is out of range, or padding is where the model sees it.
         """
-        if isinstance(self._vocabulary, int):
-            for name in TOKENS:
-                self._within(batch, name, self._vocabulary, f"the vocabulary of {self._name}")
+        for name, size in self._vocabulary.items():
+            if isinstance(size, int):
+                self._within(batch, name, size, f"the vocabulary of {self._name}")
         if not self._ready:
             return
         labels = batch.get("labels")
@@ -55,7 +57,7 @@ class Limits:
                     "convert them, or pass Trainer(loss=...) for another loss"
                 )
             if self._classes is None:
-                logits = next(iter(self._forward(batch).predictions.values()))
+                logits = next(iter(self._forward(_of_all(batch)).predictions.values()))
                 self._classes = logits.shape[-1]
             self._within(batch, "labels", self._classes, f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
@@ -78,7 +80,7 @@ class Limits:
     def _unmasked(self, mask: np.ndarray) -> None:
         """Padding of a model that takes no mask; a causal one does not see what comes last."""
         if self._loss is causal_lm_loss and mask.ndim == 2:
-            if (np.diff(mask.astype(np.int8), axis=1) > 0).any():
+            if (np.diff((mask != 0).astype(np.int8), axis=1) > 0).any():
                 raise ValueError(
                     f"attention_mask: a row has padding before its tokens, and {self._name} takes "
                     'no mask: pad on the right (tokenizer.padding_side = "right")'
@@ -89,6 +91,17 @@ class Limits:
                 "the batch has an attention_mask, and %s.__call__ takes none: padding counts as "
                 "tokens do", self._name,
             )  # fmt: skip
+
+
+def _of_all(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of all processes' rows, which ``per_device`` divides; each reads its own."""
+    count = jax.process_count()
+    return {
+        name: jax.ShapeDtypeStruct(
+            (count * len(x), *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        for name, x in batch.items()
+    }
 
 
 def _takes_mask(model: Any) -> tuple[str, bool]:

@@ -133,6 +133,12 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     logits = call(model, tokens, without=("labels",))
     if (labels := batch.get("labels")) is None:
         mask = batch.get("attention_mask")
+        if mask is not None and mask.shape != inputs.shape:
+            raise ValueError(
+                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}, so that the "
+                f"mask does not say which tokens count: give the rows labels, {IGNORED} where none "
+                "does"
+            )
         labels = inputs if mask is None else jnp.where(mask == 0, IGNORED, inputs)
     labels = labels[:, 1:]
     counts = labels != IGNORED

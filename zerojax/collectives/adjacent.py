@@ -71,13 +71,19 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
       wants: See :func:`zerojax.collectives.wanted.trace_back`.
       mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
     """
+    candidates = [
+        (i, eqn)
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name == "add_any" and eqn.outvars[0] in wants
+    ]
+    if not candidates:
+        return Sums(set(), set())
     made = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     used = Counter(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars))
     used.update(jaxprs.variables(jaxpr.outvars))
     near, far = Sums(set(), set()), Sums(set(), set())
-    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        if eqn.primitive.name != "add_any" or (out := eqn.outvars[0]) not in wants:
-            continue
+    for i, eqn in reversed(candidates):
+        out = eqn.outvars[0]
         if layout.padded(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
         if out in near.added | far.added or (terms := _terms(eqn, made, used)) is None:

@@ -28,6 +28,8 @@ class Planned:
       forecast: The forecast of these settings.
       remedies: Choices that fit; None where none were looked for.
       stages: Forecasts of the same batch by stage and offload; empty without a picture.
+      gathered: What may stay gathered for an "auto", the fastest first, which is the choice; empty
+        where the config leaves nothing open, or nothing may stay.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Planned:
     forecast: Forecast
     remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
+    gathered: tuple[Trial, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -64,7 +67,8 @@ def to_json(planned: Planned) -> dict[str, Any]:
     """Every figure of the tables, for programs: bytes and seconds, of each device.
 
     `step` is null where not every program was compiled, `tokens_per_second` in it where the batch
-    has no tokens, and `remedies` where none were looked for.
+    has no tokens, and `remedies` where none were looked for. `weighed` has what an "auto" was
+    chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
@@ -92,6 +96,16 @@ def to_json(planned: Planned) -> dict[str, Any]:
             "elements": live.elements,
             "bytes": live.bytes,
             "saved": live.saved,
+            "weighed": [
+                {
+                    "elements": each.choice.live,
+                    "bytes": each.forecast.plan.live.bytes,
+                    "taken": each.choice == choice,
+                    **_memory(each.forecast),
+                    "step": _step(each.forecast),
+                }
+                for each in planned.gathered
+            ],
         },
         "programs": [
             {

@@ -36,8 +36,8 @@ NOTE = (
     "AdamW, rematerialised and scanned blocks. Gathered and reduced: payloads of an update over "
     "the bf16 parameters. DeepSpeed: its own count of passes an update, 2 at stage 1, which "
     "reduces at the boundary alone, 3 a micro-batch at stage 3 (Rajbhandari et al. 2020, section "
-    "7). Kept: stage3_max_live_parameters as a GPU holds them; all that fit is "
-    '"auto". Step: the forecast.'
+    "7). Kept: stage3_max_live_parameters as a GPU holds them. For "
+    '"auto" the fastest is taken. Step: the forecast.'
 )
 
 
@@ -110,7 +110,7 @@ def compiled(study: Study, k: int) -> list[Policy]:
     found = [policy(name, each, study.forecast(each)) for name, each in choices.items()]
     filled = with_room_filled(study, three)
     if filled is not None:
-        found.append(policy("auto", filled.choice, filled.forecast))
+        found.append(policy("all that fit", filled.choice, filled.forecast))
     return found
 
 

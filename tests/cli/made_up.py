@@ -27,9 +27,17 @@ def cost(name: str = "step", **other: Any) -> ProgramCost:
     return ProgramCost(**{**made, **other})
 
 
+def kept(*elements: int) -> Any:
+    """What stays gathered: parameters of so many elements, of 2 bytes each."""
+    leaves = [SimpleNamespace(shape=(n,), bytes_per_device=2 * n) for n in elements]
+    held = 2 * sum(elements)
+    return SimpleNamespace(leaves=leaves, elements=held // 2, bytes=held, saved=held, notes=[])
+
+
 def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
-    live = SimpleNamespace(leaves=(), elements=0, bytes=0, saved=0, notes=[])
-    plan: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.zeros(8)), live=live)
+    plan: Any = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.zeros(8)), live=other.pop("live", kept())
+    )
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,
         programs=programs or (cost(),), host_bytes=0, disk_bytes=0,

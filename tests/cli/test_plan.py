@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from cli.made_up import GB, GIVEN, cost, forecast, kept
 from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ import zerojax
 from zerojax.__main__ import app
 from zerojax.cli.problem import explained
 from zerojax.devices.rates import Rates, rates
+from zerojax.foresight.choice import Choice
 
 HERE = Path(__file__).parent
 LEAST = 1_500_000_000
@@ -124,6 +126,48 @@ def test_a_picture(config: Path, tmp_path: Path) -> None:
     result = run(config, "--picture", picture)
     assert result.exit_code == 0, result.output
     assert all(f"<!-- stage {n} -->" in picture.read_text() for n in range(4))
+
+
+class MadeUp:
+    """Stands for a :class:`zerojax.tuning.study.Study` of a parameter of 3 GB and one of 1 GB.
+
+    Args:
+      seconds: Of a step, by the gigabytes that stay gathered.
+    """
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.given, self.seconds = dataclasses.replace(GIVEN, live=0), seconds
+
+    def plan(self, choice: Choice) -> Any:
+        return self.forecast(choice).plan
+
+    def forecast(self, choice: Choice) -> Any:
+        live = kept(*(n for n in (3 * GB // 2, GB // 2) if n <= choice.live))
+        return forecast(cost(seconds=self.seconds[live.bytes // GB]), live=live)
+
+    tried = forecast
+
+
+@pytest.mark.parametrize("slower", [True, False])
+def test_what_an_auto_was_chosen_from(
+    config: Path, monkeypatch: pytest.MonkeyPatch, slower: bool
+) -> None:
+    seconds = {0: 2.0, 1: 2.5, 4: 3.0 if slower else 1.0}
+    monkeypatch.setattr("zerojax.cli.plan.Study", lambda *args, **other: MadeUp(seconds))
+    key = "stage3_max_live_parameters"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: "auto"}}))
+    result = run(config, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    weighed = told["stay_gathered"]["weighed"]
+    assert {each["bytes"] // GB: each["step"]["seconds"] for each in weighed} == seconds
+    (taken,) = [each for each in weighed if each["taken"]]
+    assert taken == weighed[0]
+    assert told["step"]["seconds"] == min(seconds.values())
+    assert told["choice"]["live"] == taken["elements"] == (0 if slower else 2 * GB)
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: 0}}))
+    told = json.loads(run(config, "--json").stdout)
+    assert (told["stay_gathered"]["weighed"], told["choice"]["live"]) == ([], 0)
 
 
 def test_what_stands_in_for_auto(config: Path) -> None:

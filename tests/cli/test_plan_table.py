@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from cli.made_up import GB, GIVEN, cost, forecast, planned
+from cli.made_up import GB, GIVEN, cost, forecast, kept, planned
 
 from zerojax.cli.plan_table import duration, show
 from zerojax.cli.planned import Planned, to_json
@@ -112,6 +112,16 @@ def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["bytes"] for each in told["programs"]] == [30 * GB + 123, GB]
     assert told["memory"]["program"] == "gradients"
     assert (told["memory"]["host"], told["memory"]["disk"]) == (7 * GB, 2 * GB)
+
+
+def test_what_an_auto_was_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
+    kept_all = forecast(cost(seconds=3.0), live=kept(GB))
+    all_of_it = Trial(dataclasses.replace(GIVEN, live=GB), kept_all)
+    lines = printed(planned(gathered=(Trial(GIVEN, forecast()), all_of_it)), capsys)
+    assert row(lines, 'stage3_max_live_parameters "auto"') == ["held", "total", "step"]
+    taken = "taken, the fastest by the forecast"
+    assert row(lines, "0: nothing stays gathered") == ["0 B", "30 GB", "2 s", taken]
+    assert row(lines, "1,000,000,000") == ["2 GB", "30 GB", "3 s"]
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.gathered import with_room_filled
+from zerojax.foresight.gathered import weighed, with_room_filled
 
 SHAPES = {"table": (1024, 128), "stack": (4, 128, 256), "square": (128, 128)}
 TABLE, STACK, SQUARE = map(math.prod, SHAPES.values())  # elements, of 2 bytes each
 CHOICE = Choice(stage=3, micro=1)
+WHOLE = TABLE + STACK + SQUARE
+HALF = STACK
 
 
 def create() -> TrainState:
@@ -30,12 +33,17 @@ def create() -> TrainState:
 class MadeUp:
     """Devices with so many bytes free, where what stays gathered takes ``factor`` times its size.
 
+    Args:
+      seconds: Of a step, by the elements that stay gathered.
+
     Attributes:
       asked: Elements that were to stay gathered, forecast by forecast.
     """
 
-    def __init__(self, room: int, factor: float = 1.0) -> None:
-        self.room, self.factor, self.asked = room, factor, []
+    def __init__(
+        self, room: int, factor: float = 1.0, seconds: Callable[[int], float] = lambda live: 1.0
+    ) -> None:
+        self.room, self.factor, self.seconds, self.asked = room, factor, seconds, []
 
     def plan(self, choice: Choice) -> Any:
         config = zerojax.ZeroConfig(stage=3, bf16=True, stage3_param_persistence_threshold=0)
@@ -44,7 +52,9 @@ class MadeUp:
     def tried(self, choice: Choice) -> Any:
         spare = self.room - int(self.factor * self.plan(choice).live.bytes)
         self.asked += [choice.live] if choice.live else []
-        return SimpleNamespace(spare=spare, fits=spare >= 0)
+        return SimpleNamespace(spare=spare, fits=spare >= 0, seconds=self.seconds(choice.live))
+
+    forecast = tried
 
 
 @pytest.mark.parametrize(
@@ -74,6 +84,24 @@ def test_fewer_where_the_compiled_step_takes_more() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        (lambda live: live, [0, HALF, WHOLE]),
+        (lambda live: -live, [WHOLE, HALF, 0]),
+        (lambda live: live != HALF, [HALF, 0, WHOLE]),
+        (lambda live: 1.0, [0, HALF, WHOLE]),  # equally fast: what takes less
+    ],
+)
+def test_room_is_filled_where_that_pays(
+    seconds: Callable[[int], float], fastest: list[int]
+) -> None:
+    trials: Any = MadeUp(2 * WHOLE, seconds=seconds)
+    found = weighed(trials, CHOICE)
+    assert [each.choice.live for each in found] == fastest
+    assert [each.seconds for each in found] == [seconds(live) for live in fastest]
+
+
+@pytest.mark.parametrize(
     ("room", "choice"),
     [
         (-1, CHOICE),  # does not fit as it is
@@ -86,3 +114,4 @@ def test_fewer_where_the_compiled_step_takes_more() -> None:
 def test_nothing_stays(room: int, choice: Choice) -> None:
     trials: Any = MadeUp(room)
     assert with_room_filled(trials, choice) is None
+    assert weighed(trials, choice) == ()

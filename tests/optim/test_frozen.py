@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.optim.frozen import uses
+from zerojax.optim.frozen import TracedUpdate
 
 PARAMS = {"base": jnp.ones((4, 2)), "w": jnp.ones(3)}
 LABELS = {"base": "still", "w": "moves"}
@@ -47,7 +47,10 @@ OPTIMIZERS = {
 def test_uses(name: str) -> None:
     tx, of_base = OPTIMIZERS[name]
     state = tx.init(PARAMS)
-    assert uses(lambda grads: tx.update(grads, state, PARAMS), PARAMS) == [of_base, True]
+    update = TracedUpdate(lambda grads: tx.update(grads, state, PARAMS), PARAMS)
+    assert update.uses == [of_base, True]
+    given = jax.tree.map(lambda p: 3 * p, PARAMS)  # other values than those of the trace
+    jax.tree.map(np.testing.assert_array_equal, update(given), tx.update(given, state, PARAMS))
 
 
 def gradients(base: float) -> Any:

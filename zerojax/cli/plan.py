@@ -28,7 +28,7 @@ from zerojax.cli.terminal import spinner
 from zerojax.config import load
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.gathered import with_room_filled
+from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import chosen
 from zerojax.models.registry import find, takes
@@ -94,9 +94,10 @@ def plan(
             raise _bad(explained(error) or str(error)) from None
         try:
             given, found = study.given, study.forecast(study.given)
-            if any(note.key.endswith(LIVE) and note.value == "auto" for note in read.notes):
-                filled = with_room_filled(study, given)
-                given, found = (filled.choice, filled.forecast) if filled else (given, found)
+            open_ = any(note.key.endswith(LIVE) and note.value == "auto" for note in read.notes)
+            gathered = weighed(study, given) if open_ else ()
+            if gathered:
+                given, found = gathered[0].choice, gathered[0].forecast
             others = tuple(remedies(study)) if look and not found.fits else None
             choices = plan_picture.by_stage(study.given) if picture is not None else ()
             stages = {name: study.forecast(choice) for name, choice in choices}
@@ -105,7 +106,7 @@ def plan(
                 raise
             raise _bad(said) from None
     fused = chosen(Zero(read, mesh), attention or "auto") if takes(function, "attention") else None
-    planned = Planned(model, str(config), seq, given, found, others, stages, fused)
+    planned = Planned(model, str(config), seq, given, found, others, stages, fused, gathered)
     if picture is not None:
         title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
         plan_picture.draw(picture, title, planned.stages)

@@ -11,7 +11,7 @@ from rich.table import Table
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
-from zerojax.foresight.choice import changes
+from zerojax.foresight.choice import LIVE, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
@@ -44,6 +44,8 @@ def show(planned: Planned) -> None:
         console.print(escape(line), soft_wrap=True)
     for line in _about_time(planned):
         console.print(escape(line), soft_wrap=True)
+    if planned.gathered:
+        console.print(_gathered(planned))
     if planned.remedies is not None:
         _remedies(console, planned)
 
@@ -194,6 +196,20 @@ def _about_time(planned: Planned) -> Iterator[str]:
             "yet confirmed on hardware"
         )
     yield f"compiled in {duration(forecast.compile_seconds)}"
+
+
+def _gathered(planned: Planned) -> Table:
+    """What an "auto" was chosen from."""
+    table = terminal.table(f'{LIVE} "auto"', ">held", ">total", ">step", "")
+    for each in planned.gathered:
+        table.add_row(
+            f"{each.choice.live:,}" if each.choice.live else "0: nothing stays gathered",
+            size(each.forecast.plan.live.bytes),
+            size(each.forecast.peak.bytes),
+            duration(each.seconds),
+            "taken, the fastest by the forecast" if each.choice == planned.choice else "",
+        )
+    return table
 
 
 def _remedies(console: Console, planned: Planned) -> None:

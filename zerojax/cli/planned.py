@@ -29,6 +29,8 @@ class Planned:
       remedies: Choices that fit; None where none were looked for.
       stages: Forecasts of the same batch by stage and offload; empty without a picture.
       attention: The implementation that is planned with; None for a model that has its own.
+      gathered: What may stay gathered for an "auto", the fastest first, which is the choice; empty
+        where the config leaves nothing open, or nothing may stay.
     """
 
     model: str
@@ -39,6 +41,7 @@ class Planned:
     remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
     attention: str | None = None
+    gathered: tuple[Trial, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -66,7 +69,8 @@ def to_json(planned: Planned) -> dict[str, Any]:
     """Every figure of the tables, for programs: bytes and seconds, of each device.
 
     `step` is null where not every program was compiled, `tokens_per_second` in it where the batch
-    has no tokens, and `remedies` where none were looked for.
+    has no tokens, and `remedies` where none were looked for. `weighed` has what an "auto" was
+    chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
@@ -95,6 +99,16 @@ def to_json(planned: Planned) -> dict[str, Any]:
             "elements": live.elements,
             "bytes": live.bytes,
             "saved": live.saved,
+            "weighed": [
+                {
+                    "elements": each.choice.live,
+                    "bytes": each.forecast.plan.live.bytes,
+                    "taken": each.choice == choice,
+                    **_memory(each.forecast),
+                    "step": _step(each.forecast),
+                }
+                for each in planned.gathered
+            ],
         },
         "programs": [
             {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,18 +36,22 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
     """For each product, by ``id`` of its equation, that uses an operand as another one does nearby:
     where they share gathers. None of them waits for the other's result, as the backward pass does
     for the forward pass."""
-    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     firsts: dict[Any, tuple[int, Any]] = {}
     shared: dict[int, Wholes] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         operands = jaxprs.variables(eqn.invars) if eqn.primitive in _PRODUCTS else []
         for v in operands:
             at, first = firsts.get(v, (-1, None))
-            if first is None or i - at > NEAR or any(made.get(x, -1) > at for x in operands):
+            if first is None or i - at > NEAR or _waits(operands, jaxpr.eqns[at + 1 : i]):
                 firsts[v] = i, eqn
             else:
                 shared[id(eqn)] = shared.setdefault(id(first), {})
     return shared
+
+
+def _waits(operands: Sequence[Any], eqns: Sequence[Any]) -> bool:
+    """Whether one of the equations makes an operand."""
+    return not {v for eqn in eqns for v in eqn.outvars}.isdisjoint(operands)
 
 
 class Sums(NamedTuple):
@@ -71,13 +75,19 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
       wants: See :func:`zerojax.collectives.wanted.trace_back`.
       mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
     """
+    candidates = [
+        (i, eqn)
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name == "add_any" and eqn.outvars[0] in wants
+    ]
+    if not candidates:
+        return Sums(set(), set())
     made = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     used = Counter(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars))
     used.update(jaxprs.variables(jaxpr.outvars))
     near, far = Sums(set(), set()), Sums(set(), set())
-    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        if eqn.primitive.name != "add_any" or (out := eqn.outvars[0]) not in wants:
-            continue
+    for i, eqn in reversed(candidates):
+        out = eqn.outvars[0]
         if layout.padded(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
         if out in near.added | far.added or (terms := _terms(eqn, made, used)) is None:

@@ -82,6 +82,7 @@ class Inserter(Gatherer):
         super().__init__(mesh, axis, keep=keep)
         self.share, self.overlap = share or keep, overlap
         self.smallest = None if away is None else away * batch_devices(mesh)
+        self._known = reuse.Known()
         self._unused = away is not None  # until something leaves, or that has been said
 
     def __call__(
@@ -120,7 +121,7 @@ class Inserter(Gatherer):
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
-        goes_on = reuse.GoesOn(jaxpr, args, self.axis)
+        goes_on = reuse.GoesOn(jaxpr, args, self.axis, self._known)
         wants = wanted.trace_back(jaxpr, want, self.mesh, goes_on.gradients)
         scope.used_whole |= goes_on.used_whole
         together = adjacent.sums(jaxpr, wants, self.mesh)

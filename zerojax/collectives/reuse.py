@@ -8,7 +8,8 @@ such, and is gathered where it is needed whole, like a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -27,14 +28,36 @@ _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
 _MOVES = LABELS | propagate.FORWARD.keys() | {"convert_element_type", "neg"}
 
 
-def used_whole(jaxpr: Any, outs: Collection[Any] = ()) -> set[Any]:
+class Known:
+    """What was found of jaxprs that others run, by ``id``: a block is read once for each set of its
+    results or arguments, not once for each program around it. The jaxprs are held, so that no other
+    one takes an ``id``."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Any, set[Any]]] = {}
+
+    def of(self, find: Callable[[], set[Any]], jaxpr: Any, *question: Any) -> set[Any]:
+        """The answer to a question about a jaxpr, found now or before."""
+        key = (id(jaxpr), *question)
+        if key not in self._found:
+            self._found[key] = jaxpr, find()
+        return self._found[key][1]
+
+
+def used_whole(jaxpr: Any, outs: Collection[Any] = (), known: Known | None = None) -> set[Any]:
     """The variables of a jaxpr that an equation needs whole, in whatever layout and scale. Lookups
     are left out, and what the optimizer does with its gradients.
 
     Args:
       jaxpr: An open jaxpr.
       outs: Its results that are needed whole.
+      known: What was found before.
     """
+    known = Known() if known is None else known
+    return known.of(lambda: _used_whole(jaxpr, outs, known), jaxpr, "whole", frozenset(outs))
+
+
+def _used_whole(jaxpr: Any, outs: Collection[Any], known: Known) -> set[Any]:
     whole = set(outs)
     for eqn in reversed(jaxpr.eqns):
         if marks.is_mark(eqn, marks.GRADIENT):
@@ -42,18 +65,18 @@ def used_whole(jaxpr: Any, outs: Collection[Any] = ()) -> set[Any]:
             continue
         if eqn.primitive.name in REDUCTIONS:
             continue
-        operands, size = jaxprs.variables(eqn.invars), _size(eqn)
+        operands = jaxprs.variables(eqn.invars)
         if eqn.primitive.name in _SAME_SIZE:
-            alike = [v for v in operands if v.aval.size == size]
+            size = _size(eqn.outvars[0])
+            alike = [v for v in operands if _size(v) == size]
             if not alike:
                 whole.update(operands)  # a broadcast
             elif not whole.isdisjoint(eqn.outvars):
                 whole.update(alike)
         elif inside := _inside(eqn):
             for body in inside:
-                inner = used_whole(
-                    body, {v for v, o in zip(body.outvars, eqn.outvars, strict=True) if o in whole}
-                )
+                pairs = zip(body.outvars, eqn.outvars, strict=True)
+                inner = used_whole(body, {v for v, o in pairs if o in whole}, known)
                 skip = len(eqn.invars) - len(body.invars)  # the index of a choice
                 pairs = zip(eqn.invars[skip:], body.invars, strict=True)
                 whole.update(jaxprs.variables(v for v, x in pairs if x in inner))
@@ -70,6 +93,7 @@ class GoesOn:
       jaxpr: An open jaxpr.
       args: What it is given, some of it :class:`Shard`.
       axis: The shard axis.
+      known: What was found of jaxprs before.
 
     Attributes:
       gradients: By variable the spec of its shard, of those that have the shape of a sharded
@@ -78,8 +102,11 @@ class GoesOn:
       used_whole: By ``id``, the shards among ``args`` that something else than lookups needs whole.
     """
 
-    def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
-        self._whole, self._axis = used_whole(jaxpr), axis
+    def __init__(
+        self, jaxpr: Any, args: Sequence[Any], axis: str, known: Known | None = None
+    ) -> None:
+        known = Known() if known is None else known
+        self._whole, self._axis = used_whole(jaxpr, known=known), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
         self.used_whole = {id(x) for v, x in params.items() if v in self._whole}
         specs: dict[tuple[int, ...], set[Spec]] = {}
@@ -87,8 +114,9 @@ class GoesOn:
             if not is_small(v.aval.shape, x.spec, axis):
                 specs.setdefault(v.aval.shape, set()).add(x.spec)
         only = {shape: some.pop() for shape, some in specs.items() if len(some) == 1}
-        sums = _sums(jaxpr, params, transposed=False) if only else set()
-        self.gradients = {v: only[v.aval.shape] for v in sums & self._whole if v.aval.shape in only}
+        likely = {v for v in self._whole - params.keys() if v.aval.shape in only}
+        sums = _sums(jaxpr, params, known, transposed=False) if likely else set()
+        self.gradients = {v: only[v.aval.shape] for v in sums & likely}
 
     def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
         """The value of a variable, as a shard where it is a gradient that is used whole."""
@@ -100,16 +128,21 @@ class GoesOn:
         return Shard(value, spec)
 
 
-def _sums(jaxpr: Any, params: Collection[Any], *, transposed: bool) -> set[Any]:
+def _sums(jaxpr: Any, params: Collection[Any], known: Known, *, transposed: bool) -> set[Any]:
     """The variables that differentiation makes by a product, a convolution or a sum of rows, of
     operands that are no parameters; also in another layout or dtype."""
+    question = "sums", frozenset(params), transposed
+    return known.of(lambda: _find_sums(jaxpr, params, known, transposed), jaxpr, *question)
+
+
+def _find_sums(jaxpr: Any, params: Collection[Any], known: Known, transposed: bool) -> set[Any]:
     weights: set[Any] = set(params)
     sums: set[Any] = set()
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, jaxprs.variables(eqn.invars)
         if name in _SAME_SIZE:
-            size = _size(eqn)
-            if any(v in weights and v.aval.size == size for v in operands):
+            size = _size(eqn.outvars[0])
+            if any(v in weights and _size(v) == size for v in operands):
                 weights.update(eqn.outvars)
             if operands and (name == "add_any" or name in _MOVES) and sums.issuperset(operands):
                 sums.update(eqn.outvars)
@@ -118,7 +151,8 @@ def _sums(jaxpr: Any, params: Collection[Any], *, transposed: bool) -> set[Any]:
                 skip = len(eqn.invars) - len(body.invars)
                 pairs = zip(eqn.invars[skip:], body.invars, strict=True)
                 given = {x for v, x in pairs if not isinstance(v, core.Literal) and v in weights}
-                inner = _sums(body, given, transposed=transposed or jaxprs.is_transposed(eqn))
+                backward = transposed or jaxprs.is_transposed(eqn)
+                inner = _sums(body, given, known, transposed=backward)
                 results = zip(body.outvars, eqn.outvars, strict=True)
                 made = ((v, o) for v, o in results if not isinstance(v, core.Literal))
                 sums.update(o for v, o in made if v in inner)
@@ -144,5 +178,6 @@ def _inside(eqn: Any) -> list[Any]:
     return jaxprs.bodies(eqn)
 
 
-def _size(eqn: Any) -> int:
-    return eqn.outvars[0].aval.size if eqn.outvars else 0
+def _size(v: Any) -> int:
+    """The elements of a variable; ``aval.size`` takes several times as long."""
+    return math.prod(v.aval.shape)

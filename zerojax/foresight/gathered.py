@@ -13,6 +13,32 @@ ALL = sys.maxsize
 TRIES = 2
 
 
+def weighed(trials: Trials, choice: Choice) -> tuple[Trial, ...]:
+    """What may stay gathered over an update, each compiled, the fastest by the forecast first.
+
+    Weighed are nothing, about half of what the devices have room for, and all of that. Room is no
+    reason to fill it: gathers of what stays stand before the arithmetic that could hide them.
+
+    Args:
+      trials: The trials of the step on the devices.
+      choice: One under which nothing stays gathered.
+
+    Returns:
+      Nothing where nothing may stay, or fits. Of equally fast ones what takes less comes first.
+    """
+    filled = with_room_filled(trials, choice)
+    if filled is None:
+        return ()
+    found = [Trial(choice, trials.forecast(choice))]
+    half = _fitting(trials, choice, trials.plan(filled.choice).live.bytes // 2)
+    if 0 < half < filled.choice.live:
+        some = dataclasses.replace(choice, live=half)
+        forecast = trials.tried(some)
+        if forecast is not None and forecast.fits:
+            found.append(Trial(some, forecast))
+    return tuple(sorted([*found, filled], key=lambda trial: trial.seconds))
+
+
 def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
     """A choice with as many parameters gathered over an update as the devices have room for.
 

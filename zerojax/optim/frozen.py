@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
+from zerojax.xla import jaxprs
 from zerojax.xla.unused import used_arguments
 
 
-def uses(update: Callable[[optax.Updates], Any], grads: optax.Updates) -> list[bool]:
-    """For each gradient, whether an optimizer makes an update, or a state, of it.
+class TracedUpdate:
+    """An optimizer's update, traced once to be looked into, and run without a second trace.
 
     ``optax.set_to_zero`` makes neither of what ``optax.partition`` or ``optax.masked`` gives it. A
     norm over all gradients uses all, and so do moments that are kept of a frozen parameter.
 
     Args:
-      update: The optimizer's update as a function of the gradients alone, which is traced.
+      update: The update as a function of the gradients alone.
       grads: The gradients; their values do not matter.
+
+    Attributes:
+      uses: For each gradient, whether the optimizer makes an update, or a state, of it.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> rules = {"moves": optax.sgd(0.1), "still": optax.set_to_zero()}
+      >>> rules = {"moves": optax.sgd(0.5), "still": optax.set_to_zero()}
       >>> tx = optax.partition(rules, {"base": "still", "w": "moves"})
       >>> params = {"base": jnp.ones(3), "w": jnp.ones(2)}
-      >>> uses(lambda grads: tx.update(grads, tx.init(params), params), params)
+      >>> update = TracedUpdate(lambda grads: tx.update(grads, tx.init(params), params), params)
+      >>> update.uses
       [False, True]
+      >>> updates, state = update(params)
+      >>> updates["base"].tolist(), updates["w"].tolist()
+      ([0.0, 0.0, 0.0], [-0.5, -0.5])
     """
-    return used_arguments(jax.make_jaxpr(update)(grads))
+
+    def __init__(self, update: Callable[[optax.Updates], Any], grads: optax.Updates) -> None:
+        self._update = update
+        self._closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads)
+        self._results = jax.tree.structure(shapes)
+        self.uses = used_arguments(self._closed)
+
+    def __call__(self, grads: optax.Updates) -> Any:
+        """The results of the update for these gradients."""
+        leaves = jax.tree.leaves(grads)
+        traced = [v.aval for v in jaxprs.open_jaxpr(self._closed)[0].invars]
+        if traced != [jax.typeof(g) for g in leaves]:
+            return self._update(grads)  # clipped by a norm that varies over more axes, perhaps
+        outs = jaxprs.evaluate(self._closed, leaves, _as_traced, lambda eqn: False)
+        return jax.tree.unflatten(self._results, outs)
+
+
+def _as_traced(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    with jaxprs.traced_where(eqn):
+        return jaxprs.bind(eqn, values)

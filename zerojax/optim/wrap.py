@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import ZeroConfig
-from zerojax.optim.frozen import uses
+from zerojax.optim.frozen import TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
@@ -125,7 +125,10 @@ def wrap(
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
-        used = uses(lambda g: inner_tx.update(g, state.inner, params, **extra), grads)
+        inner_update = TracedUpdate(
+            lambda g: inner_tx.update(g, state.inner, params, **extra), grads
+        )
+        used = inner_update.uses
         # Gradients that have left the device come with their square sums.
         if square_sums is None:
             norm = global_norm([*compress(jax.tree.leaves(grads), used)])
@@ -134,7 +137,7 @@ def wrap(
         if gradient_clipping:
             factor = clip_factor(norm)
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-        updates, inner = inner_tx.update(grads, state.inner, params, **extra)
+        updates, inner = inner_update(grads)
         if may_skip:
             finite = jnp.isfinite(norm)
             # Adding -0.0 keeps the bits of every number.

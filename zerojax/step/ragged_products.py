@@ -21,7 +21,7 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
       jaxpr: The step's, open.
       devices: How many share the batch.
     """
-    places = {line(jaxprs.source(eqn).traceback): None for eqn in _of_all_rows(jaxpr)}
+    places = {line(jaxprs.source(eqn).traceback): None for eqn in _of_all_rows(jaxpr, set())}
     if devices == 1 or not places:
         return
     known = ", ".join(place for place in places if place) or "a line that is not known"
@@ -36,9 +36,13 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
     )
 
 
-def _of_all_rows(jaxpr: Any) -> Iterator[Any]:
+def _of_all_rows(jaxpr: Any, read: set[int]) -> Iterator[Any]:
     """The products by groups that no ``shard_map`` holds, and that have no dimension of batches:
-    rows that are sorted each by itself stay on their device."""
+    rows that are sorted each by itself stay on their device. ``read`` has by ``id`` the jaxprs in
+    which they were looked for: what is called again is not read again."""
+    if id(jaxpr) in read:
+        return
+    read.add(id(jaxpr))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ragged_dot_general":
             numbers = jaxprs.param(eqn, "ragged_dot_dimension_numbers").dot_dimension_numbers
@@ -47,4 +51,4 @@ def _of_all_rows(jaxpr: Any) -> Iterator[Any]:
                 yield eqn
         elif eqn.primitive.name != "shard_map":
             for inside in jaxprs.inner(eqn):
-                yield from _of_all_rows(inside)
+                yield from _of_all_rows(inside, read)

@@ -24,6 +24,7 @@ CALLS = {
 }
 """Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
 
+_JAXPRS = (core.ClosedJaxpr, core.Jaxpr)
 _REQUIRED = object()
 
 
@@ -52,7 +53,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, open or closed."""
-    return hasattr(value, "jaxpr") or hasattr(value, "eqns")
+    return isinstance(value, _JAXPRS)
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:

@@ -198,7 +198,7 @@ SHARDING: tuple[Key, ...] = (
         0,
         "so many elements of parameters, the largest first, stay gathered over an update; 0 is "
         "none, as without the key (DeepSpeed: 1e9)",
-        auto=f"0: nothing stays gathered; {FIT} writes as many as fit",
+        auto=f"0: nothing stays gathered; {FIT} writes as many as fit, where they pay",
     ),
     setting(
         f"{ZERO}.stage3_max_reuse_distance",

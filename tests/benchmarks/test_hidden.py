@@ -11,6 +11,7 @@ from benchmarks.hidden import (
     UNROLLED_LAYERS,
     Case,
     cases,
+    compile_case,
     markdown,
     overlap_of,
     table,
@@ -58,3 +59,11 @@ def test_each_model_on_all_devices_without_and_with_overlap() -> None:
         assert case.config.overlap_comm is case.overlap
         depths[case.model].add(model.config.n_layer)
     assert depths == {"llama-7b": {32, UNROLLED_LAYERS}, "gpt2-xl": {48, UNROLLED_LAYERS}}
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_an_unrolled_model_hides_most_before_hopper() -> None:
+    """With one collective under way at a time the share is 64%."""
+    case = Case(model="llama-7b", scan=False, devices="a100:8", micro=1, overlap=True)
+    assert compile_case(case).hidden > 0.75

@@ -81,3 +81,13 @@ def test_on_gpus() -> None:
     for make in (options, streaming):
         ours, both = make(mesh), make(mesh, {"xla_gpu_enable_latency_hiding_scheduler": True})
         assert both == (ours or {}) | {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(
+    ("kind", "layer", "several"), [("a100", 0, True), ("a100", 1, False), ("h100", 0, False)]
+)
+def test_several_collectives_at_a_time(kind: str, layer: int, several: bool) -> None:
+    found = options(zerojax.topology(kind, 8), layer=layer, overlap=True) or {}
+    assert ("xla_gpu_experimental_parallel_collective_overlap_limit" in found) == several

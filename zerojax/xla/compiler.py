@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jax.sharding import Mesh
 
 # Whole gradients that may wait, in bytes, to be reduced together. XLA's own choice lets
@@ -19,6 +20,9 @@ GPUS = ("gpu", "cuda")
 # Bytes of a result, gathered or reduced, up to which XLA combines collectives by itself.
 COMBINED = 30 * 2**20
 
+# Collectives under way at a time, where XLA's scheduler takes all to last equally long.
+TOGETHER = 4
+
 Options = dict[str, int | bool | str]
 """Values by XLA's names."""
 
@@ -34,7 +38,8 @@ def options(
       layer: Bytes that a loop gathers ahead; 0 where nothing is.
       overlap: Whether collectives are to run beside computation.
     """
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     if platform == "cpu":
         # One collective at a time: where a device waits in two, another may find no thread, and
         # XLA ends the process after 40 seconds.
@@ -48,6 +53,9 @@ def options(
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True
+    if overlap and not layer and _before_hopper(device):
+        # Otherwise a gather starts once the one before has ended, and is waited for itself.
+        ours["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
     if layer:
         # Otherwise each iteration copies the layer that it gathered over the one that it used.
         ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
@@ -55,6 +63,11 @@ def options(
         # Collectives run one at a time: of two that are gathered ahead the first is waited for.
         ours["xla_gpu_all_gather_combine_threshold_bytes"] = layer
     return {**ours, **(chosen or {})}
+
+
+def _before_hopper(device: jax.Device) -> bool:
+    """Whether a GPU is of NVIDIA's compute capability 7 or 8, for which XLA schedules otherwise."""
+    return str(getattr(device, "compute_capability", None)).startswith(("7.", "8."))
 
 
 def streaming(mesh: Mesh, chosen: Options | None = None) -> Options | None:

@@ -68,7 +68,10 @@ def test_every_option_arrives(folder, tmp_path):
         ),
         (["--names", "nowhere.at_all:f"], "--names nowhere.at_all:f: No module named 'nowhere'"),
         (["--names", "cli.test_export_command:lower"], "has no attribute 'lower'"),
-        (["--names", "cli.test_export_command:NO_FUNCTION"], ": int is no function"),
+        (
+            ["--names", "cli.test_export_command:NO_FUNCTION"],
+            ": int is neither a function nor a map of names",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, tmp_path):

@@ -79,7 +79,7 @@ def test_the_logits_are_gone_before_the_blocks_go_backward(stage, most):
 def test_what_is_sent_is_near_the_theory(stage):
     found = at(stage)
     more = found.total_moved_bytes / found.total_expected_moved_bytes
-    # At stage 3 the loops gather a layer more in either pass, and reduce one more, each 1/24 of 1/3.
+    # At stage 3 the loops gather a layer more in either pass and reduce one more, 1/24 of a third.
     assert 0.9 < more < {0: 1.001, 3: 1.095}.get(stage, 1.09)
 
 

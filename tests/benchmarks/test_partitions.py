@@ -64,8 +64,8 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_memory_rises_by_the_secondary_shard():
-    """2P/8 bytes of bf16, in place of the 2P/16 of which the other case gathers at each use. That one
-    carries a layer's gradients whole into the next iteration, 12 d^2 in bf16."""
+    """2P/8 bytes of bf16, in place of the 2P/16 of which the other case gathers at each use; that
+    one carries a layer's gradients, 12 d^2 in bf16, whole into the next iteration."""
     flat, near = (measure(case, compiled(case)) for case in (FLAT, NEAR))
     theory = 2 * flat.parameters * (1 / 8 - 1 / 16) - 2 * 12 * FLAT.n_embd**2
     assert near.temporary_bytes - flat.temporary_bytes == pytest.approx(theory, rel=0.15)

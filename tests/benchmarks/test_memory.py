@@ -116,7 +116,7 @@ def test_no_gathered_parameter_lives_on_to_the_backward_pass_at_stage_3():
 def test_an_unrolled_model_is_gathered_and_scattered_alike():
     found = record(UNROLLED)
     # The loops carry a layer that was gathered ahead, and a layer's gradients.
-    assert record(SCANNED).peak_bytes <= 1.2 * found.peak_bytes
+    assert record(SCANNED).peak_bytes <= 1.15 * found.peak_bytes
     assert found.crossing_bytes == found.all_to_all == 0
     assert found.largest_all_reduce <= 1 * MB
     assert found.total_moved_bytes < 1.09 * found.total_expected_moved_bytes

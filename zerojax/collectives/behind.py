@@ -139,7 +139,7 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want = want
-        self._found: dict[int, Product] = {}  # by position of the stack
+        self._behind: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
         alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
@@ -150,23 +150,23 @@ class Behind:
         for i, (v, spec) in enumerate(zip(results, want, strict=True)):
             found = None if spec is None else search.product(body, v, spec)
             if found is not None:
-                self._found[i] = found
+                self._behind[i] = found
 
     @property
     def products(self) -> dict[Any, Product]:
         """By variable, what makes the parts."""
-        return {each.eqn.outvars[0]: each for each in self._found.values()}
+        return {each.eqn.outvars[0]: each for each in self._behind.values()}
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """int [length] each, for each iteration the one that came before it, its own for the first,
         and its own. None where nothing is reduced behind."""
         own, step = jnp.arange(self._length), 1 if self._reverse else -1
-        return (jnp.clip(own + step, 0, self._length - 1), own) if self._found else None
+        return (jnp.clip(own + step, 0, self._length - 1), own) if self._behind else None
 
     def first(self) -> list[tuple[jax.Array, jax.Array]]:
         """What the first iteration is given: parts that are zero, and empty stacks of shards."""
         found = []
-        for i, product in self._found.items():
+        for i, product in self._behind.items():
             aval = self._stacks[i].aval
             shape, dtype = product.shape(self._gatherer), product.eqn.outvars[0].aval.dtype
             found.append(
@@ -192,7 +192,7 @@ class Behind:
         """The gradients of the iteration before."""
         return [
             ReducedGradient(total(Parts(parts, p, p.links), self._gatherer), self._want[i] or ())
-            for (i, p), (parts, _) in zip(self._found.items(), given, strict=True)
+            for (i, p), (parts, _) in zip(self._behind.items(), given, strict=True)
         ]
 
     def passed(
@@ -205,7 +205,7 @@ class Behind:
         """What an iteration passes on; and its results ``outs``, of which the stacks' come last,
         without what is behind."""
         passed, left, first = [], list(outs), len(outs) - len(self._stacks)
-        for i, (parts, stack), before in zip(self._found, given, reduced, strict=True):
+        for i, (parts, stack), before in zip(self._behind, given, reduced, strict=True):
             assert at is not None
             y, left[first + i] = left[first + i], None
             if isinstance(y, Parts):
@@ -221,7 +221,7 @@ class Behind:
         reduced = self.reduced(given)
         return {
             i: _put(stack, x.value, last) if i in self._made else stack
-            for i, (_, stack), x in zip(self._found, given, reduced, strict=True)
+            for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
         }
 
 
@@ -278,5 +278,5 @@ class _Search:
         sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in zip(*contracted, strict=True)}
         exact = [pair for pair, size in sizes.items() if size == self._rows]
         several = [pair for pair, size in sizes.items() if size % self._rows == 0]
-        found = exact if exact else several if len(several) == 1 else []
-        return Product(eqn, found[0], spec, after) if found else None
+        rows = exact if exact else several if len(several) == 1 else []
+        return Product(eqn, rows[0], spec, after) if rows else None

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.search import ranked
-from zerojax.xla.compiler import Options
+from zerojax.xla.compiler import TOGETHER, Options
 
 _SCHEDULER: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _BUFFERED: Options = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
-_TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+_TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": TOGETHER}
 
 
 def _combined(bytes_: int) -> Options:

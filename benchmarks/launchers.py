@@ -164,9 +164,19 @@ def slurm(folder: Path) -> Iterator[None]:
         yield
     finally:
         hosts.write_text(before)
-        for pid in folder.glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(pid.read_text()), signal.SIGTERM)
+        for file in folder.glob("*.pid"):
+            with contextlib.suppress(ValueError):
+                end(int(file.read_text()))
+
+
+def end(pid: int, seconds: float = 10) -> None:
+    """SIGTERM to a daemon, which writes its state before its end, waited for ``seconds``."""
+    last = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < last:
+            os.kill(pid, 0)
+            time.sleep(0.05)
 
 
 def ray_runs(folder: Path) -> list[Run]:

@@ -18,7 +18,7 @@ LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-def test_one_layer_is_whole_at_once() -> None:
+def test_no_more_than_two_layers_are_whole_at_once() -> None:
     """On 64 GPUs the gathers of a layer take longer than its products: XLA would gather all layers
     first."""
     case = Case(
@@ -26,7 +26,7 @@ def test_one_layer_is_whole_at_once() -> None:
         block_size=512, micro_batch=1, devices=64,
     )  # fmt: skip
     found = compile_case(case)
-    assert found.peak_gathered_bytes < 1.5 * LAYER
+    assert found.peak_gathered_bytes < 2 * LAYER
     assert found.total_moved_bytes < 1.01 * found.total_expected_moved_bytes
     assert found.largest_all_reduce <= 1e6
 

@@ -49,6 +49,7 @@ class Scope:
       adjacent: the gathers that an equation shares with those next to it; None where none does.
       summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
+      cotangent: of the last block of the backward pass that was held back.
       batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
       products: by variable, the products in here that are not summed over the devices yet.
     """
@@ -65,6 +66,7 @@ class Scope:
     adjacent: Wholes | None = None
     summed: set[Any] = field(default_factory=set)
     window: Window | None = None
+    cotangent: jax.Array | None = None
     batch_rows: int | None = None
     products: Mapping[Any, Any] = field(default_factory=dict)
 

@@ -278,15 +278,25 @@ class Inserter(Gatherer):
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
         """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its cotangents
         exist; and until the gradients of the block before the last do. Otherwise XLA puts those off
-        to the end, with the activations that they are made from."""
+        to the end, with the activations that they are made from. With ``overlap`` its parameters
+        wait for the cotangents of the block before alone, so that they are gathered under that."""
         here = [i for i, v in enumerate(values) if not on_host(v)]
         through = [travelling(values[i]) for i in here]
         held = lax.optimization_barrier([plain(v) for v in through])
+        early = [i for i, v in enumerate(through) if self.overlap and self._is_gathered(v)]
+        earlier, scope.cotangent = scope.cotangent, _last(held, but=early)
+        if earlier is not None and early:
+            _, *first = lax.optimization_barrier([earlier, *(plain(through[i]) for i in early)])
+            held = [dict(zip(early, first, strict=True)).get(i, x) for i, x in enumerate(held)]
         operands = list(map(like, through, held))
         done = scope.reduced[-2] if len(scope.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(here, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
+
+    def _is_gathered(self, v: Any) -> bool:
+        """Whether ``v`` is a parameter on the devices that its uses gather."""
+        return isinstance(v, Shard) and not v.host and is_sharded(v.spec, self.axis)
 
     def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of a choice or a loop, gathered before, for uses in there; and as shards, for
@@ -451,3 +461,8 @@ class Inserter(Gatherer):
             whole = any(specs[term.root] is None for term in terms)
             reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
         return reduced
+
+
+def _last(values: Sequence[jax.Array], but: Sequence[int]) -> jax.Array | None:
+    """The last of ``values``, without those at the positions ``but``."""
+    return next((values[i] for i in reversed(range(len(values))) if i not in but), None)

@@ -19,9 +19,9 @@ from zerojax.collectives.order import impossible
 from zerojax.collectives.shard import Shard
 from zerojax.plan import layout
 
-AHEAD = 50_000_000
-"""Elements of parameters between a use and the gathers that wait for it; DeepSpeed's default of
-stage3_prefetch_bucket_size."""
+AHEAD = 100_000_000
+"""Elements of parameters between a use and the gathers that wait for it: half a layer of 7B, twice
+DeepSpeed's default of stage3_prefetch_bucket_size. Less leaves products too short to hide them."""
 
 
 class _Use(NamedTuple):

@@ -40,16 +40,16 @@ class Span(NamedTuple):
     of: int
 
 
-def zero_of(device: str, **keywords: Any) -> zerojax.Zero:
-    mesh = zerojax.topology(device, 8)
-    return zerojax.zero(stage=3, bf16=True, mesh=mesh, **keywords)
+def zero_of(device: str, stage: int = 3, replicas: int = 1, **keywords: Any) -> zerojax.Zero:
+    mesh = zerojax.topology(device, 8, replicas=replicas)
+    return zerojax.zero(stage=stage, bf16=True, mesh=mesh, **keywords)
 
 
 @functools.cache
-def compiled(device: str, overlap: bool | None = None, stage: int = 3) -> Any:
+def compiled(device: str, overlap: bool | None = None, **keywords: int) -> Any:
     sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
     model = GPT(GPTConfig(**sizes, vocab_size=1024, scan=True, remat=True))
-    zero = zero_of(device, overlap_comm=overlap)
+    zero = zero_of(device, overlap_comm=overlap, **keywords)
     state = zero.abstract_state(create_state_of(model), jax.random.key(0))
     batch = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, TOKENS + 1), jnp.int32)}
     return zero(train_step_of(model)).lower(state, batch).compile()
@@ -71,8 +71,8 @@ def spans(text: str) -> list[Span]:
     return found
 
 
-def of_kind(kind: str, device: str, overlap: bool | None = None) -> list[Span]:
-    text = compiled(device, overlap).as_text()
+def of_kind(kind: str, device: str, overlap: bool | None = None, **keywords: int) -> list[Span]:
+    text = compiled(device, overlap, **keywords).as_text()
     return [span for span in spans(text) if span.kind == kind]
 
 
@@ -95,9 +95,15 @@ def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> No
         assert all(span.products >= 1 for span in inside), inside
 
 
-@pytest.mark.parametrize("device", ["h100", "a100"])
-def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(device: str) -> None:
-    found = of_kind("reduce-scatter", device)
+@pytest.mark.parametrize(
+    ("device", "keywords"),
+    [("h100", {}), ("a100", {}), ("a100", {"stage": 2}), ("h100", {"replicas": 2})],
+    ids=str,
+)
+def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(
+    device: str, keywords: dict[str, int]
+) -> None:
+    found = of_kind("reduce-scatter", device, **keywords)
     assert len({span.loop for span in found}) == 1
     assert sum(span.bytes for span in found) == pytest.approx(2 * LAYER, rel=0.01)
     assert all(span.products >= 1 for span in found), found
@@ -122,14 +128,14 @@ def test_it_costs_layers_of_memory_and_of_traffic() -> None:
 
 def test_the_layer_is_known_before_the_step_is_traced() -> None:
 
-    def bytes_of(live: int = 0, **options: Any) -> int:
+    def bytes_of(live: int = 0, backward: bool = True, **options: Any) -> int:
         zero = zero_of("h100", stage3_max_live_parameters=live)
         sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
         model = GPT(GPTConfig(**sizes, vocab_size=1024, **options))
-        return layer_bytes(
-            zero.plan(zero.abstract_state(create_state_of(model), jax.random.key(0)))
-        )
+        plan = zero.plan(zero.abstract_state(create_state_of(model), jax.random.key(0)))
+        return layer_bytes(plan, backward=backward)
 
     assert bytes_of(scan=True) == pytest.approx(LAYER, rel=0.01)
     assert bytes_of() == 0
-    assert bytes_of(live=10**9, scan=True) == 0
+    assert bytes_of(live=10**9, scan=True) == bytes_of(scan=True)  # its gradients
+    assert bytes_of(live=10**9, scan=True, backward=False) == 0

@@ -17,14 +17,15 @@ from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-MESH = zerojax.mesh()
+MESHES = {"one axis": zerojax.mesh(), "replica groups": zerojax.mesh(replicas=2)}
 N, ROWS, TOKENS = 16, 16, 4
 SPEC = (None, "data", None)
 X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
 
 
-def weights(layers: int = LEAST) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(layers, N, N)) / 4
+def weights(name: str, layers: int = LEAST) -> np.ndarray:
+    layer = (N,) if name == "scaled" else (N, N)
+    return np.random.default_rng(0).normal(size=(layers, *layer)) / 4
 
 
 def scanned(layer: Callable[[Any, Any], Any], *, reverse: bool = False) -> Callable[..., Any]:
@@ -55,45 +56,63 @@ CASES = {
     "in reverse": scanned(once, reverse=True),
     "flat": scanned(flat),
     "transposed": scanned(lambda x, w: jnp.tanh(x @ w.T)),
+    "scaled": scanned(lambda x, w: jnp.tanh(x * w)),
     "in a call": scanned(lambda x, w: jnp.tanh(jax.jit(jnp.matmul)(x, w))),
     "two uses": scanned(twice),
 }
 BEHIND = set(CASES) - {"two uses"}
+OTHERS = [("one axis", True), ("replica groups", False), ("replica groups", True)]
 
 
-def inserted(loss: Callable[..., Any], rows: int | None = ROWS) -> Callable[..., Any]:
-    inserter = Inserter(MESH, "data", keep=False)
+def inserted(
+    loss: Callable[..., Any], rows: int | None = ROWS, mesh: str = "one axis", keep: bool = False
+) -> Callable[..., Any]:
+    inserter = Inserter(MESHES[mesh], "data", keep=keep)
 
     def run(ws: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
-        shard = Shard(inserter.constrain(ws, SPEC), SPEC)
-        return tuple(inserter(closed, [shard, x], want=(None, SPEC), rows=rows))
+        spec = SPEC[: ws.ndim]
+        shard = Shard(inserter.constrain(ws, spec), spec)
+        return tuple(inserter(closed, [shard, x], want=(None, spec), rows=rows))
 
     return run
 
 
-def parts(run: Callable[..., Any], layers: int = LEAST) -> list[bool]:
+def parts(run: Callable[..., Any], ws: np.ndarray) -> list[bool]:
     """For each loop, whether it carries each device's part of a gradient."""
-    jaxpr = jax.make_jaxpr(run)(weights(layers), X)
+    jaxpr = jax.make_jaxpr(run)(ws, X)
     loops = [eqn for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
     bodies = [(next(jaxprs.inner(loop)), jaxprs.scan_counts(loop).carry) for loop in loops]
-    return [any(v.aval.shape == (8, N, N) for v in b.outvars[:carry]) for b, carry in bodies]
+    return [
+        any(v.aval.shape == (8, *ws.shape[1:]) for v in b.outvars[:carry]) for b, carry in bodies
+    ]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_same_numbers(name: str) -> None:
+EVERYWHERE = [(name, mesh, keep) for name in ("flat", "scaled") for mesh, keep in OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "keep"), [*((name, "one axis", False) for name in CASES), *EVERYWHERE]
+)
+def test_same_numbers(name: str, mesh: str, keep: bool) -> None:
+    ws = weights(name)
     with jax.enable_x64(True):
-        got = jax.jit(inserted(CASES[name]))(weights(), X)
-        want = jax.jit(jax.value_and_grad(CASES[name]))(weights(), X)
+        got = jax.jit(inserted(CASES[name], mesh=mesh, keep=keep))(ws, X)
+        want = jax.jit(jax.value_and_grad(CASES[name]))(ws, X)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_backward_loop_carries_parts(name: str) -> None:
-    assert parts(inserted(CASES[name])) == [False, name in BEHIND]
+    assert parts(inserted(CASES[name]), weights(name)) == [False, name in BEHIND]
+
+
+@pytest.mark.parametrize(("name", "mesh", "keep"), EVERYWHERE)
+def test_so_it_does_at_stage_2_and_in_replica_groups(name: str, mesh: str, keep: bool) -> None:
+    assert parts(inserted(CASES[name], mesh=mesh, keep=keep), weights(name)) == [False, True]
 
 
 def test_not_in_short_loops_nor_without_rows() -> None:
-    assert not any(parts(inserted(CASES["once"]), LEAST - 1))
-    assert not any(parts(inserted(CASES["once"], rows=None)))
+    assert not any(parts(inserted(CASES["once"]), weights("once", LEAST - 1)))
+    assert not any(parts(inserted(CASES["once"], rows=None), weights("once")))

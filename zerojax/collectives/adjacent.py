@@ -26,7 +26,7 @@ NEAR = 16
 """The most equations between uses that are next to each other."""
 
 _PRODUCTS = frozenset([prims.dot_general_p, prims.conv_general_dilated_p])
-_MOVES = propagate.BACKWARD.keys() | {"convert_element_type", "neg"}
+_MOVES = frozenset(["add_any", "convert_element_type", "neg"])
 
 Wholes = dict[int, tuple[Shard, jax.Array]]
 """By ``id``, a shard and the same whole."""
@@ -116,7 +116,7 @@ def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int
             return None
         terms.add(v)
         maker = made[v][1]
-        if maker.primitive.name == "add_any" or maker.primitive.name in _MOVES:
+        if maker.primitive.name in _MOVES or propagate.undone(maker):
             left += jaxprs.variables(maker.invars)
         elif maker.primitive not in _PRODUCTS:
             return None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,105 +20,12 @@ from jax.extend.core import primitives as prims
 from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.parts import Parts, Product, links, pinned, total
 from zerojax.collectives.shard import ReducedGradient
+from zerojax.devices.mesh import batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
-
-_SAME_SHAPE = LABELS | {"convert_element_type", "neg"}
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A gradient that is not summed over the devices yet.
-
-    Attributes:
-      value: [devices, *shape], each device's part on itself, with the dimension that the shard axis
-        is to cut in front of the others. A copy in that order costs nothing, a later one does.
-      product: What makes them.
-      links: Equations of one operand that give the gradient from the sum.
-    """
-
-    value: jax.Array
-    product: Product
-    links: tuple[Any, ...] = ()
-
-    def then(self, eqn: Any) -> Parts:
-        """What the equation makes of the gradient."""
-        return replace(self, links=(*self.links, eqn))
-
-
-class Product(NamedTuple):
-    """A product over the rows of a batch, whose result is a gradient.
-
-    Attributes:
-      eqn: The dot_general.
-      rows: The dimension of rows of either operand.
-      spec: Of the sum's shard.
-      links: The equations that give the loop's result from it.
-    """
-
-    eqn: Any
-    rows: tuple[int, int]
-    spec: Spec
-    links: tuple[Any, ...]
-
-    def at(self, axis: str) -> int:
-        """The dimension that the axis cuts."""
-        return layout.dimensions(self.spec, axis)[0]
-
-    def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
-        """Of the parts."""
-        shape, at = list(self.eqn.outvars[0].aval.shape), self.at(gatherer.axis)
-        return gatherer.mesh.size, shape.pop(at), *shape
-
-    def parts(self, values: Sequence[jax.Array], gatherer: Gatherer) -> Parts:
-        """Each device's product of its own rows."""
-        n, apart = gatherer.mesh.size, []
-        for x, at in zip(values, self.rows, strict=True):
-            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
-            on = tuple(gatherer.axis if d == at else None for d in range(x.ndim))
-            apart.append(gatherer.constrain(x, on))
-        made = self._multiplied(apart)
-        return Parts(pinned(jnp.moveaxis(made, 1 + self.at(gatherer.axis), 1), gatherer), self)
-
-    def _multiplied(self, apart: Sequence[jax.Array]) -> jax.Array:
-        contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
-        numbers = [
-            tuple(d + (d >= at) for d in dims)
-            for at, dims in zip(self.rows, contracted, strict=True)
-        ]
-        one, other = apart
-        return lax.dot_general(
-            one,
-            other,
-            ((numbers[0], numbers[1]), ((self.rows[0],), (self.rows[1],))),
-            precision=jaxprs.param(self.eqn, "precision"),
-            preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
-        )
-
-
-def pinned(parts: jax.Array, gatherer: Gatherer) -> jax.Array:
-    """Parts [devices, ...], each on its device."""
-    return gatherer.constrain(parts, (gatherer.axis, *(None,) * (parts.ndim - 1)))
-
-
-def total(parts: Parts, gatherer: Gatherer) -> jax.Array:
-    """The gradient, as its shard."""
-    at, axis = parts.product.at(gatherer.axis), gatherer.axis
-    whole = lax.reduce(parts.value, jnp.zeros((), parts.value.dtype), lax.add, (0,))
-    whole = gatherer.constrain(whole, (None,) * whole.ndim)
-    shard = gatherer.constrain(whole, (axis, *(None,) * (whole.ndim - 1)))
-    x = gatherer.constrain(jnp.moveaxis(shard, 0, at), parts.product.spec)
-    for eqn in parts.links:
-        (x,) = jaxprs.bind(eqn, [x])
-    return x
-
-
-def links(eqn: Any) -> bool:
-    """Whether an equation moves the elements of one operand, or rounds them."""
-    return eqn.primitive.name in _SAME_SHAPE or eqn.primitive.name in propagate.BACKWARD
 
 
 class Behind:
@@ -141,7 +47,7 @@ class Behind:
         self._want = want
         self._behind: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
-        alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
+        alone = batch_devices(gatherer.mesh) == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
             return
         body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
@@ -249,7 +155,7 @@ class _Search:
             if not links(eqn):
                 return self._checked(eqn, spec, after)
             after = (eqn, *after)
-            if eqn.primitive.name in propagate.BACKWARD:
+            if propagate.undone(eqn):
                 spec = propagate.backward(eqn, spec, self._gatherer.mesh)
             (v,) = eqn.invars
         return None
@@ -263,20 +169,29 @@ class _Search:
         return self._seen[id(jaxpr)]
 
     def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> Product | None:
-        """The product that an equation is, if rows can be told and each device can keep a piece."""
-        if eqn.primitive is not prims.dot_general_p:
+        """The sum that an equation is, if rows can be told and each device can keep a piece."""
+        axis, cut = self._gatherer.axis, layout.dimensions(spec, self._gatherer.axis)
+        if len(cut) != 1 or spec[cut[0]] != axis:
+            return None  # one that stays whole costs what it would take to hide it
+        size = eqn.outvars[0].aval.shape[cut[0]]
+        rows = None if size % self._gatherer.mesh.shape[axis] else self._rows_of(eqn)
+        return None if rows is None else Product(eqn, rows, spec, after)
+
+    def _rows_of(self, eqn: Any) -> tuple[int, ...] | None:
+        """The dimensions of rows of the operands, over which the equation sums."""
+        if eqn.primitive is prims.reduce_sum_p:
+            summed = [(d,) for d in jaxprs.param(eqn, "axes")]
+        elif eqn.primitive is prims.dot_general_p:
+            contracted, batched = jaxprs.param(eqn, "dimension_numbers")
+            # Under automatic axes the sharding of a product names nothing.
+            placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
+            if any(batched) or any(placed):
+                return None
+            summed = list(zip(*contracted, strict=True))
+        else:
             return None
-        contracted, batched = jaxprs.param(eqn, "dimension_numbers")
-        shape, n = eqn.outvars[0].aval.shape, self._gatherer.mesh.size
-        cut = layout.dimensions(spec, self._gatherer.axis)
-        # Under automatic axes the sharding of a product names nothing.
-        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
-        if any(batched) or any(placed) or len(cut) != 1:
-            return None
-        if spec[cut[0]] != self._gatherer.axis or shape[cut[0]] % n:
-            return None
-        sizes = {pair: eqn.invars[0].aval.shape[pair[0]] for pair in zip(*contracted, strict=True)}
-        exact = [pair for pair, size in sizes.items() if size == self._rows]
-        several = [pair for pair, size in sizes.items() if size % self._rows == 0]
+        sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
+        exact = [dims for dims, size in sizes.items() if size == self._rows]
+        several = [dims for dims, size in sizes.items() if size % self._rows == 0]
         rows = exact if exact else several if len(several) == 1 else []
-        return Product(eqn, rows[0], spec, after) if rows else None
+        return rows[0] if rows else None

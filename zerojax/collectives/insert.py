@@ -31,6 +31,7 @@ from zerojax.collectives import (
     loops,
     moved_stacks,
     order,
+    parts,
     propagate,
     residuals,
     reuse,
@@ -102,7 +103,7 @@ class Inserter(Gatherer):
         """
         free = self.keep or self._apart or not self.overlap
         window = None if free else Window.of(self.mesh, self.axis)
-        late = self.overlap and not self.keep and not self._apart and host is None
+        late = self.overlap and not self._apart and host is None
         scope = Scope(
             share=self.share,
             replace=replace or {},
@@ -142,13 +143,11 @@ class Inserter(Gatherer):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
-            if any(isinstance(v, behind.Parts) for v in values):
-                if behind.links(eqn):
+            if any(isinstance(v, parts.Parts) for v in values):
+                if parts.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)
                     continue
-                values = [
-                    behind.total(v, self) if isinstance(v, behind.Parts) else v for v in values
-                ]
+                values = [parts.total(v, self) if isinstance(v, parts.Parts) else v for v in values]
             scope.adjacent = shared.get(id(eqn))
             with jaxprs.traced_where(eqn):
                 if (
@@ -271,7 +270,7 @@ class Inserter(Gatherer):
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self._run(inner, values, scope.inner(scope.products), want)
-        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, behind.Parts)]
+        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, parts.Parts)]
         scope.reduced.append([ReducedGradient(plain(o), w) for o, w in made if w is not None])
         return outs
 
@@ -381,16 +380,16 @@ class Inserter(Gatherer):
         gone: dict[int, Spec | None] = {}
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
-            (carry, totals, come, parts), (index, before, rest, rounded) = state, at
+            (carry, totals, come, given), (index, before, rest, rounded) = state, at
             coming = ahead.read(index)
-            reduced = later.reduced(later.hold(parts, ahead.last(coming)))
+            reduced = later.reduced(later.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.products)
             outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            parts, outs = later.passed(parts, reduced, outs, before)
+            given, outs = later.passed(given, reduced, outs, before)
             ys = outs[m:]
             for i, spec in enumerate(want[n:]):
                 y = plain(ys[i])
@@ -404,10 +403,10 @@ class Inserter(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            return ([plain(o) for o in outs[:m]], totals, coming, parts), ys
+            return ([plain(o) for o in outs[:m]], totals, coming, given), ys
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, parts), ys = moved_stacks.scan(
+        (carry, totals, _, given), ys = moved_stacks.scan(
             body,
             (carry, zeros, ahead.first(), later.first()),
             (ahead.order(), later.order(), ahead.rest(), entries.rounded),
@@ -418,7 +417,7 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
-        finished = later.finished(parts)
+        finished = later.finished(given)
 
         def stacked(i: int, y: Any) -> Any:
             if i in finished:

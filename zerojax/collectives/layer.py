@@ -1,6 +1,6 @@
-"""How much a loop over layers gathers ahead, known before the step is traced.
+"""How much a loop over layers gathers ahead or reduces behind, known before the step is traced.
 
-XLA combines all-gathers up to a number of bytes, an option that is set when the step is made. That
+XLA combines collectives up to a number of bytes, an option that is set when the step is made. That
 its parameters are stacked shows in their shapes alone: beneath one node of their tree all have the
 same first dimension.
 """
@@ -15,20 +15,32 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.collectives.ahead import LEAST
+from zerojax.devices.mesh import batch_devices
 from zerojax.plan.plan import Leaf, Plan
 
 ROWS = 2**20
 """Bytes below which what looks like a layer is a row of a matrix."""
 
 
-def layer_bytes(plan: Plan) -> int:
+def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
     """Bytes of the largest layer of stacked parameters, as the step computes with them; 0 where
-    none is gathered ahead."""
-    if plan.config.stage < 3 or plan.config.overlap_comm is False:
+    loops neither gather one ahead nor reduce its gradients behind.
+
+    Args:
+      plan: Of the state.
+      backward: Whether there are gradients.
+    """
+    config = plan.config
+    if config.overlap_comm is False:
+        return 0
+    accumulates = config.batch(batch_devices(plan.mesh)).accumulation > 1
+    behind = backward and not (config.stage == 1 and accumulates)  # where each device sums up apart
+    if config.stage < 3 and not behind:
         return 0
     paths = jax.tree.leaves_with_path(plan.params, is_leaf=lambda x: isinstance(x, PartitionSpec))
     named = [(path, leaf) for (path, _), leaf in zip(paths, plan.compute, strict=True)]
-    named = [(path, leaf) for path, leaf in named if leaf.path not in plan.live.paths]
+    if not behind:
+        named = [(path, leaf) for path, leaf in named if leaf.path not in plan.live.paths]
     largest = _largest(named, 0)
     return largest if largest >= ROWS else 0
 

@@ -83,8 +83,9 @@ BACKWARD: Mapping[str, _Rule] = {
     "transpose": _untranspose,
     "reshape": _unreshape,
     "squeeze": _unreshape,
+    "reduce_sum": _unreshape,  # of a dimension of size 1, along which a parameter was broadcast
 }
-"""By primitive: from the spec of its result to that of its operand."""
+"""By primitive: from the spec of its result to that of its operand, which has as many elements."""
 
 
 def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -99,7 +100,12 @@ def moves(name: str) -> bool:
     return name in FORWARD or name in LABELS
 
 
+def undone(eqn: Any) -> bool:
+    """Whether an equation moves the elements of one operand, so that :func:`backward` knows it."""
+    name = eqn.primitive.name
+    return name in BACKWARD and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
 def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     """The spec of the operand of an equation, from that of its result; None likewise."""
-    rule = BACKWARD.get(eqn.primitive.name)
-    return None if rule is None else rule(eqn, spec, mesh)
+    return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if undone(eqn) else None

@@ -112,7 +112,7 @@ class EvaluationProgram:
             compiler_options=(
                 streaming(plan.mesh)
                 if reaches_host(self._config)
-                else options(plan.mesh, layer=layer_bytes(plan), overlap=overlap)
+                else options(plan.mesh, layer=layer_bytes(plan, backward=False), overlap=overlap)
             ),
         )
 

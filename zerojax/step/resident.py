@@ -43,6 +43,7 @@ class ResidentStep:
             compiler_options=options(
                 plan.mesh,
                 plan.config.xla_options,
+                axis=plan.axis,
                 layer=layer_bytes(plan),
                 overlap=plan.config.overlap_comm is not False,
             ),

@@ -28,14 +28,20 @@ Options = dict[str, int | bool | str]
 
 
 def options(
-    mesh: Mesh, chosen: Options | None = None, *, layer: int = 0, overlap: bool = False
+    mesh: Mesh,
+    chosen: Options | None = None,
+    *,
+    axis: str | None = None,
+    layer: int = 0,
+    overlap: bool = False,
 ) -> Options | None:
     """Compiler options for the mesh's platform, None where there are none to set.
 
     Args:
       mesh: The devices.
       chosen: Options for GPUs that go before ours.
-      layer: Bytes that a loop gathers ahead; 0 where nothing is.
+      axis: Over which gradients are cut; over the whole mesh where there is none.
+      layer: Bytes that a loop gathers ahead or reduces behind; 0 where nothing is.
       overlap: Whether collectives are to run beside computation.
     """
     device = mesh.devices.flat[0]
@@ -48,7 +54,7 @@ def options(
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
     # many devices has a price, whatever it moves: a layer's gradients go together.
-    waiting = max(BUCKET, layer) // mesh.devices.size
+    waiting = max(BUCKET, layer) // (mesh.devices.size if axis is None else mesh.shape[axis])
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
@@ -57,7 +63,7 @@ def options(
         # Otherwise a gather starts once the one before has ended, and is waited for itself.
         ours["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
     if layer:
-        # Otherwise each iteration copies the layer that it gathered over the one that it used.
+        # Otherwise each iteration copies the layer that it has made over the one that it was given.
         ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
     if layer > COMBINED:
         # Collectives run one at a time: of two that are gathered ahead the first is waited for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -69,6 +69,12 @@ class Scope:
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
     products: Mapping[Any, Any] = field(default_factory=dict)
+
+    def known(self, value: Any) -> Any:
+        """``value``, with what is gathered of it in here if it is a shard."""
+        if not isinstance(value, Shard) or id(value) not in self.gathered:
+            return value
+        return replace(value, whole=self.gathered[id(value)][1], fills=False)
 
     def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
         """That of a loop's iteration or a block, with products of its own."""
@@ -226,10 +232,12 @@ class Gatherer:
 
     def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """The same for the shards that were gathered in advance; at stages 1 and 2 for all but
-        those that were gathered rounded."""
+        those that were gathered rounded, and those that a loop gathers."""
         if self.keep:
             return [
-                self.gather(v, scope, values) if isinstance(v, Shard) and v.rounded is None else v
+                self.gather(v, scope, values)
+                if isinstance(v, Shard) and v.rounded is None and not v.fills
+                else v
                 for v in values
             ]
         return [v.whole if is_whole(v) else v for v in values]

@@ -354,6 +354,7 @@ class Inserter(Gatherer):
         leaving: set[Any],
     ) -> Sequence[Any]:
         a, n = jaxprs.scan_counts(eqn)
+        values = [scope.known(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
         values = self.all_known(values, scope)
         sums = loops.Sums(eqn, want[:n])
@@ -378,12 +379,14 @@ class Inserter(Gatherer):
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
+        fills = [i for i, x in enumerate(xs) if isinstance(x, Shard) and x.fills]
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
             coming = ahead.read(index)
             reduced = later.reduced(later.hold(given, ahead.last(coming)))
-            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
+            wholes = ahead.wholes(come)
+            sliced = entries.operands(ahead.merged(come, rest), rounded, wholes)
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.products)
@@ -403,10 +406,13 @@ class Inserter(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            return ([plain(o) for o in outs[:m]], totals, coming, given), ys
+            return ([plain(o) for o in outs[:m]], totals, coming, given), (
+                ys,
+                [wholes[i] for i in fills],
+            )
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, given), ys = moved_stacks.scan(
+        (carry, totals, _, given), (ys, filled) = moved_stacks.scan(
             body,
             (carry, zeros, ahead.first(), later.first()),
             (ahead.order(), later.order(), ahead.rest(), entries.rounded),
@@ -417,6 +423,7 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
+        scope.gathered |= {id(xs[i]): (xs[i], x) for i, x in zip(fills, filled, strict=True)}
         finished = later.finished(given)
 
         def stacked(i: int, y: Any) -> Any:

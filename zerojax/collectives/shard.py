@@ -41,7 +41,8 @@ class Shard:
     ``rounded`` is the value cast to a smaller dtype, in which the body needs it whole, and gathered
     in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
     ahead, see :mod:`zerojax.collectives.ahead`. ``moved`` is what was gathered in advance as a loop
-    reads it, see :mod:`zerojax.collectives.moved_stacks`.
+    reads it, see :mod:`zerojax.collectives.moved_stacks`. One that ``fills`` is a stack that the
+    first loop over it gathers layer by layer, and keeps, see :mod:`zerojax.collectives.filled`.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see
@@ -56,6 +57,7 @@ class Shard:
     narrow: Shard | None = None
     rounded: jax.Array | None = None
     moved: MovedStack | None = None
+    fills: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import jax
 from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
-from zerojax.collectives import Inserter, Shard, moved_stacks
+from zerojax.collectives import Inserter, Shard, filled, moved_stacks
 from zerojax.collectives.host import Host, unpadded
 from zerojax.collectives.rounding import round_in_advance
 from zerojax.offload.disk.params import DiskParam, ParamReader
@@ -87,6 +87,8 @@ def evaluate_body(
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
+    if k == 1 and setting.inserter.overlap:
+        given = filled.leave(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()

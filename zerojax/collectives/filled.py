@@ -12,13 +12,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives import many
-from zerojax.collectives.ahead import gathered_dtype
+from zerojax.collectives.ahead import Ahead, gathered_dtype
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.shard import Shard
+from zerojax.collectives.shard import FilledStack, Shard
 from zerojax.collectives.uses import CAST
+from zerojax.plan import layout
 from zerojax.trace.elementwise import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 
@@ -37,11 +41,56 @@ def leave(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     ]
 
 
+class Filling:
+    """The stacks that a loop fills.
+
+    Args:
+      xs: What it reads.
+      ahead: What it gathers ahead.
+      reverse: Whether it starts with the last layer.
+      gatherer: Gathers parameters.
+    """
+
+    def __init__(
+        self, xs: Sequence[Any], ahead: Ahead, *, reverse: bool, gatherer: Gatherer
+    ) -> None:
+        self._ahead, self._reverse = ahead, reverse
+        self._dimensions = {
+            i: layout.dimensions(x.spec, gatherer.axis)[0]
+            for i, x in enumerate(xs)
+            if isinstance(x, Shard) and x.fills
+        }
+        self._xs = xs
+
+    def layers(self, coming: Sequence[jax.Array]) -> list[jax.Array]:
+        """What an iteration stacks, of what it has gathered for the next one: as the collective
+        leaves it."""
+        wholes = dict(enumerate(self._ahead.wholes(coming)))
+        chosen = [(x, d) for i, d in self._dimensions.items() if (x := wholes[i]) is not None]
+        return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
+
+    def filled(
+        self, first: Sequence[jax.Array], stacks: Sequence[jax.Array]
+    ) -> list[tuple[Shard, Shard]]:
+        """Each shard, and the same gathered, of what the first iteration was given and what all of
+        them have stacked. The last one has gathered its own layer again, for nobody."""
+        step, last = (-1, 0) if self._reverse else (1, -1)
+        found = []
+        for (i, d), layer, stack in zip(
+            self._dimensions.items(), self.layers(first), stacks, strict=True
+        ):
+            stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
+            moved = FilledStack(stack, d, step)
+            x = self._xs[i]
+            found.append((x, dataclasses.replace(x, whole=moved.whole, moved=moved, fills=False)))
+        return found
+
+
 def _is_stack(x: Any, axis: str) -> bool:
     """Whether ``x`` is gathered in advance, as it is, and may be a stack of layers."""
     if not isinstance(x, Shard) or x.whole is None or many.is_whole(x, axis):
         return False
-    return x.value.ndim > 1 and x.spec[0] is None
+    return x.spec[0] is None and len(layout.dimensions(x.spec, axis)) == 1
 
 
 def _fills(readers: list[_Reader | None], x: Shard, gatherer: Gatherer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
@@ -40,6 +40,7 @@ class Scope:
       replace: what stands in for marks.
       host: how gradients leave for host memory; None where they stay.
       gathered: by ``id`` of a shard, the shard and the parameter whole.
+      filled: by ``id`` of a shard that a loop has filled, the shard and the same gathered.
       seen: by ``id``, the shards that were gathered here and not kept.
       token: an array that the last gather was made for; the next one of the same shard waits for
         it.
@@ -58,6 +59,7 @@ class Scope:
     replace: Replacements = field(default_factory=dict)
     host: Host | None = None
     gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
+    filled: dict[int, tuple[Shard, Shard]] = field(default_factory=dict)
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
     reduced: list[list[ReducedGradient]] = field(default_factory=list)
@@ -71,10 +73,8 @@ class Scope:
     products: Mapping[Any, Any] = field(default_factory=dict)
 
     def known(self, value: Any) -> Any:
-        """``value``, with what is gathered of it in here if it is a shard."""
-        if not isinstance(value, Shard) or id(value) not in self.gathered:
-            return value
-        return replace(value, whole=self.gathered[id(value)][1], fills=False)
+        """``value``, gathered if a loop in here has filled it."""
+        return self.filled.get(id(value), (value, value))[1]
 
     def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
         """That of a loop's iteration or a block, with products of its own."""
@@ -151,6 +151,7 @@ class Gatherer:
         """One parameter whole, for a use beside the operands ``rest``.
 
         A scope that shares gathers has one of each parameter."""
+        shard = scope.known(shard)
         if shard.whole is not None:
             return shard.whole
         if shard.narrow is not None:  # half the bytes

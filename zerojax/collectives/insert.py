@@ -40,6 +40,7 @@ from zerojax.collectives import (
 )
 from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.entries import Entries
+from zerojax.collectives.filled import Filling
 from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
@@ -379,14 +380,13 @@ class Inserter(Gatherer):
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
-        fills = [i for i, x in enumerate(xs) if isinstance(x, Shard) and x.fills]
+        filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
             coming = ahead.read(index)
             reduced = later.reduced(later.hold(given, ahead.last(coming)))
-            wholes = ahead.wholes(come)
-            sliced = entries.operands(ahead.merged(come, rest), rounded, wholes)
+            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.products)
@@ -406,15 +406,14 @@ class Inserter(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            return ([plain(o) for o in outs[:m]], totals, coming, given), (
-                ys,
-                [wholes[i] for i in fills],
-            )
+            passed = [plain(o) for o in outs[:m]], totals, coming, given
+            return passed, (ys, filling.layers(coming))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, given), (ys, filled) = moved_stacks.scan(
+        first = ahead.first()
+        (carry, totals, _, given), (ys, layers) = moved_stacks.scan(
             body,
-            (carry, zeros, ahead.first(), later.first()),
+            (carry, zeros, first, later.first()),
             (ahead.order(), later.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
@@ -423,7 +422,7 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
-        scope.gathered |= {id(xs[i]): (xs[i], x) for i, x in zip(fills, filled, strict=True)}
+        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, layers)}
         finished = later.finished(given)
 
         def stacked(i: int, y: Any) -> Any:

@@ -31,6 +31,28 @@ class MovedStack:
 
 
 @dataclass(frozen=True, eq=False)
+class FilledStack(MovedStack):
+    """The same of a stack that a loop has gathered one layer ahead.
+
+    Attributes:
+      value: [L, d, ...]; entry i is layer i + ``ahead``, modulo L.
+      ahead: 1, or -1 where the loop ran in reverse.
+    """
+
+    ahead: int
+
+    def layer(self, index: jax.Array) -> jax.Array:
+        at = (index - self.ahead) % self.value.shape[0]
+        layer = lax.dynamic_index_in_dim(self.value, at, keepdims=False)
+        return jnp.moveaxis(layer, 0, self.dimension - 1)
+
+    @property
+    def whole(self) -> jax.Array:
+        """The stack in its own order."""
+        return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
+
+
+@dataclass(frozen=True, eq=False)
 class Shard:
     """A parameter, or a value of its shape made from it, in the body.
 

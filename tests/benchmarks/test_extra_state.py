@@ -5,7 +5,8 @@ import functools
 
 import pytest
 
-from benchmarks.extra_state import SMALL, Cost, compile_program, programs, table
+from benchmarks.compiled import Cost, compile_program, table
+from benchmarks.extra_state import SMALL, programs
 
 LORA, NNX, GAN, DPO, ARGUMENT = programs(SMALL)
 gpu_compile = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]

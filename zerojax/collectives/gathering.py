@@ -51,6 +51,7 @@ class Scope:
       window: what holds gathers back in a body; None where they are free.
       batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
       products: by variable, the products in here that are not summed over the devices yet.
+      of_layer: whether this is one layer's stretch, in a loop over layers.
     """
 
     share: bool
@@ -67,10 +68,17 @@ class Scope:
     window: Window | None = None
     batch_rows: int | None = None
     products: Mapping[Any, Any] = field(default_factory=dict)
+    of_layer: bool = False
 
-    def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
+    def inner(self, products: Mapping[Any, Any] | None = None, *, of_layer: bool = False) -> Scope:
         """That of a loop's iteration or a block, with products of its own."""
-        return Scope(share=True, replace=self.replace, host=self.host, products=products or {})
+        return Scope(
+            share=True,
+            replace=self.replace,
+            host=self.host,
+            products=products or {},
+            of_layer=of_layer or self.of_layer,
+        )
 
     def replaces(self, eqn: Any) -> bool:
         return any(marks.holds(eqn, name) for name in self.replace)

@@ -124,7 +124,7 @@ class Inserter(Gatherer):
         goes_on = reuse.GoesOn(jaxpr, args, self.axis, self._known)
         wants = wanted.trace_back(jaxpr, want, self.mesh, goes_on.gradients)
         scope.used_whole |= goes_on.used_whole
-        together = adjacent.sums(jaxpr, wants, self.mesh)
+        together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
         scope.summed |= together.reduced
         wants = {v: spec for v, spec in wants.items() if v not in together.added}
         shared = {} if scope.share else adjacent.uses(jaxpr)
@@ -369,6 +369,7 @@ class Inserter(Gatherer):
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
+        layers = any(want[n:]) and not any(want[:n])  # whose gradients are stacked
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, parts), (index, before, rest, rounded) = state, at
@@ -377,7 +378,7 @@ class Inserter(Gatherer):
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
-            within = scope.inner(later.products)
+            within = scope.inner(later.products, of_layer=layers)
             outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
             parts, outs = later.passed(parts, reduced, outs, before)

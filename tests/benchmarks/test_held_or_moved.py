@@ -1,9 +1,20 @@
 """What is neither held nor moved without need: figures within 5% of their theory."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.compiled import Cost
-from benchmarks.held_or_moved import FIGURES, HEADS, WITHIN, Claim, claims, cost_of, row
+from benchmarks.held_or_moved import (
+    FIGURES,
+    HEADS,
+    TESTS,
+    WITHIN,
+    Claim,
+    claims,
+    cost_of,
+    row,
+)
 
 PENALTY = "a gradient penalty"
 IN_SECONDS = ("eight tables", "a head in float32", "a table used twice", "GAN")
@@ -49,3 +60,8 @@ def test_a_theory_that_is_missed_is_in_bold() -> None:
     said = dict(zip(HEADS, row(claim, cost), strict=True))
     assert said["today"] == "20.00"
     assert said["off"].startswith("**-")
+
+
+def test_the_record_names_tests_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    assert [at for at in TESTS.values() if not (root / at).exists()] == []

@@ -134,12 +134,15 @@ def extra_state() -> list[Claim]:
             "reductions: the critic of made and of real rows, the generator",
         ),
     ]  # fmt: skip
-    layer = 12 * FULL.language_width**2 / (731.9e6)
+    model = Language(
+        layers=layers, width=FULL.language_width, vocabulary=FULL.vocabulary, tokens=FULL.tokens
+    )
     for in_field, devices, before in ((True, 8, "7.3"), (True, 64, "15.2"), (False, 8, "")):
+        program = preference(FULL, in_field=in_field)
         claims.append(
             Claim(
-                program=preference(FULL, in_field=in_field), devices=devices, figure="units sent",
-                before=before, theory=8 + 8 * layer,
+                program=program, devices=devices, figure="units sent", before=before,
+                theory=8 + 8 * model.layer,
                 parts="2 passes forward and backward, 2 of the copy forward: 6 gathers, 2 "
                 "reductions; 8 layers more",
             )

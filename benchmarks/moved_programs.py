@@ -23,11 +23,6 @@ from zerojax.models.loss import loss_fn
 BF16 = jnp.bfloat16
 
 
-def count(arrays: Any) -> int:
-    """Elements."""
-    return sum(x.size for x in jax.tree.leaves(arrays))
-
-
 def whole_state(params: Any, tx: Any = None) -> TrainState:
     """A state of these parameters, by default under AdamW."""
     return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
@@ -95,7 +90,8 @@ class Language:
 
     @property
     def parameters(self) -> int:
-        return count(jax.eval_shape(self.create, jax.random.key(0)).params)
+        d = self.width
+        return self.layers * (12 * d + 13) * d + (self.vocabulary + self.tokens + 2) * d
 
     @property
     def layer(self) -> float:

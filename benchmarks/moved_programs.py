@@ -230,9 +230,7 @@ def experts(
         done = jax.lax.ragged_dot(hidden, back, sizes)
         return jnp.zeros_like(rows).at[order].set(done).reshape(x.shape)
 
-    def bind(zero: zerojax.Zero) -> Callable[..., Any]:
-        each = zero.per_device(apply, whole=[2, 3]) if apart else apply
-
+    def step(each: Callable[..., jax.Array]) -> Callable[..., Any]:
         @jax.checkpoint
         def layer(x: jax.Array, w: Any) -> jax.Array:
             gates = jax.nn.softmax(x @ w["gate"])
@@ -248,8 +246,12 @@ def experts(
 
         return descend(loss)
 
+    def bind(zero: zerojax.Zero) -> Callable[..., Any]:
+        return step(zero.per_device(apply, whole=[2, 3]))
+
     def batch(devices: int) -> Any:
         return jax.ShapeDtypeStruct((devices, tokens, width), BF16)
 
     name = "experts of own tokens" if apart else "experts of all tokens"
-    return Program(name, create, bind, batch, lambda s: s.params, bind=bind)
+    bound = bind if apart else None
+    return Program(name, create, step(apply), batch, lambda s: s.params, bind=bound)

@@ -12,10 +12,8 @@ Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,12 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
 
-import zerojax
-from benchmarks.measure import COMPUTE_BYTES, fsdp_sharding
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
-from zerojax.hlo.traffic import collectives
+from benchmarks.compiled import Program, compile_program, table
+from benchmarks.report import console, console_table, markdown_table, write_dated
 from zerojax.models.gpt import GPT, GPTConfig
 
-BF16, MEGA = jnp.bfloat16, 1e6
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+BF16 = jnp.bfloat16
 NOTE = (
     "Compiled by XLA:GPU for absent H100s: bf16 compute with fp32 masters, Adam.\n"
     "Traffic in units of 2P bytes: the network that the extra state is, once in bf16.\n"
@@ -59,28 +53,6 @@ FULL = Sizes(
     layers=24, width=2560, language_width=1536, vocabulary=32768, rows=2, tokens=1024
 )  # fmt: skip
 SMALL = Sizes(layers=2, width=512, language_width=512, vocabulary=2048, rows=2, tokens=128)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A training step with extra state.
-
-    Attributes:
-      create: ``create(key)`` is the state.
-      step: ``step(state, batch, ...)``, on one device.
-      batch: ``batch(devices)`` has the shapes of a batch.
-      network: ``network(state)`` has the arrays that the traffic is counted in.
-      further: ``further(state)`` is a further argument of the step; None where it has none.
-      nnx: Whether the state is a tuple of NNX objects, updated in place.
-    """
-
-    name: str
-    create: Callable[..., Any]
-    step: Callable[..., Any]
-    batch: Callable[[int], Any]
-    network: Callable[[Any], Any]
-    further: Callable[[Any], Any] | None = None
-    nnx: bool = False
 
 
 class BasedState(TrainState):
@@ -285,101 +257,6 @@ def programs(sizes: Sizes) -> tuple[Program, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a step costs, for each device.
-
-    Attributes:
-      stage: None for plain jit.
-      arrays: Elements of the network that the traffic is counted in.
-      units: By kind of collective, the bytes that go through it in a step, over 2P.
-      argument_bytes, temporary_bytes: Of the program.
-      seconds: Tracing and compiling.
-    """
-
-    name: str
-    stage: int | None
-    devices: int
-    arrays: int
-    units: dict[str, float]
-    argument_bytes: int
-    temporary_bytes: int
-    seconds: float
-
-
-def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
-    """Compiles one step and reads its costs off it.
-
-    Raises:
-      ImportError: The GPU compiler's wheels are not installed.
-    """
-    began = time.perf_counter()
-    lowered, arrays = _lowered(program, stage, devices)
-    compiled: Any = lowered.compile()
-    units: dict[str, float] = {}
-    for each in collectives(compiled.as_text()):
-        share = each.times * each.payload_bytes / (COMPUTE_BYTES * arrays)
-        units[each.kind] = units.get(each.kind, 0) + share
-    memory = compiled.memory_analysis()
-    return Cost(
-        name=program.name,
-        stage=stage,
-        devices=devices,
-        arrays=arrays,
-        units=units,
-        argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _lowered(program: Program, stage: int | None, devices: int) -> tuple[jax.stages.Lowered, int]:
-    mesh, batch = zerojax.topology("h100", devices), program.batch(devices)
-    if stage is None:
-        return _lowered_plain(program, mesh, batch)
-    zero = zerojax.zero(stage=stage, bf16=True, mesh=mesh)
-    state = zero.abstract_state(program.create, jax.random.key(0))
-    further = [] if program.further is None else [program.further(state)]
-    states = state if program.nnx else (state,)
-    return zero(program.step).lower(*states, batch, *further), _count(program.network(state))
-
-
-def _lowered_plain(program: Program, mesh: Any, batch: Any) -> tuple[jax.stages.Lowered, int]:
-    state = jax.eval_shape(program.create, jax.random.key(0))
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    place = functools.partial(jax.tree.map, functools.partial(fsdp_sharding, mesh))
-    further = [] if program.further is None else [program.further(state)]
-    jitted = jax.jit(
-        program.step,
-        in_shardings=(place(state), rows, *map(place, further)),
-        out_shardings=(place(state), None),
-        donate_argnums=0,
-    )
-    return jitted.lower(state, batch, *further), _count(program.network(state))
-
-
-def _count(arrays: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(arrays))
-
-
-def table(costs: Sequence[Cost]) -> list[list[str]]:
-    """A row of headings, and one for each cost."""
-    heads = ["program", "", "devices", "network M", *(f"{kind}s" for kind in KINDS)]
-    rows = [[*heads, "arguments MB", "temporaries MB", "seconds"]]
-    for each in costs:
-        rows.append([
-            each.name,
-            "plain jit" if each.stage is None else f"stage {each.stage}",
-            str(each.devices),
-            f"{each.arrays / MEGA:,.0f}",
-            *(f"{each.units.get(kind, 0):.2f}" for kind in KINDS),
-            f"{each.argument_bytes / MEGA:,.0f}",
-            f"{each.temporary_bytes / MEGA:,.0f}",
-            f"{each.seconds:.0f}",
-        ])  # fmt: skip
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.extra_state", description="Costs of extra state."
@@ -402,11 +279,10 @@ def main() -> None:
                 out.print(", ".join(table(costs[-1:])[1]), highlight=False)
     out.print(console_table(table(costs), title="Extra state", caption=NOTE))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-extra_state"
-        write_json(stem.with_suffix(".json"), {"costs": [dataclasses.asdict(x) for x in costs]})
-        parts = [heading("State beside the parameters", ", no GPU"), NOTE]
-        stem.with_suffix(".md").write_text(
-            "\n\n".join([*parts, markdown_table(table(costs), texts=2)]) + "\n"
+        figures = {"costs": [dataclasses.asdict(x) for x in costs]}
+        rows = markdown_table(table(costs), texts=2)
+        write_dated(
+            options.record, "extra_state", "State beside the parameters", figures, NOTE, rows
         )
 
 

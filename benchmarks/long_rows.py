@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import jax
 
 from benchmarks.published_steps import fused_llama
 from benchmarks.published_tables import GIGA, Setup, open_study
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.report import console, console_table, markdown_table, write_dated
 from zerojax.foresight.attribution import ACTIVATIONS, LOGITS
 from zerojax.foresight.choice import Choice
 from zerojax.models import llama
@@ -102,11 +101,8 @@ def main() -> None:
     title = f"Llama 3 8B, a row of {SEQ:,} tokens a GPU"
     console().print(console_table(rows(steps), title=title, caption=ABOUT))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-long_rows"
-        figures = [dataclasses.asdict(step) for step in steps]
-        write_json(stem.with_suffix(".json"), {"steps": figures})
-        parts = [heading(title, ", no GPU"), ABOUT, markdown_table(rows(steps), texts=1)]
-        stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+        figures = {"steps": [dataclasses.asdict(step) for step in steps]}
+        write_dated(options.record, "long_rows", title, figures, ABOUT, markdown_table(rows(steps)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Llama 7B on 64 absent H100s, compiled and forecast. Needs
 
 import argparse
 import dataclasses
-import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 
 from benchmarks.published_steps import llama_of
 from benchmarks.published_tables import GIGA, Setup, open_study
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.report import console, console_table, markdown_table, write_dated
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.gathered import with_room_filled
@@ -149,11 +148,9 @@ def main() -> None:
         found += compiled(study, k)
         out.print(console_table(table(found), caption=NOTE))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-policies"
-        write_json(stem.with_suffix(".json"), {"policies": [*map(dataclasses.asdict, found)]})
-        parts = [heading("What stays gathered over an update", ", no GPU"), NOTE]
-        text = "\n\n".join([*parts, markdown_table(table(found), texts=2)])
-        stem.with_suffix(".md").write_text(text + "\n")
+        figures = {"policies": [*map(dataclasses.asdict, found)]}
+        title, rows = "What stays gathered over an update", markdown_table(table(found), texts=2)
+        write_dated(options.record, "policies", title, figures, NOTE, rows)
 
 
 if __name__ == "__main__":

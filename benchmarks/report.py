@@ -59,6 +59,17 @@ def heading(title: str, machine: str = "") -> str:
     )
 
 
+def write_dated(
+    folder: Path, name: str, title: str, results: Mapping[str, Any], *parts: str
+) -> None:
+    """A record of figures that no GPU was needed for: results as JSON, and a page of ``parts`` that
+    begins with the title, both under today's date."""
+    stem = folder / f"{datetime.date.today()}-{name}"
+    write_json(stem.with_suffix(".json"), results)
+    page = "\n\n".join([heading(title, ", no GPU"), *parts])
+    stem.with_suffix(".md").write_text(page + "\n")
+
+
 def markdown_table(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
     """Headings and lines; all but the first ``texts`` columns hold numbers."""
     rule = ["---" if i < texts else "---:" for i in range(len(rows[0]))]

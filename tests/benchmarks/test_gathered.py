@@ -40,9 +40,13 @@ def units(found: Record, kind: str) -> float:
 )
 def test_one_gather_an_update_and_as_many_scatters_as_before(changes: dict[str, int]) -> None:
     found = record(replace(KEPT, **changes))
-    k = found.case.accumulate
-    assert units(found, "all-gather") == pytest.approx(1, abs=0.03)
-    assert 0.9 * k < units(found, "reduce-scatter") < 1.1 * k
+    k, case = found.case.accumulate, found.case
+    # The tied table's gradients, as a lookup and as a head, meet before they are reduced in a
+    # scanned model of one group alone: elsewhere the head's does not wait for the lookup's.
+    alone = case.scan and case.replicas == case.partition == 1
+    table = 0 if alone else case.vocab_size * case.n_embd / found.parameters
+    assert units(found, "all-gather") == pytest.approx(1, abs=0.01)
+    assert units(found, "reduce-scatter") == pytest.approx(k * (1 + table), rel=0.01)
     assert found.all_to_all == 0
     assert set(found.gather_dtypes) == {"bf16" if found.case.precision == "bf16" else "f16"}
 

@@ -23,12 +23,14 @@ def groups(function: Callable[..., Any]) -> int:
     return sum(found.count(group) > 1 for group in found)
 
 
-def sums(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[int, int]:
+def sums(
+    function: Callable[..., Any], *shapes: tuple[int, ...], of_layer: bool = False
+) -> tuple[int, int]:
     """How many sums are reduced, and how many products go into them."""
     jaxpr = jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr
     outs = [SPEC if v.aval.shape[0] > 1 else None for v in jaxpr.outvars]
     wants = wanted.trace_back(jaxpr, outs, MESH)
-    found = adjacent.sums(jaxpr, wants, MESH)
+    found = adjacent.sums(jaxpr, wants, MESH, of_layer=of_layer)
     products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     return len(found.reduced), sum(e.outvars[0] in found.added for e in products)
 
@@ -78,7 +80,8 @@ def test_a_padded_gradient_is_reduced_where_it_is_made() -> None:
 def test_few_gradients_wait_for_others_that_are_made_far_apart(
     towers: int, found: tuple[int, int]
 ) -> None:
-    """A deep model that is run on two inputs would have all its gradients whole."""
+    """A deep model that is run on two inputs would have all its gradients whole; a layer in a loop
+    has no more than its own."""
 
     def tower(ws: Any, x: Any) -> Any:
         for w in ws:
@@ -93,3 +96,5 @@ def test_few_gradients_wait_for_others_that_are_made_far_apart(
 
     grads = jax.grad(both, argnums=tuple(range(towers)))
     assert sums(grads, *[(16, 16)] * towers, (4, 16), (4, 16)) == found
+    inputs = (4, 16), (4, 16)
+    assert sums(grads, *[(16, 16)] * towers, *inputs, of_layer=True) == (towers, 2 * towers)

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import gathers
 
@@ -111,6 +113,30 @@ def test_same_values(function: Callable[..., Any], spec: Any) -> None:
     for a, b in zip(got, jax.tree.leaves(want), strict=True):
         near = 1e-5 if b.dtype == jnp.float32 and "rounded" not in function.__name__ else 1e-2
         np.testing.assert_allclose(a, b, rtol=near, atol=near * float(np.max(np.abs(b))))
+
+
+@pytest.mark.usefixtures("quick_compile", "in_float64")
+@pytest.mark.parametrize("k", [1, 2])
+def test_micro_batches_read_them_too(k: int) -> None:
+    """Stage 1 sums up once an update, each device apart from the others until then."""
+
+    def create() -> TrainState:
+        params = {"w": arguments()[0].astype(np.float64)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(lambda p: loss(p["w"], x) / len(x))(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=k)
+    x = np.random.default_rng(1).normal(size=(16, INTO))
+    want, loss_alone = jax.jit(step)(create(), x)
+    lowered = zero(step).lower(state := zero.init(create), x)
+    back = [line for line in lowered.as_text().splitlines() if "transpose" in line]
+    assert not any(line.endswith(f"-> tensor<{LAYERS}x{INTO}x{OUT}xf64>") for line in back)
+    got, found = zero(step)(state, x)
+    np.testing.assert_allclose(np.mean(found), loss_alone, rtol=1e-9)
+    np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.gpu_compile

@@ -79,10 +79,14 @@ class Lanes(NamedTuple):
 
     def entering(self, args: Sequence[Any]) -> list[Any]:
         """A step's arguments for the lanes: what a lane of one device has whole is no shard there,
-        or rows of the same shape would be taken for shards as well."""
+        or rows of the same shape would be taken for shards as well. A stack that loops read as the
+        gather leaves it stays one: so they know how it lies."""
         if self.axes == (REPLICA,):
             return list(args)
-        return [x.whole if isinstance(x, Shard) and x.whole is not None else x for x in args]
+        return [
+            x.whole if isinstance(x, Shard) and x.whole is not None and x.moved is None else x
+            for x in args
+        ]
 
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]

@@ -66,14 +66,15 @@ class Sums(NamedTuple):
     added: set[Any]
 
 
-def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
+def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = False) -> Sums:
     """Sums of products next to each other. Of those farther apart all, if together they have no
-    more elements than the largest gradient; they wait whole for each other.
+    more elements than the largest gradient, or are ``of_layer``; they wait whole for each other.
 
     Args:
       jaxpr: An open jaxpr.
       wants: See :func:`zerojax.collectives.wanted.trace_back`.
       mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
+      of_layer: The jaxpr is one layer's, in a loop over layers.
     """
     candidates = [
         (i, eqn)
@@ -96,7 +97,7 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> Sums:
         chosen.reduced.add(out)
         chosen.added.update(terms)
     largest = max((v.aval.size for v in wants), default=0)
-    if sum(v.aval.size for v in far.reduced) > largest:
+    if not of_layer and sum(v.aval.size for v in far.reduced) > largest:
         return near
     return Sums(near.reduced | far.reduced, near.added | far.added)
 

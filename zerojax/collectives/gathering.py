@@ -53,6 +53,7 @@ class Scope:
       cotangent: of the last block of the backward pass that was held back.
       batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
       products: by variable, the products in here that are not summed over the devices yet.
+      of_layer: whether this is one layer's stretch, in a loop over layers.
     """
 
     share: bool
@@ -71,14 +72,21 @@ class Scope:
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
     products: Mapping[Any, Any] = field(default_factory=dict)
+    of_layer: bool = False
 
     def known(self, value: Any) -> Any:
         """``value``, gathered if a loop in here has filled it."""
         return self.filled.get(id(value), (value, value))[1]
 
-    def inner(self, products: Mapping[Any, Any] | None = None) -> Scope:
+    def inner(self, products: Mapping[Any, Any] | None = None, *, of_layer: bool = False) -> Scope:
         """That of a loop's iteration or a block, with products of its own."""
-        return Scope(share=True, replace=self.replace, host=self.host, products=products or {})
+        return Scope(
+            share=True,
+            replace=self.replace,
+            host=self.host,
+            products=products or {},
+            of_layer=of_layer or self.of_layer,
+        )
 
     def replaces(self, eqn: Any) -> bool:
         return any(marks.holds(eqn, name) for name in self.replace)

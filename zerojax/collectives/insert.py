@@ -126,7 +126,7 @@ class Inserter(Gatherer):
         goes_on = reuse.GoesOn(jaxpr, args, self.axis, self._known)
         wants = wanted.trace_back(jaxpr, want, self.mesh, goes_on.gradients)
         scope.used_whole |= goes_on.used_whole
-        together = adjacent.sums(jaxpr, wants, self.mesh)
+        together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
         scope.summed |= together.reduced
         wants = {v: spec for v, spec in wants.items() if v not in together.added}
         shared = {} if scope.share else adjacent.uses(jaxpr)
@@ -381,6 +381,7 @@ class Inserter(Gatherer):
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
         filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
+        layers = any(want[n:]) and not any(want[:n])  # whose gradients are stacked
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
@@ -389,7 +390,7 @@ class Inserter(Gatherer):
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
-            within = scope.inner(later.products)
+            within = scope.inner(later.products, of_layer=layers)
             outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
             given, outs = later.passed(given, reduced, outs, before)
@@ -411,7 +412,7 @@ class Inserter(Gatherer):
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
         first = ahead.first()
-        (carry, totals, _, given), (ys, layers) = moved_stacks.scan(
+        (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
             body,
             (carry, zeros, first, later.first()),
             (ahead.order(), later.order(), ahead.rest(), entries.rounded),
@@ -422,7 +423,7 @@ class Inserter(Gatherer):
         ended = dict(zip(kept, carry, strict=True))
         ended.update(self._summed(sums, totals, start, scope))
 
-        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, layers)}
+        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
         finished = later.finished(given)
 
         def stacked(i: int, y: Any) -> Any:

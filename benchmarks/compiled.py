@@ -1,0 +1,145 @@
+"""A training step compiled for absent GPUs, and what a device holds and sends.
+
+    cost = compile_program(program, stage=3, devices=8)
+    cost.units, cost.argument_bytes
+
+``extra_state.py`` and ``held_or_moved.py`` print these costs, and the tests assert on them.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from benchmarks.measure import COMPUTE_BYTES, fsdp_sharding
+from zerojax.hlo.traffic import collectives
+
+MEGA = 1e6
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training step for a batch of all devices.
+
+    Attributes:
+      create: ``create(key)`` is the state.
+      step: ``step(state, batch, ...)``, on one device.
+      batch: ``batch(devices)`` has the shapes of a batch.
+      network: ``network(state)`` has the arrays that the traffic is counted in.
+      further: ``further(state)`` is a further argument of the step; None where it has none.
+      nnx: Whether the state is a tuple of NNX objects, updated in place.
+      settings: Of ``zerojax.zero``, beside the stage.
+      bind: ``bind(zero)`` is the step, of one that names ``zero``.
+    """
+
+    name: str
+    create: Callable[..., Any]
+    step: Callable[..., Any]
+    batch: Callable[[int], Any]
+    network: Callable[[Any], Any]
+    further: Callable[[Any], Any] | None = None
+    nnx: bool = False
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"bf16": True})
+    bind: Callable[[zerojax.Zero], Callable[..., Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step costs, for each device.
+
+    Attributes:
+      stage: None for plain jit.
+      arrays: Elements of the network that the traffic is counted in.
+      units: By kind of collective, the bytes that go through it in a step, over 2P.
+      argument_bytes, temporary_bytes: Of the program.
+      seconds: Tracing and compiling.
+    """
+
+    name: str
+    stage: int | None
+    devices: int
+    arrays: int
+    units: dict[str, float]
+    argument_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
+    """Compiles one step and reads its costs off it.
+
+    Raises:
+      ImportError: The GPU compiler's wheels are not installed.
+    """
+    began = time.perf_counter()
+    lowered, arrays = _lowered(program, stage, devices)
+    compiled: Any = lowered.compile()
+    units: dict[str, float] = {}
+    for each in collectives(compiled.as_text()):
+        share = each.times * each.payload_bytes / (COMPUTE_BYTES * arrays)
+        units[each.kind] = units.get(each.kind, 0) + share
+    memory = compiled.memory_analysis()
+    return Cost(
+        name=program.name,
+        stage=stage,
+        devices=devices,
+        arrays=arrays,
+        units=units,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _lowered(program: Program, stage: int | None, devices: int) -> tuple[jax.stages.Lowered, int]:
+    mesh, batch = zerojax.topology("h100", devices), program.batch(devices)
+    if stage is None:
+        return _lowered_plain(program, mesh, batch)
+    zero = zerojax.zero(stage=stage, mesh=mesh, **program.settings)
+    step = program.step if program.bind is None else program.bind(zero)
+    state = zero.abstract_state(program.create, jax.random.key(0))
+    further = [] if program.further is None else [program.further(state)]
+    states = state if program.nnx else (state,)
+    return zero(step).lower(*states, batch, *further), _count(program.network(state))
+
+
+def _lowered_plain(program: Program, mesh: Any, batch: Any) -> tuple[jax.stages.Lowered, int]:
+    state = jax.eval_shape(program.create, jax.random.key(0))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    place = functools.partial(jax.tree.map, functools.partial(fsdp_sharding, mesh))
+    further = [] if program.further is None else [program.further(state)]
+    jitted = jax.jit(
+        program.step,
+        in_shardings=(place(state), rows, *map(place, further)),
+        out_shardings=(place(state), None),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, batch, *further), _count(program.network(state))
+
+
+def _count(arrays: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(arrays))
+
+
+def table(costs: Sequence[Cost]) -> list[list[str]]:
+    """A row of headings, and one for each cost."""
+    heads = ["program", "", "devices", "network M", *(f"{kind}s" for kind in KINDS)]
+    rows = [[*heads, "arguments MB", "temporaries MB", "seconds"]]
+    for each in costs:
+        rows.append([
+            each.name,
+            "plain jit" if each.stage is None else f"stage {each.stage}",
+            str(each.devices),
+            f"{each.arrays / MEGA:,.0f}",
+            *(f"{each.units.get(kind, 0):.2f}" for kind in KINDS),
+            f"{each.argument_bytes / MEGA:,.0f}",
+            f"{each.temporary_bytes / MEGA:,.0f}",
+            f"{each.seconds:.0f}",
+        ])  # fmt: skip
+    return rows

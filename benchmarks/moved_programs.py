@@ -1,0 +1,257 @@
+"""Training steps that need little of what they could hold or send whole.
+
+Tables of which few rows are looked up, a table tied to the output, a head in float32, a frozen
+base, gradients of gradients, and experts that choose among all tokens: programs that
+``held_or_moved.py`` compiles beside those of ``extra_state.py``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import zerojax
+from benchmarks.compiled import Program
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.loss import loss_fn
+
+BF16 = jnp.bfloat16
+
+
+def whole_state(params: Any, tx: Any = None) -> TrainState:
+    """A state of these parameters, by default under AdamW."""
+    return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
+
+
+def descend(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The step of ``loss(params, batch)``."""
+
+    def step(state: TrainState, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), value
+
+    return step
+
+
+def tables(
+    number: int = 8, rows: int = 1_000_000, width: int = 128, looked_up: int = 4096
+) -> Program:
+    """A row of each table for each of the batch, and a layer on them."""
+
+    def create(key: jax.Array) -> TrainState:
+        params = {f"table{i}": jnp.zeros((rows, width)) for i in range(number)}
+        return whole_state({**params, "out": jnp.zeros((number * width, 1024))})
+
+    def loss(params: Any, ids: jax.Array) -> jax.Array:
+        found = [jnp.take(params[f"table{i}"], ids[:, i], axis=0) for i in range(number)]
+        return jnp.mean(jnp.square(jnp.concatenate(found, -1) @ params["out"]))
+
+    def batch(devices: int) -> Any:
+        return jax.ShapeDtypeStruct((looked_up, number), jnp.int32)
+
+    return Program("eight tables", create, descend(loss), batch, lambda s: s.params)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Language:
+    """A GPT whose table is tied to the output; of a device a row of ``tokens``."""
+
+    layers: int = 24
+    width: int = 1024
+    vocabulary: int = 50304
+    tokens: int = 1024
+    scan: bool = True
+
+    def model(self, dtype: Any = None) -> GPT:
+        return GPT(
+            GPTConfig(
+                vocab_size=self.vocabulary, block_size=self.tokens, n_layer=self.layers,
+                n_head=self.width // 64, n_embd=self.width, scan=self.scan, remat=True, dtype=dtype,
+            )
+        )  # fmt: skip
+
+    def create(self, key: jax.Array, tx: Any = None) -> TrainState:
+        return whole_state(self.model().init(key, jnp.zeros((1, 8), jnp.int32))["params"], tx)
+
+    def loss(self, params: Any, tokens: jax.Array, dtype: Any = None) -> jax.Array:
+        logits = self.model(dtype).apply({"params": params}, tokens[:, :-1])
+        return loss_fn(logits, tokens[:, 1:])  # type: ignore[arg-type]
+
+    def batch(self, accumulation: int = 1) -> Callable[[int], Any]:
+        def rows(devices: int) -> Any:
+            return jax.ShapeDtypeStruct((devices * accumulation, self.tokens + 1), jnp.int32)
+
+        return rows
+
+    @property
+    def parameters(self) -> int:
+        d = self.width
+        return self.layers * (12 * d + 13) * d + (self.vocabulary + self.tokens + 2) * d
+
+    @property
+    def layer(self) -> float:
+        """A layer's share of the parameters."""
+        return 12 * self.width**2 / self.parameters
+
+    def looked_up(self, devices: int = 8) -> float:
+        """The rows that all devices look up in a micro-batch, in shares of the parameters."""
+        return devices * self.tokens * self.width / self.parameters
+
+    def program(self, name: str, **changes: Any) -> Program:
+        """One that descends on the loss."""
+        mine = Program(name, self.create, descend(self.loss), self.batch(), lambda s: s.params)
+        return dataclasses.replace(mine, **changes)
+
+
+def tied(name: str, sizes: Language, accumulation: int, *, by_modules: bool = False) -> Program:
+    """Micro-batches of a language model in bf16, by the setting or by its modules' ``dtype``."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return sizes.loss(params, tokens, BF16 if by_modules else None)
+
+    settings = {"gradient_accumulation_steps": accumulation, "bf16": not by_modules}
+    return sizes.program(
+        name, step=descend(loss), batch=sizes.batch(accumulation), settings=settings
+    )
+
+
+def head_in_float32(layers: int = 24, width: int = 1024, vocabulary: int = 50304) -> Program:
+    """Layers in bf16 and a head in float32, which is the table of the lookup."""
+
+    def create(key: jax.Array) -> TrainState:
+        stacks = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+        params = {name: jnp.zeros(shape) for name, shape in stacks.items()}
+        return whole_state({**params, "table": jnp.zeros((vocabulary, width))})
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: Any) -> Any:
+            return x + nn.gelu(x @ w["up"]) @ w["down"], None
+
+        stacks = {name: params[name] for name in ("up", "down")}
+        x = jax.lax.scan(layer, params["table"][tokens[:, :-1]], stacks)[0]
+        logits = x.astype(jnp.float32) @ params["table"].astype(jnp.float32).T
+        return loss_fn(logits, tokens[:, 1:])
+
+    def batch(devices: int) -> Any:
+        return jax.ShapeDtypeStruct((devices, 513), jnp.int32)
+
+    return Program("a head in float32", create, descend(loss), batch, lambda s: s.params)
+
+
+def frozen(sizes: Language) -> Program:
+    """A language model of which the optimizer moves attention's output products alone."""
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: label(path), params)
+
+    def create(key: jax.Array) -> TrainState:
+        both = {"moves": optax.adamw(1e-3), "still": optax.set_to_zero()}
+        return sizes.create(key, optax.partition(both, labels))
+
+    settings = {"bf16": True, "gradient_clipping": 1.0}
+    return sizes.program("a frozen base", create=create, settings=settings)
+
+
+def label(path: Any) -> str:
+    """Of a frozen base's parameter."""
+    return "moves" if "['attn']['c_proj']['kernel']" in jax.tree_util.keystr(path) else "still"
+
+
+def curved(sizes: Language) -> Program:
+    """A gradient and its product with the Hessian."""
+
+    def step(state: TrainState, tokens: jax.Array) -> Any:
+        def grad(params: Any) -> Any:
+            return jax.grad(sizes.loss)(params, tokens)
+
+        first = grad(state.params)
+        _, second = jax.jvp(grad, (state.params,), (first,))
+        return state.apply_gradients(grads=jax.tree.map(lambda a, b: a + 0.1 * b, first, second))
+
+    return sizes.program("a Hessian-vector product", step=step)
+
+
+def penalized(sizes: Language) -> Program:
+    """A loss with the square of its gradient's norm."""
+
+    def penalty(params: Any, tokens: jax.Array) -> jax.Array:
+        value, grads = jax.value_and_grad(sizes.loss)(params, tokens)
+        return value + 0.1 * optax.tree.norm(grads, squared=True)
+
+    return sizes.program("a gradient penalty", step=descend(penalty))
+
+
+def used_twice(layers: int = 24, width: int = 1024, vocabulary: int = 50304) -> Program:
+    """Distributions over words in and out, by one table."""
+
+    def create(key: jax.Array) -> TrainState:
+        stack = jnp.zeros((layers, width, width))
+        return whole_state({"stack": stack, "table": jnp.zeros((vocabulary, width))})
+
+    def loss(params: Any, words: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: jax.Array) -> Any:
+            return x + nn.gelu(x @ w), None
+
+        x = words.astype(BF16) @ params["table"]
+        x = jax.lax.scan(layer, x, params["stack"])[0] @ params["table"].T
+        return jnp.mean(jnp.square(x.astype(jnp.float32) - words))
+
+    def batch(devices: int) -> Any:
+        return jax.ShapeDtypeStruct((devices, 512, vocabulary), BF16)
+
+    return Program("a table used twice", create, descend(loss), batch, lambda s: s.params)
+
+
+def experts(
+    *, apart: bool, layers: int = 4, width: int = 1024, number: int = 8, tokens: int = 4096
+) -> Program:
+    """Experts of the tokens of all rows, or ``apart`` of each device's own."""
+
+    def create(key: jax.Array) -> TrainState:
+        shapes = {
+            "gate": (width, number), "into": (number, width, 4 * width),
+            "back": (number, 4 * width, width),
+        }  # fmt: skip
+        layer = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return whole_state([jax.tree.map(jnp.copy, layer) for _ in range(layers)])
+
+    def apply(x: jax.Array, chosen: jax.Array, into: jax.Array, back: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, width)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=number)
+        hidden = nn.gelu(jax.lax.ragged_dot(rows[order], into, sizes))
+        done = jax.lax.ragged_dot(hidden, back, sizes)
+        return jnp.zeros_like(rows).at[order].set(done).reshape(x.shape)
+
+    def step(each: Callable[..., jax.Array]) -> Callable[..., Any]:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: Any) -> jax.Array:
+            gates = jax.nn.softmax(x @ w["gate"])
+            chosen = jnp.argmax(gates, -1)
+            gate = jnp.take_along_axis(gates, chosen[..., None], -1)
+            return x + gate * each(x, chosen, w["into"], w["back"])
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            x = x.astype(BF16)
+            for w in params:
+                x = layer(x, w)
+            return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+        return descend(loss)
+
+    def bind(zero: zerojax.Zero) -> Callable[..., Any]:
+        return step(zero.per_device(apply, whole=[2, 3]))
+
+    def batch(devices: int) -> Any:
+        return jax.ShapeDtypeStruct((devices, tokens, width), BF16)
+
+    name = "experts of own tokens" if apart else "experts of all tokens"
+    bound = bind if apart else None
+    return Program(name, create, step(apply), batch, lambda s: s.params, bind=bound)

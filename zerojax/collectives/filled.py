@@ -65,7 +65,9 @@ class Filling:
     def layers(self, coming: Sequence[jax.Array]) -> list[jax.Array]:
         """What an iteration stacks, of what it has gathered for the next one: as the collective
         leaves it."""
-        wholes = dict(enumerate(self._ahead.wholes(coming)))
+        if not self._dimensions:
+            return []
+        wholes = self._ahead.wholes(coming)
         chosen = [(x, d) for i, d in self._dimensions.items() if (x := wholes[i]) is not None]
         return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
 
@@ -96,7 +98,8 @@ def _is_stack(x: Any, axis: str) -> bool:
 def _fills(readers: list[_Reader | None], x: Shard, gatherer: Gatherer) -> bool:
     if len(readers) < 2 or readers[0] is None or None in readers:
         return False
-    return gathered_dtype(*readers[0], x, gatherer) == x.value.dtype
+    dtype = gathered_dtype(*readers[0], x, gatherer)
+    return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 
 
 def _readers(jaxpr: Any, v: Any) -> Iterator[_Reader | None]:

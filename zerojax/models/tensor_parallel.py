@@ -86,6 +86,11 @@ class TensorParallel:
         """Devices that a model is cut over."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def cut(self) -> dict[str, int]:
+        """That of heads [B, T, H, d], for `zero.per_device` and `fused_attention`."""
+        return {self.axis: 2}
+
     def specs(self, params: Any) -> Any:
         """The `PartitionSpec` of each parameter, for `zerojax.zero(..., specs=tensor.specs)`.
 

@@ -57,7 +57,7 @@ def workload(job: Job, zero: zerojax.Zero, rows: int) -> zerojax.Workload:
 def specs_on(mesh: Mesh) -> Callable[[Any], Any] | None:
     """The parameters' specs on a mesh whose axis "model" cuts the model; None on others."""
     tensor = TensorParallel.of(mesh)
-    return tensor and tensor.specs
+    return tensor.specs if tensor else None
 
 
 def eval_step_of(job: Job, zero: zerojax.Zero) -> Callable[[TrainState, Any], jax.Array]:

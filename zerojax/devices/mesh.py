@@ -74,9 +74,8 @@ def parse_axes(text: str) -> dict[str, int]:
     >>> parse_axes("data=4,model=2")
     {'data': 4, 'model': 2}
     """
-    pairs = [
-        re.fullmatch(r"\s*([A-Za-z]\w*)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")
-    ]
+    form = re.compile(r"\s*([A-Za-z]\w*)\s*=\s*([1-9]\d*)\s*")
+    pairs = [form.fullmatch(part) for part in text.split(",")]
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if len(sizes) < len(pairs):
         raise ValueError(

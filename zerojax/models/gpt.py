@@ -195,7 +195,8 @@ class GPT(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
     called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones). `tensor` cuts the model over an axis of the mesh (`zerojax.models.tensor_parallel`).
+    fused ones). `tensor` cuts the model over an axis of the mesh
+    (`zerojax.models.tensor_parallel`).
     """
 
     config: GPTConfig
@@ -203,17 +204,21 @@ class GPT(nn.Module):
     attention: Attention | None = None
     tensor: TensorParallel | None = None
 
+    def __post_init__(self) -> None:
+        if self.tensor:
+            check_cut(self.tensor, self.config, self.kernels)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
         c = self.config
         kernels, attention, tensor = self.kernels, self.attention, self.tensor
-        begins = self.is_initializing()
-        if tensor:
-            check(tensor, c, kernels, None if begins else tokens.shape[1])
-        if begins:  # A batch to initialise with need not divide among the devices.
+        if self.is_initializing():  # with a batch that need not divide among the devices
             kernels = attention = tensor = None
+        if tensor:
+            tensor.check_tokens(tokens)
         if tokens.shape[1] > c.block_size:
             raise ValueError(
                 f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
@@ -245,10 +250,8 @@ class GPT(nn.Module):
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 
-def check(
-    tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None, tokens: int | None
-) -> None:
-    """Refuses what a GPT cannot be cut by.
+def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:
+    """Refuses what a GPT cannot be cut with.
 
     Raises:
       ValueError: A size does not divide, or there are fused layers.
@@ -259,7 +262,7 @@ def check(
             f"the GPT attention=fused_attention(zero, cut={{{tensor.axis!r}: 2}}) alone, or leave "
             f"{tensor.axis!r} out of the mesh"
         )
-    tensor.check(config, "n_head", "n_embd", "vocab_size", tokens=tokens)
+    tensor.check(config, "n_head", "n_embd", "vocab_size")
 
 
 def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:

@@ -243,6 +243,12 @@ class Llama(nn.Module):
     policy: Callable[..., bool] | None = None
     tensor: TensorParallel | None = None
 
+    def __post_init__(self) -> None:
+        if self.tensor:
+            sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
+            self.tensor.check(self.config, *sizes)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
@@ -254,14 +260,11 @@ class Llama(nn.Module):
                 "rows, or choose a config with a larger one"
             )
         init = nn.initializers.normal(INIT_STD)
-        # A batch to initialise with need not divide among the devices.
-        begins = self.is_initializing()
         attention, tensor = self.attention, self.tensor
-        if tensor:
-            sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
-            tensor.check(c, *sizes, tokens=None if begins else tokens.shape[1])
-        if begins:
+        if self.is_initializing():  # with a batch that need not divide among the devices
             attention, tensor = grouped_attention, None
+        if tensor:
+            tensor.check_tokens(tokens)
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )

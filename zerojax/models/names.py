@@ -3,8 +3,8 @@
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
 in a row), `remat` (a block keeps its input only), `scan` (the blocks' parameters are stacked, and
 one block is compiled in place of all), and `attention` (`zerojax.models.attention.ASKED`) for the
-devices of `zero`, whose mesh axis "model" cuts the model. A longer `seq` stretches GPT-2's table of positions;
-Llama has no such table.
+devices of `zero`, whose mesh axis "model" cuts the model. A longer `seq` stretches GPT-2's table of
+positions; Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048
@@ -31,7 +31,7 @@ def _gpt(
 ) -> gpt.GPT:
     config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
     tensor = _tensor(zero)
-    fused = planned_attention(zero, attention, tensor and tensor.cut)
+    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
     return gpt.GPT(config, attention=fused, tensor=tensor)
 
 
@@ -45,12 +45,12 @@ def _llama(
 ) -> llama.Llama:
     config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
     tensor = _tensor(zero)
-    fused = planned_attention(zero, attention, tensor and tensor.cut)
+    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
     return llama.Llama(config, fused or llama.grouped_attention, tensor=tensor)
 
 
 def _tensor(zero: Zero | None) -> TensorParallel | None:
-    return zero and TensorParallel.of(zero.mesh)
+    return TensorParallel.of(zero.mesh) if zero else None
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:

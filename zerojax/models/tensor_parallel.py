@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,22 +32,33 @@ from zerojax.devices.mesh import automatic, batch_axes
 
 MODEL = "model"
 
+COLUMNS = {"kernel": -1, "bias": -1}
+ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, behind the sum
+WHOLE = {"embedding": 0, "scale": 0, "bias": 0}
+
 CUT: dict[str, dict[str, int]] = {
-    # Columns: outputs are cut.
-    **dict.fromkeys(
-        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "lm_head"),
-        {"kernel": -1, "bias": -1},
-    ),
-    # Rows: inputs are cut. A bias is added once, behind the sum.
-    **dict.fromkeys(("o_proj", "down_proj", "c_proj"), {"kernel": -2, "bias": 0}),
-    # q, k and v of one kernel lie side by side: its columns cannot be cut by heads. Its rows are,
-    # and change places with the columns where the kernel is used.
-    "c_attn": {"kernel": -2, "bias": 0},
-    **dict.fromkeys(("wte", "embed_tokens"), {"embedding": -2}),
-    **dict.fromkeys(
-        ("wpe", "ln_1", "ln_2", "ln_f", "norm", "input_layernorm", "post_attention_layernorm"),
-        {"embedding": 0, "scale": 0, "bias": 0},
-    ),
+    "q_proj": COLUMNS,
+    "k_proj": COLUMNS,
+    "v_proj": COLUMNS,
+    "gate_proj": COLUMNS,
+    "up_proj": COLUMNS,
+    "c_fc": COLUMNS,
+    "lm_head": COLUMNS,
+    "o_proj": ROWS,
+    "down_proj": ROWS,
+    "c_proj": ROWS,
+    # q, k and v of one kernel lie side by side, so that its columns cannot be cut by heads. Its
+    # rows are, and change places with the columns where the kernel is used.
+    "c_attn": ROWS,
+    "wte": {"embedding": -2},
+    "embed_tokens": {"embedding": -2},
+    "wpe": WHOLE,
+    "ln_1": WHOLE,
+    "ln_2": WHOLE,
+    "ln_f": WHOLE,
+    "norm": WHOLE,
+    "input_layernorm": WHOLE,
+    "post_attention_layernorm": WHOLE,
 }
 """By module and parameter: the dimension that the axis cuts, from the last; 0 for none."""
 
@@ -114,26 +125,41 @@ class TensorParallel:
             )
         return PartitionSpec(*[None] * (x.ndim + at), self.axis) if at else PartitionSpec()
 
-    def check(self, config: Any, *names: str, tokens: int | None = None) -> None:
-        """Refuses sizes that the axis does not divide.
+    def check(self, config: Any, *names: str) -> None:
+        """Refuses sizes of a model that the axis does not divide.
 
         Args:
           config: Of the model, with a field of each name.
           names: Of the sizes that are cut.
-          tokens: In a row; None where they are not cut.
+
+        Raises:
+          ValueError: With the size, the axis and those that fit.
         """
-        kind = type(config).__name__
+        kind, n = type(config).__name__, self.devices
         sizes = {f"{kind}.{name}": getattr(config, name) for name in names}
-        sizes |= {} if tokens is None else {"tokens in a row": tokens}
-        n = self.devices
         if wrong := {name: size for name, size in sizes.items() if size % n}:
             (name, size), common = next(iter(wrong.items())), math.gcd(*sizes.values())
-            fits = [k for k in range(1, common + 1) if common % k == 0]
+            fits = [str(k) for k in range(2, common + 1) if common % k == 0]
+            written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise ValueError(
                 f"{name} = {size} does not divide among the {n} devices of the mesh axis "
-                f"{self.axis!r}: make it {_nearest(size, n)}, or the axis one of "
-                f"{', '.join(map(str, fits[:12]))}, which divide all that is cut "
-                f"({', '.join(f'{name} = {size}' for name, size in sizes.items())})"
+                f"{self.axis!r}: make it {_nearest(size, n)}, or "
+                + (
+                    f"{self.axis!r} {_listed(fits)}"
+                    if fits
+                    else f"leave {self.axis!r} out of the mesh"
+                )
+                + f" (it cuts {written})"
+            )
+
+    def check_tokens(self, tokens: jax.Array) -> None:
+        """Refuses rows [B, T] whose tokens the axis does not divide."""
+        size, n = tokens.shape[1], self.devices
+        if size % n:
+            raise ValueError(
+                f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
+                f"{self.axis!r}, which cuts them between blocks: pad or cut the rows to "
+                f"{_nearest(size, n)}"
             )
 
     def gathered(self, x: jax.Array) -> jax.Array:
@@ -196,10 +222,26 @@ class SideBySide(nn.Module):
         wide = self.count * self.features
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], wide))
         bias = self.param("bias", nn.initializers.zeros, (wide,))
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        kernel, bias = (self.tensor.side_by_side(w, self.count) for w in (kernel, bias))
-        parts = jnp.einsum("btd,dnf->nbtf", x, kernel)
-        return [part + b for part, b in zip(parts, bias, strict=True)]
+        return side_by_side(x, kernel, bias, self.count, self.tensor, self.dtype)
+
+
+def side_by_side(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    count: int,
+    tensor: TensorParallel,
+    dtype: Any = None,
+) -> list[jax.Array]:
+    """`jnp.split(x kernel + bias, count, -1)` of x [B, T, D], each part with its features cut."""
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
+    kernel, bias = (tensor.side_by_side(w, count) for w in (kernel, bias))
+    parts = jnp.einsum("btd,dnf->nbtf", x, kernel)
+    return [part + b for part, b in zip(parts, bias, strict=True)]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _nearest(size: int, n: int) -> str:

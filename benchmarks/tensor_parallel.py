@@ -42,8 +42,9 @@ ABOUT = (
     "that is sent over that axis, and of it what is no activation of a block (head, table, loss; "
     "of GPT its one kernel of q, k and v, whose pieces change places). `data MB`: over "
     '"data", and its share of the theory 3 x 2P/m x (d - 1)/d. `largest`: of the arrays that a '
-    "collective moves, beside the logits of the device's rows, which none moves. Compiled by "
-    "XLA:GPU for absent devices."
+    "collective moves, beside the logits of the device's rows, which none moves. GPT's data MB have a "
+    "pass more over q, k and v (7% of the theory for medium), whose gradient is all-reduced, one "
+    "over the tied table (5%), and a layer ahead (4%). Compiled by XLA:GPU for absent devices."
 )
 
 
@@ -131,7 +132,7 @@ def compiled(case: Case) -> Sent:
     config = case.config
     made = workload(lambda: kind(config, tensor=tensor), zero, case.micro * case.data, case.seq)
     state = zero.abstract_state(made.create_state, jax.random.key(0))
-    executable = zero(made.train_step).lower(state, made.batch).compile()
+    executable: Any = zero(made.train_step).lower(state, made.batch).compile()
     sent = [*collectives(executable.as_text())]
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     rows = (case.micro, case.seq)

@@ -2,8 +2,7 @@
 
 Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, the embedding tied to the
 output. Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...).
-Of devices and shards only the field
-`tensor` knows.
+Of devices and shards only the field `tensor` knows.
 
 Example::
 

@@ -6,6 +6,7 @@ GPT(config, attention=fused_attention(zero, cut={"model": 2}))     # heads cut o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -74,11 +75,14 @@ def chosen(zero: Zero | None, asked: str) -> str:
     return "cudnn" if are_there(zero.mesh) and platform == "gpu" else "plain"
 
 
-def planned_attention(zero: Zero | None, asked: str) -> Attention | None:
-    """The attention that :func:`chosen` names, for a model; None for the model's own."""
+def planned_attention(
+    zero: Zero | None, asked: str, cut: Mapping[str, int] | None = None
+) -> Attention | None:
+    """The attention that :func:`chosen` names, for a model; None for the model's own. ``cut`` as
+    for :func:`fused_attention`."""
     name = chosen(zero, asked)
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_there(zero.mesh):
-        return assumed_attention(zero.per_device)
-    return fused_attention(zero, name)
+        return assumed_attention(functools.partial(zero.per_device, cut=cut))
+    return fused_attention(zero, name, cut=cut)

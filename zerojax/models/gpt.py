@@ -2,7 +2,7 @@
 
 Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, the embedding tied to the
 output. Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...).
-Nothing here knows of devices or shards.
+Of devices and shards only the field `tensor` knows.
 
 Example::
 
@@ -27,6 +27,7 @@ from flax import linen as nn
 from zerojax.models.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
+from zerojax.models.tensor_parallel import SideBySide, TensorParallel
 from zerojax.trace.tiled import tiled
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -122,12 +123,17 @@ class SelfAttention(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        qkv = _dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x)
-        q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
+        c, tensor = self.config, self.tensor
+        if tensor:
+            init = nn.initializers.normal(INIT_STD)
+            parts = SideBySide(tensor, 3, c.n_embd, init, c.dtype, name="c_attn")(x)
+        else:
+            parts = jnp.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x), 3, axis=-1)
+        q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in parts)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         certain = self.deterministic or not c.dropout
         if self.attention and certain:
@@ -144,6 +150,7 @@ class MLP(nn.Module):
 
     config: GPTConfig
     kernels: Kernels | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -153,6 +160,7 @@ class MLP(nn.Module):
             h = FusedDenseGelu(self.kernels, wide, init, c.dtype, name="c_fc")(x)
         else:
             h = nn.gelu(_dense(wide, INIT_STD, c, "c_fc")(x), approximate=True)
+        h = self.tensor.features(h) if self.tensor else h
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(h)
 
 
@@ -163,17 +171,21 @@ class Block(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        c, kernels = self.config, self.kernels
+        c, kernels, tensor = self.config, self.kernels, self.tensor
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        attn = SelfAttention(c, self.deterministic, kernels, self.attention, name="attn")
+        attn: Callable[..., Any] = SelfAttention(
+            c, self.deterministic, kernels, self.attention, tensor, name="attn"
+        )
+        mlp: Callable[..., Any] = MLP(c, kernels, tensor, name="mlp")
+        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
         normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
-        mlp: Callable[..., Any] = MLP(c, kernels, name="mlp")
-        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
         return x + dropout(mlp(normal)), None
 
 
@@ -183,21 +195,30 @@ class GPT(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
     called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones).
+    fused ones). `tensor` cuts the model over an axis of the mesh
+    (`zerojax.models.tensor_parallel`).
     """
 
     config: GPTConfig
     kernels: Kernels | None = None
     attention: Attention | None = None
+    tensor: TensorParallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor:
+            check_cut(self.tensor, self.config, self.kernels)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
         c = self.config
-        # A batch to initialise with need not divide among the devices.
-        kernels = None if self.is_initializing() else self.kernels
-        attention = None if self.is_initializing() else self.attention
+        kernels, attention, tensor = self.kernels, self.attention, self.tensor
+        if self.is_initializing():  # with a batch that need not divide among the devices
+            kernels = attention = tensor = None
+        if tensor:
+            tensor.check_tokens(tokens)
         if tokens.shape[1] > c.block_size:
             raise ValueError(
                 f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
@@ -205,7 +226,8 @@ class GPT(nn.Module):
             )
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
-        x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]))
+        x = tensor.looked_up(wte(tokens)) if tensor else wte(tokens)
+        x = x + wpe(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -217,15 +239,30 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, kernels, attention, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, attention, tensor, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, kernels, attention, name=f"h_{i}")(x)
+                x, _ = block(c, deterministic, kernels, attention, tensor, name=f"h_{i}")(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)
-        logits = wte.attend(x)
+        logits = tensor.features(wte.attend(tensor.gathered(x))) if tensor else wte.attend(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
+
+
+def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:
+    """Refuses what a GPT cannot be cut with.
+
+    Raises:
+      ValueError: A size does not divide, or there are fused layers.
+    """
+    if kernels:
+        raise ValueError(
+            "kernels: the fused layers do not know of tensor parallelism. Leave them out, and give "
+            f"the GPT attention=fused_attention(zero, cut={{{tensor.axis!r}: 2}}) alone, or leave "
+            f"{tensor.axis!r} out of the mesh"
+        )
+    tensor.check(config, "n_head", "n_embd", "vocab_size")
 
 
 def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:

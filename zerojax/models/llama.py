@@ -1,7 +1,8 @@
 """Llama in flax linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
 Module names follow Hugging Face's (`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). Called as
-`zerojax.models.gpt.GPT` is, so that one train step takes either. Nothing here knows of devices.
+`zerojax.models.gpt.GPT` is, so that one train step takes either. Of devices only the field
+`tensor` knows.
 
 >>> model = Llama(LlamaConfig(**SIZES["llama-tiny"]))
 >>> tokens = jnp.zeros((8, 16), jnp.int32)
@@ -26,6 +27,7 @@ from flax import linen as nn
 
 from zerojax.models.gpt import INIT_STD, attention
 from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.trace.tiled import tiled
 
 
@@ -179,13 +181,15 @@ class SelfAttention(nn.Module):
 
     config: LlamaConfig
     attention: Attention
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
-        c = self.config
+        c, tensor = self.config, self.tensor
 
         def heads(count: int, name: str) -> jax.Array:
-            return _dense(count * c.head_size, c, name)(x).reshape(*x.shape[:2], count, -1)
+            y = _dense(count * c.head_size, c, name)(x).reshape(*x.shape[:2], count, -1)
+            return tensor.heads(y) if tensor else y
 
         q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
         v = heads(c.kv_heads, "v_proj")
@@ -197,12 +201,14 @@ class MLP(nn.Module):
     """SwiGLU: [B, T, D] -> silu(gate) * up [B, T, F] -> [B, T, D]. Source: arXiv:2002.05202."""
 
     config: LlamaConfig
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
+        c, tensor = self.config, self.tensor
         gate, up = (_dense(c.n_inner, c, name)(x) for name in ("gate_proj", "up_proj"))
-        return _dense(c.n_embd, c, "down_proj")(nn.silu(gate) * up)
+        h = nn.silu(gate) * up
+        return _dense(c.n_embd, c, "down_proj")(tensor.features(h) if tensor else h)
 
 
 class Block(nn.Module):
@@ -210,14 +216,16 @@ class Block(nn.Module):
 
     config: LlamaConfig
     attention: Attention
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
-        c = self.config
-        normal = _rms_norm(c, "input_layernorm")(x)
-        x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
-        mlp: Callable[..., Any] = MLP(c, name="mlp")
+        c, tensor = self.config, self.tensor
+        attn: Callable[..., Any] = SelfAttention(c, self.attention, tensor, name="self_attn")
+        mlp: Callable[..., Any] = MLP(c, tensor, name="mlp")
         mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
+        x = x + attn(_rms_norm(c, "input_layernorm")(x), tables)
         return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
@@ -227,12 +235,20 @@ class Llama(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
     `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
-    rematerialised blocks keep beside their input, as for `jax.checkpoint`.
+    rematerialised blocks keep beside their input, as for `jax.checkpoint`; `tensor` cuts the model
+    over an axis of the mesh (`zerojax.models.tensor_parallel`).
     """
 
     config: LlamaConfig
     attention: Attention = grouped_attention
     policy: Callable[..., bool] | None = None
+    tensor: TensorParallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor:
+            sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
+            self.tensor.check(self.config, *sizes)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -245,12 +261,16 @@ class Llama(nn.Module):
                 "rows, or choose a config with a larger one"
             )
         init = nn.initializers.normal(INIT_STD)
-        # A batch to initialise with need not divide among the devices.
-        attention = grouped_attention if self.is_initializing() else self.attention
+        attention, tensor = self.attention, self.tensor
+        if self.is_initializing():  # with a batch that need not divide among the devices
+            attention, tensor = grouped_attention, None
+        if tensor:
+            tensor.check_tokens(tokens)
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
-        x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
+        x = tensor.looked_up(embed(tokens)) if tensor else embed(tokens)
+        tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
         again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
@@ -263,21 +283,24 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, attention, name="layers")(x, tables)
+            x, _ = stack(c, attention, tensor, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, attention, name=f"layers_{i}")(x, tables)
+                x, _ = block(c, attention, tensor, name=f"layers_{i}")(x, tables)
         x = _rms_norm(c, "norm")(x)
+        x = tensor.gathered(x) if tensor else x
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
             table = head.variables["params"]["kernel"] if head else embed.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
+                logits = tensor.features(logits) if tensor else logits
                 return cross_entropy(widen(logits), targets)
 
             return tiled(losses, chunks=c.loss_chunks)(x, targets)
         logits = head(x) if head else embed.attend(x)
+        logits = tensor.features(logits) if tensor else logits
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 

@@ -143,8 +143,8 @@ def test_micro_batches_read_them_too(k: int) -> None:
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_no_stack_is_held_twice() -> None:
     """A GPT of 16 layers at stage 2, of whose parameters a stack is a third. The gradients are
-    shards, but for the layer that is reduced behind; one is gathered ahead. XLA has either twice, as
-    two iterations are one."""
+    shards, but for the layer that is reduced behind; one is gathered ahead. XLA has either twice,
+    as two iterations are one."""
     found = compile_case(
         Case(
             stage=2, scan=True, n_layer=16, n_embd=1024, n_head=16, vocab_size=1024, block_size=64,

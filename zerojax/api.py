@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.resolved import resolved as resolved_text
-from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
+from zerojax.devices.mesh import (
+    automatic,
+    axis_size,
+    batch_devices,
+    check_groups,
+    in_groups,
+    zero_axis,
+)
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
@@ -27,6 +34,7 @@ from zerojax.plan.plan import Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
+from zerojax.step.sequence import SequenceAxis
 from zerojax.step.step import Step
 
 
@@ -46,10 +54,10 @@ class Zero:
     ) -> None:
         self.config = config
         self.mesh = automatic(mesh)
-        axis = shard_axis(self.mesh)
+        axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
         config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
-        config.check_partition(self.mesh.shape[axis])
+        config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
                 "activation_checkpointing.partition_activations = true: this mesh has axes of your "
@@ -202,6 +210,22 @@ class Zero:
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """The config's clipping and telemetry around the user's own optax transformation."""
         return self.states.wrap(tx)
+
+    @property
+    def sequence(self) -> SequenceAxis | None:
+        """The mesh's axis "seq", over which rows are cut along their tokens, for models that attend
+        over all of them; None where the mesh has none.
+
+        Example:
+          >>> import jax.numpy as jnp, zerojax
+          >>> zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"data": 2, "seq": 4}))
+          >>> def attention(q, k, v):  # [B, T, H, d]
+          ...     return jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k), v)
+          >>> q = jnp.ones((2, 8, 4, 2))
+          >>> zero.sequence.attention(attention)(q, q, q).sharding.spec  # tokens are cut again
+          PartitionSpec('data', 'seq', None, None)
+        """
+        return SequenceAxis.of(self.states.mesh)
 
     def per_device(
         self,

@@ -141,7 +141,8 @@ class Behind:
         self._want = want
         self._behind: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
-        alone = gatherer.mesh.shape[gatherer.axis] == gatherer.mesh.size > 1
+        # Rows that are shared along their tokens have no part of a sum each.
+        alone = gatherer.mesh.shape.get(gatherer.axis) == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
             return
         body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))

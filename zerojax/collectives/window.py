@@ -46,7 +46,7 @@ class Window:
     @classmethod
     def of(cls, mesh: Mesh, axis: str) -> Window | None:
         """None where other axes share the rows, or cut what is computed."""
-        return cls(mesh, axis) if mesh.shape[axis] == mesh.size else None
+        return cls(mesh, axis) if mesh.shape.get(axis) == mesh.size else None
 
     def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
         """Notes that an equation has used parameters whole, and what it has made."""

@@ -16,6 +16,9 @@ from zerojax.config import ConfigError
 
 AXIS = "data"
 REPLICA = "replica"
+SEQUENCE = "seq"
+
+_AND = "+"
 
 
 _MICS = "zero_optimization.mics_shard_size"
@@ -220,6 +223,12 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         name.
     """
     names = given.axis_names
+    if names == (SEQUENCE,):
+        n = given.shape[SEQUENCE]
+        raise ValueError(
+            f"the mesh has the axis {SEQUENCE!r} alone, which cuts tokens, and none is called "
+            f"{AXIS!r}, which cuts rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
+        )
     if len(names) == 1 and names[0] != REPLICA:
         return names[0]
     if names == (REPLICA,):
@@ -243,6 +252,29 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         f"the mesh has axes {names} and none is called {AXIS!r}: ZeRO shards over "
         f"that one. Rename the data-parallel axis to {AXIS!r}."
     )
+
+
+def zero_axis(given: Mesh | AbstractMesh) -> str:
+    """The axis over which ZeRO shards, as specs here name one: :func:`shard_axis`, or with "seq"
+    beside that axis both as one, "data+seq", the tokens innermost."""
+    axis = shard_axis(given)
+    return f"{axis}{_AND}{SEQUENCE}" if sequence_size(given) > 1 else axis
+
+
+def joined_axes(axis: str) -> tuple[str, ...]:
+    """The axes of the mesh that an axis of :func:`zero_axis` stands for, outermost first."""
+    alone = axis.removesuffix(f"{_AND}{SEQUENCE}")
+    return (axis,) if alone == axis else (alone, SEQUENCE)
+
+
+def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:
+    """The devices along an axis, as :func:`zero_axis` names one."""
+    return math.prod(given.shape[name] for name in joined_axes(axis))
+
+
+def sequence_size(given: Mesh | AbstractMesh) -> int:
+    """The devices that share the tokens of a row: those along "seq", or 1."""
+    return given.shape.get(SEQUENCE, 1)
 
 
 def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ Shapes: B batch, T time, D n_embd, H n_head, V vocab_size, L n_layer.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from flax import linen as nn
 from zerojax.models.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
+from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -122,6 +124,7 @@ class SelfAttention(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -130,12 +133,12 @@ class SelfAttention(nn.Module):
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         certain = self.deterministic or not c.dropout
-        if self.attention and certain:
-            y = self.attention(q, k, v)
-        elif self.kernels and certain:
+        if self.kernels and certain and not self.attention:
             y = self.kernels.attention(q, k, v, attention)
         else:
-            y = attention(q, k, v, dropout)
+            plain = functools.partial(attention, dropout=dropout)
+            attend = self.attention if self.attention and certain else plain
+            y = (self.sequence.attention(attend) if self.sequence else attend)(q, k, v)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -163,17 +166,23 @@ class Block(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        c, kernels = self.config, self.kernels
+        c, kernels, sequence = self.config, self.kernels, self.sequence
+        x = sequence.tokens(x) if sequence else x
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        attn = SelfAttention(c, self.deterministic, kernels, self.attention, name="attn")
+        attn = SelfAttention(c, self.deterministic, kernels, self.attention, sequence, name="attn")
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
         normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
         mlp: Callable[..., Any] = MLP(c, kernels, name="mlp")
-        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        mlp = (
+            tiled(mlp, chunks=c.mlp_chunks, shards=sequence.size if sequence else 1)
+            if c.mlp_chunks
+            else mlp
+        )
         return x + dropout(mlp(normal)), None
 
 
@@ -183,12 +192,13 @@ class GPT(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
     called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones).
+    fused ones). `sequence` cuts rows along their tokens: `zero.sequence`, without `kernels`.
     """
 
     config: GPTConfig
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
 
     @nn.compact
     def __call__(
@@ -198,6 +208,12 @@ class GPT(nn.Module):
         # A batch to initialise with need not divide among the devices.
         kernels = None if self.is_initializing() else self.kernels
         attention = None if self.is_initializing() else self.attention
+        sequence = None if self.is_initializing() else self.sequence
+        if kernels and sequence:
+            raise ValueError(
+                "GPT: its fused kernels take whole rows, but the mesh's axis 'seq' cuts them along "
+                "their tokens: pass kernels or sequence, not both"
+            )
         if tokens.shape[1] > c.block_size:
             raise ValueError(
                 f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
@@ -205,7 +221,8 @@ class GPT(nn.Module):
             )
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
-        x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]))
+        places = jnp.arange(tokens.shape[1])
+        x = wte(tokens) + wpe(sequence.positions(places) if sequence else places)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -217,10 +234,10 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, kernels, attention, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, attention, sequence, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, kernels, attention, name=f"h_{i}")(x)
+                x, _ = block(c, deterministic, kernels, attention, sequence, name=f"h_{i}")(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)

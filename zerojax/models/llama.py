@@ -26,6 +26,7 @@ from flax import linen as nn
 
 from zerojax.models.gpt import INIT_STD, attention
 from zerojax.models.loss import cross_entropy, widen
+from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
 
@@ -210,14 +211,20 @@ class Block(nn.Module):
 
     config: LlamaConfig
     attention: Attention
+    sequence: SequenceAxis | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
-        c = self.config
+        c, sequence = self.config, self.sequence
+        x = sequence.tokens(x) if sequence else x
         normal = _rms_norm(c, "input_layernorm")(x)
         x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
         mlp: Callable[..., Any] = MLP(c, name="mlp")
-        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        mlp = (
+            tiled(mlp, chunks=c.mlp_chunks, shards=sequence.size if sequence else 1)
+            if c.mlp_chunks
+            else mlp
+        )
         return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
@@ -227,12 +234,14 @@ class Llama(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
     `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
-    rematerialised blocks keep beside their input, as for `jax.checkpoint`.
+    rematerialised blocks keep beside their input, as for `jax.checkpoint`. `sequence` cuts rows
+    along their tokens: `zero.sequence`.
     """
 
     config: LlamaConfig
     attention: Attention = grouped_attention
     policy: Callable[..., bool] | None = None
+    sequence: SequenceAxis | None = None
 
     @nn.compact
     def __call__(
@@ -247,10 +256,13 @@ class Llama(nn.Module):
         init = nn.initializers.normal(INIT_STD)
         # A batch to initialise with need not divide among the devices.
         attention = grouped_attention if self.is_initializing() else self.attention
+        sequence = None if self.is_initializing() else self.sequence
+        attention = sequence.attention(attention) if sequence else attention
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
         x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
+        tables = jax.tree.map(sequence.positions, tables) if sequence else tables
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
         again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
@@ -263,11 +275,11 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, attention, name="layers")(x, tables)
+            x, _ = stack(c, attention, sequence, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, attention, name=f"layers_{i}")(x, tables)
-        x = _rms_norm(c, "norm")(x)
+                x, _ = block(c, attention, sequence, name=f"layers_{i}")(x, tables)
+        x = _rms_norm(c, "norm")(sequence.tokens(x) if sequence else x)
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
             table = head.variables["params"]["kernel"] if head else embed.embedding.T
@@ -276,7 +288,8 @@ class Llama(nn.Module):
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
                 return cross_entropy(widen(logits), targets)
 
-            return tiled(losses, chunks=c.loss_chunks)(x, targets)
+            shards = sequence.size if sequence else 1
+            return tiled(losses, chunks=c.loss_chunks, shards=shards)(x, targets)
         logits = head(x) if head else embed.attend(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 

@@ -29,7 +29,8 @@ def _gpt(
     attention: str = "auto",
 ) -> gpt.GPT:
     config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
-    return gpt.GPT(config, attention=planned_attention(zero, attention))
+    fused, sequence = planned_attention(zero, attention), zero.sequence if zero else None
+    return gpt.GPT(config, attention=fused, sequence=sequence)
 
 
 def _llama(
@@ -42,7 +43,9 @@ def _llama(
 ) -> llama.Llama:
     config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
     fused = planned_attention(zero, attention)
-    return llama.Llama(config, fused or llama.grouped_attention)
+    return llama.Llama(
+        config, fused or llama.grouped_attention, sequence=zero.sequence if zero else None
+    )
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:

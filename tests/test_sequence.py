@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,10 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import megatron_specs
+from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 from test_equality import assert_near, host
 
 import zerojax
+from zerojax.checkpoint import Checkpointer
+from zerojax.config import OffloadOptimizer, OffloadParam
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama, LlamaConfig
 
@@ -121,3 +127,168 @@ def test_a_step_computes_what_the_plain_one_computes(
     want, want_params = plain(name)
     np.testing.assert_allclose(losses, want, rtol=1e-9)
     assert_near(params, want_params, 1e-9)
+
+
+def zero_on(mesh: str, **keywords: Any) -> zerojax.Zero:
+    keywords = {"stage": 3, "stage3_param_persistence_threshold": 0} | keywords
+    return zerojax.zero(**keywords, mesh=zerojax.mesh(axes=MESHES[mesh]))
+
+
+def placed(zero: zerojax.Zero, name: str) -> Any:
+    state = start(name).replace(apply_fn=MODELS[name](zero.sequence).apply)
+    return zero.init(lambda: state)
+
+
+def follows_plain(zero: zerojax.Zero, name: str) -> None:
+    losses, params = run(zero(train_step), placed(zero, name))
+    np.testing.assert_allclose(losses, plain(name)[0], rtol=1e-9)
+    assert_near(params, plain(name)[1], 1e-9)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"offload_optimizer": OffloadOptimizer()},
+        pytest.param(
+            {
+                "offload_optimizer": OffloadOptimizer(),
+                "offload_param": OffloadParam(),
+                "cpu_checkpointing": True,
+            },
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param({"zero_hpz_partition_size": 4}, marks=pytest.mark.sweep),
+    ],
+    ids=["optimizer", "all", "hpz"],
+)
+def test_offload_and_partitions(keywords: Any) -> None:
+    follows_plain(zero_on("4x2", **keywords), "llama_scan_remat_tiled")
+
+
+def test_the_state_is_cut_over_both_axes_and_the_plan_says_so() -> None:
+    zero = zero_on("4x2")
+    state = placed(zero, "gpt")
+    for x in jax.tree.leaves(state.params):
+        assert len({str(shard.index) for shard in x.addressable_shards}) == 8
+    title = str(zero.plan(state)).splitlines()[0]
+    assert title == "ZeRO stage 3 over 8 devices (axis 'data+seq')"
+
+
+def test_a_batch_lies_by_rows_and_tokens() -> None:
+    step = zero_on("2x4")(train_step)
+    lowered = step.lower(placed(zero_on("2x4"), "gpt"), batches(1)[0])
+    shapes = lowered.compile().input_shardings[0]
+    batch = jax.tree.leaves(shapes)[-3:]
+    assert [x.shard_shape((8, T)) for x in batch] == [(4, T // 4)] * 3
+
+
+def test_evaluation() -> None:
+    zero = zero_on("2x4", train_micro_batch_size_per_gpu=1)
+
+    def losses(state: TrainState, batch: Any) -> Any:
+        each = state.apply_fn({"params": state.params}, batch["tokens"], targets=batch["targets"])
+        return {"each": each, "mean": zerojax.weighted_mean(each, batch["mask"])}
+
+    batch = {name: x[:7] for name, x in batches(1)[0].items()}
+    got = zero.evaluate(losses)(placed(zero, "llama"), batch)
+    assert_near(host(got), host(jax.jit(losses)(start("llama"), batch)), 1e-9)
+
+
+class Own(nn.Module):
+    """A model of a user's: one head a feature pair, and the shift of labels inside the step."""
+
+    sequence: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(V, 16, param_dtype=jnp.float64)(tokens)
+        dense = functools.partial(nn.DenseGeneral, use_bias=False, param_dtype=jnp.float64)
+        q, k, v = (dense((8, 2), name=name)(x) for name in "qkv")
+        attend = functools.partial(nn.dot_product_attention, mask=nn.make_causal_mask(tokens))
+        attend = self.sequence.attention(attend) if self.sequence else attend
+        return dense(V, axis=(-2, -1), name="out")(attend(q, k, v))
+
+
+def own_step(state: TrainState, batch: Any) -> Any:
+    tokens = batch["tokens"]
+    seen = jnp.broadcast_to(jnp.arange(T) < T - 1, tokens.shape)
+
+    def loss_fn(params: Any) -> jax.Array:
+        logits = state.apply_fn({"params": params}, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.roll(tokens, -1, axis=1)
+        )
+        return zerojax.weighted_mean(losses, seen)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_model_of_the_users(asked: bool) -> None:
+    """Right with the one line around attention, and without."""
+    zero = zero_on("2x4")
+    params = Own().init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
+    make = functools.partial(TrainState.create, params=params, tx=TX)
+    want = run(jax.jit(own_step), make(apply_fn=Own().apply))
+    model = Own(zero.sequence if asked else None)
+    state = make(apply_fn=model.apply)
+    losses, got = run(zero(own_step), zero.init(lambda: state))
+    np.testing.assert_allclose(losses, want[0], rtol=1e-9)
+    assert_near(got, want[1], 1e-9)
+
+
+def test_with_a_model_axis() -> None:
+    """Heads and features cut over "model" by specs of the user's."""
+    mesh = zerojax.mesh(axes={"data": 2, "seq": 2, "model": 2})
+    zero = zerojax.zero(
+        stage=3, mesh=mesh, specs=megatron_specs(start("gpt").params),
+        stage3_param_persistence_threshold=0,
+    )  # fmt: skip
+    follows_plain(zero, "gpt")
+    title = str(zero.plan(placed(zero, "gpt"))).splitlines()[0]
+    assert title == "ZeRO stage 3 over 4 devices (axis 'data+seq'), other axes {'model': 2}"
+
+
+def test_another_mesh_restores_the_state(tmp_path: Path) -> None:
+    zero, other = zero_on("4x2"), zero_on("2x4")
+    step = zero(train_step)
+    state, _ = step(placed(zero, "gpt"), batches(1)[0])
+    with Checkpointer(tmp_path, zero) as saver:
+        saver.save(1, state)
+    with Checkpointer(tmp_path, other) as reader:
+        back = reader.restore(placed(other, "gpt"))
+    assert_near(host(back.params), host(state.params), 0)
+
+
+def test_tokens_that_do_not_divide() -> None:
+    zero = zero_on("2x4")
+    with pytest.raises(ValueError, match=r"'mask'.* \(8, 15\): its dimension of 15 tokens does"):
+        zero(train_step)(placed(zero, "gpt"), batches(1, 15)[0])
+    with pytest.raises(ValueError, match=r"4 devices of the axis 'seq': make it 12 or 16"):
+        zero(train_step)(placed(zero, "gpt"), batches(1, 15)[0])
+    with pytest.raises(ValueError, match=r"15 tokens does not divide"):
+        zero.evaluate(lambda state, batch: batch["mask"])(placed(zero, "gpt"), batches(1, 15)[0])
+
+
+def test_heads_that_do_not_divide() -> None:
+    zero = zero_on("2x4")
+    model = GPT(GPTConfig(vocab_size=V, block_size=T, n_layer=1, n_head=2, n_embd=32))
+    params = model.init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))
+    with pytest.raises(ValueError, match="its 2 heads do not divide among the 4 devices of 'seq'"):
+        model.copy(sequence=zero.sequence).apply(params, batches(1)[0]["tokens"])
+
+
+def test_meshes_and_specs_that_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"write axes=\{'data': 1, 'seq': 8\}"):
+        zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"seq": 8}))
+    zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes=MESHES["4x2"]), specs=P(None, "seq"))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=TX)
+    with pytest.raises(ValueError, match="names the axis 'seq', but ZeRO shards over 'data' and"):
+        zero.init(lambda: state)
+
+
+def test_an_axis_of_one_device_changes_nothing() -> None:
+    zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"data": 8, "seq": 1}))
+    assert zero.sequence is None
+    assert zero.states.axis == "data"

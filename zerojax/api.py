@@ -222,8 +222,9 @@ class Zero:
           >>> def attention(q, k, v):  # [B, T, H, d]
           ...     return jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k), v)
           >>> q = jnp.ones((2, 8, 4, 2))
-          >>> zero.sequence.attention(attention)(q, q, q).sharding.spec  # tokens are cut again
-          PartitionSpec('data', 'seq', None, None)
+          >>> out = zero.sequence.attention(attention)(q, q, q)
+          >>> out.addressable_shards[0].data.shape  # tokens are cut again
+          (1, 2, 4, 2)
         """
         return SequenceAxis.of(self.states.mesh)
 

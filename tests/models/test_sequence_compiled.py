@@ -55,7 +55,7 @@ def test_heads_change_places_and_no_row_is_gathered(axes: dict[str, int]) -> Non
     assert payloads["all-gather"] <= 2 * layer < 2 * GROUPS * (WIDTH // HEADS) * TOKENS  # of k
     assert sent["all-gather"] == pytest.approx(2 * 2 * size * 7 / 8, rel=0.1)
     assert sent["reduce-scatter"] == pytest.approx(2 * size * 7 / 8, rel=0.1)
-    # q, k, v and the result, there and back: in the forward pass, its repetition, the backward pass.
+    # q, k, v and the result: in the forward pass, its repetition and the backward pass.
     elements = 2 * (HEADS + max(GROUPS, seq)) * (WIDTH // HEADS) * TOKENS // seq
     exchanged = 3 * 2 * elements * LAYERS * (seq - 1) / seq
     assert sent["all-to-all"] == pytest.approx(exchanged, rel=0.05)

@@ -120,14 +120,15 @@ def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
     """
     if size < 1 or REPLICA in given.axis_names:
         return given
-    axis = shard_axis(given)
+    axis, shared = shard_axis(given), sequence_size(given)
     at, devices = given.axis_names.index(axis), given.shape[axis]
-    if devices % size:
-        fits = [n for n in range(1, devices + 1) if devices % n == 0]
+    if devices * shared % size or size % shared:
+        fits = [n * shared for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
-            f"{words or f'{_MICS} = {size}'} does not divide the {devices} devices of the {axis!r} "
-            f"axis into equal groups: take one of {fits}"
+            f"{words or f'{_MICS} = {size}'} does not divide the {devices * shared} devices of the "
+            f"{zero_axis(given)!r} axis into equal groups: take one of {fits}"
         )
+    size //= shared
     shape, names = given.devices.shape, given.axis_names
     return automatic(
         Mesh(
@@ -143,11 +144,11 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
     Raises:
       ConfigError: with both sizes.
     """
-    devices = given.shape[shard_axis(given)]
+    devices = axis_size(given, zero_axis(given))
     if 0 < size != devices:
         raise ConfigError(
             f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
-            f"groups of {devices} (its {shard_axis(given)!r} axis): leave out one of them, or make "
+            f"groups of {devices} (its {zero_axis(given)!r} axis): leave out one of them, or make "
             f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )
 

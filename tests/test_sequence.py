@@ -21,6 +21,8 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import OffloadOptimizer, OffloadParam
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.names import mini
+from zerojax.tuning.workload import workload
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
@@ -259,6 +261,16 @@ def test_another_mesh_restores_the_state(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, other) as reader:
         back = reader.restore(placed(other, "gpt"))
     assert_near(host(back.params), host(state.params), 0)
+
+
+def test_a_bare_model_by_name() -> None:
+    """As `zerojax plan` takes one: inputs and labels are two arrays."""
+    zero = zero_on("2x4")
+    made = workload(functools.partial(mini, zero=zero), zero, rows=2, seq=128)
+    rng = np.random.default_rng(0)
+    batch = jax.tree.map(lambda x: rng.integers(256, size=x.shape, dtype=x.dtype), made.batch)
+    _, metrics = zero(made.train_step)(zero.init(made.create_state, jax.random.key(0)), batch)
+    assert 5 < metrics["loss"] < 6  # ln(256) is 5.55
 
 
 def test_tokens_that_do_not_divide() -> None:

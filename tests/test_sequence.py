@@ -22,6 +22,7 @@ from zerojax.config import OffloadOptimizer, OffloadParam
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.names import mini
+from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.tuning.workload import workload
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
@@ -250,6 +251,21 @@ def test_with_a_model_axis() -> None:
     follows_plain(zero, "gpt")
     title = str(zero.plan(placed(zero, "gpt"))).splitlines()[0]
     assert title == "ZeRO stage 3 over 4 devices (axis 'data+seq'), other axes {'model': 2}"
+
+
+@pytest.mark.parametrize("name", ["llama_scan_remat_tiled", "gpt"])
+def test_with_tensor_parallelism(name: str) -> None:
+    """Tokens are cut over both axes between blocks, heads in attention."""
+    mesh = zerojax.mesh(axes={"data": 2, "seq": 2, "model": 2})
+    tensor = TensorParallel(mesh)
+    zero = zerojax.zero(
+        stage=3, mesh=mesh, specs=tensor.specs, stage3_param_persistence_threshold=0
+    )
+    model = MODELS[name](zero.sequence).copy(tensor=tensor)
+    state = start(name).replace(apply_fn=model.apply)
+    losses, params = run(zero(train_step), zero.init(lambda: state))
+    np.testing.assert_allclose(losses, plain(name)[0], rtol=1e-9)
+    assert_near(params, plain(name)[1], 1e-9)
 
 
 def test_another_mesh_restores_the_state(tmp_path: Path) -> None:

@@ -283,9 +283,10 @@ def zero(
       mesh: The devices; by default all devices on one "data" axis, in replica groups where the
         config has ``mics_shard_size``. ZeRO shards over "data", and the batch is spread over
         "replica" too; other axes are the user's.
-      specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, where
-        the model does not carry them itself (flax partitioning metadata, logical or not), or in
-        place of those: ``PartitionSpec()`` leaves all parameters to ZeRO.
+      specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, or a
+        function from the parameters to one, where the model does not carry them itself (flax
+        partitioning metadata, logical or not), or in place of those: ``PartitionSpec()`` leaves
+        all parameters to ZeRO.
       donate: Reuse the memory of the state passed to the step, which is then gone, as with
         ``jax.jit(donate_argnums=0)``.
       auto: Values for each "auto" of the config that only the program knows, by dotted key:

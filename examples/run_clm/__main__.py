@@ -5,6 +5,7 @@ Command, from the repository root::
     python -m examples.run_clm                              # the Python library's own sources
     python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
     python -m examples.run_clm --model small --scan --remat --batch-size 64 --kernels auto
+    python -m examples.run_clm --mesh data=4,model=2        # tensor parallelism over pairs
     python -m examples.run_clm --text wiki.txt --tokenizer vocab.bpe --model small --block-size 128
 
 With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
@@ -75,6 +76,14 @@ def main(
     devices: Annotated[
         int | None, typer.Option(min=1, help="how many; else all, or 8 virtual ones on a CPU")
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=N,...",
+            help='axes of the devices, as data=4,model=2: "model" cuts the model; else all are '
+            '"data"',
+        ),
+    ] = None,
     eval_every: Annotated[
         int | None,
         typer.Option(min=1, help="steps between evaluations and checkpoints; else a tenth"),
@@ -107,6 +116,7 @@ def main(
             out=out,
             seed=seed,
             devices=devices,
+            mesh=mesh,
             eval_every=every,
             save_every=save_every or every,
             restart=restart,

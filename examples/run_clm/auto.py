@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import zerojax
+from examples.run_clm.devices import row_devices
 from examples.run_clm.job import BATCH, OFFLOAD, Job
-from examples.run_clm.workload import workload
+from examples.run_clm.workload import specs_on, workload
 
 
 def resolved(job: Job, mesh: Mesh, console: Console) -> zerojax.Zero:
@@ -25,18 +26,18 @@ def resolved(job: Job, mesh: Mesh, console: Console) -> zerojax.Zero:
     """
     settings = left_open(job.config)
     if settings is None:
-        return zerojax.zero(job.config, mesh=mesh, auto=job.auto)
+        return zerojax.zero(job.config, mesh=mesh, auto=job.auto, specs=specs_on(mesh))
     batch = {key: settings[key] for key in BATCH if settings.get(key, "auto") != "auto"}
     fitted = zerojax.fit(
         job.config,
         functools.partial(workload, job),
-        train_batch_size=job.rows(zerojax.zero(batch, mesh=mesh).config, mesh.size),
+        train_batch_size=job.rows(zerojax.zero(batch, mesh=mesh).config, row_devices(mesh)),
         seq=job.block_size,
         mesh=mesh,
         auto=job.auto,
     )
     console.print(f'For "auto" in {job.config}, the fastest that fits: {fitted.choice}')
-    return zerojax.zero(fitted.config, mesh=mesh)
+    return zerojax.zero(fitted.config, mesh=mesh, specs=specs_on(mesh))
 
 
 def left_open(config: pathlib.Path) -> dict[str, Any] | None:

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 import zerojax
 
 VIRTUAL_DEVICES = 8
+ROWS = ("replica", "data")
+"""The axes of a mesh that share the rows of a batch."""
 
 
 def join() -> None:
@@ -26,8 +28,9 @@ def join() -> None:
     zerojax.init_distributed()
 
 
-def data_mesh(count: int | None) -> Mesh:
-    """`count` devices (None: all, or 8 virtual ones on a CPU) on one "data" axis.
+def data_mesh(count: int | None, axes: str | None = None) -> Mesh:
+    """`count` devices (None: all, or 8 virtual ones on a CPU) on one "data" axis, or on `axes`, as
+    "data=4,model=2".
 
     Several processes have the devices that each was launched with. In a single one, call it before
     anything else touches JAX's devices. `JAX_PLATFORMS`, where set, decides.
@@ -35,7 +38,18 @@ def data_mesh(count: int | None) -> Mesh:
     if (platforms := _platforms()).startswith("cpu") and not jax.distributed.is_initialized():
         jax.config.update("jax_platforms", platforms)
         jax.config.update("jax_num_cpu_devices", count or VIRTUAL_DEVICES)
-    return zerojax.mesh(count)
+    mesh = zerojax.mesh(count, axes)
+    if more := {*mesh.axis_names} - {*ROWS, "model"}:
+        raise ValueError(
+            f"--mesh {axes}: this job knows no axis {min(more)!r}; there are {', '.join(ROWS)} and "
+            "model"
+        )
+    return mesh
+
+
+def row_devices(mesh: Mesh) -> int:
+    """Devices that share the rows of a batch."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
 
 
 def _platforms() -> str:

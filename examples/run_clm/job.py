@@ -58,6 +58,7 @@ class Job:
     from_step: int | None
     tokenizer: pathlib.Path | None = None
     learning_rate: float | None = None
+    mesh: str | None = None
 
     @property
     def auto(self) -> dict[str, Any]:

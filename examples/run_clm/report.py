@@ -20,6 +20,7 @@ import zerojax
 from examples.run_clm.job import Job
 from examples.run_clm.progress import Progress, told
 from examples.run_clm.run_folder import History, RunFolder
+from examples.run_clm.workload import specs_on
 
 GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
 AWAY = {"host": "in host memory", "disk": "on disk"}
@@ -31,7 +32,10 @@ def bytes_by_stage(
     """Bytes on one device at each ZeRO stage, from the plans alone; where the config offloads,
     bytes in host memory and on disk too."""
     config, mesh = zero.config, zero.mesh
-    zeros = [zerojax.zero(at_stage(config, stage), mesh=mesh) for stage in range(len(GATHERED))]
+    zeros = [
+        zerojax.zero(at_stage(config, stage), mesh=mesh, specs=specs_on(mesh))
+        for stage in range(len(GATHERED))
+    ]
     plans = [zero.plan(zero.abstract_state(create_state, key)) for zero in zeros]
     away = [place for place in AWAY if any(sum(bytes_in(p, place)) for p in plans)]
     heading = f"Bytes on each of {mesh.size} devices, by stage"

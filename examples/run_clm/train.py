@@ -16,7 +16,7 @@ from rich.console import Console
 import zerojax
 from examples.run_clm import curve, data, report
 from examples.run_clm.auto import resolved
-from examples.run_clm.devices import data_mesh
+from examples.run_clm.devices import data_mesh, row_devices
 from examples.run_clm.job import Job
 from examples.run_clm.progress import Progress
 from examples.run_clm.run_folder import History, RunFolder
@@ -43,9 +43,9 @@ class Outcome(NamedTuple):
 def train(job: Job, console: Console) -> Outcome:
     """Train from the newest checkpoint, or from the beginning, to the job's last step."""
     text = job.read_text()
-    mesh = data_mesh(job.devices)
+    mesh = data_mesh(job.devices, job.mesh)
     zero = resolved(job, mesh, console)
-    rows = job.rows(zero.config, mesh.size)
+    rows = job.rows(zero.config, row_devices(mesh))
     work = workload(job, zero, rows)
     train_step = zero(work.train_step)
     eval_step = zero.evaluate(eval_step_of(job, zero))

@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh
 
 import zerojax
 from examples.run_clm.job import Job
 from zerojax.models.gpt import GPT
+from zerojax.models.tensor_parallel import TensorParallel
 
 
 def workload(job: Job, zero: zerojax.Zero, rows: int) -> zerojax.Workload:
@@ -48,7 +50,14 @@ def workload(job: Job, zero: zerojax.Zero, rows: int) -> zerojax.Workload:
         {"tokens": jax.ShapeDtypeStruct((rows, job.block_size + 1), jnp.int32)},
         tokens=rows * job.block_size,
         args=(jax.eval_shape(lambda: jax.random.key(0)),),
+        specs=specs_on(zero.mesh),
     )
+
+
+def specs_on(mesh: Mesh) -> Callable[[Any], Any] | None:
+    """The parameters' specs on a mesh whose axis "model" cuts the model; None on others."""
+    tensor = TensorParallel.of(mesh)
+    return tensor.specs if tensor else None
 
 
 def eval_step_of(job: Job, zero: zerojax.Zero) -> Callable[[TrainState, Any], jax.Array]:
@@ -64,4 +73,4 @@ def eval_step_of(job: Job, zero: zerojax.Zero) -> Callable[[TrainState, Any], ja
 
 
 def _model(job: Job, zero: zerojax.Zero) -> GPT:
-    return GPT(job.model_config, job.fused(zero.per_device))
+    return GPT(job.model_config, job.fused(zero.per_device), tensor=TensorParallel.of(zero.mesh))

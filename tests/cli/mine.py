@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.tuning.workload import workload
 
 
@@ -30,6 +32,11 @@ def sound(seq, remat=True):
 
 def plain():
     return Model()
+
+
+def cut(zero, seq):
+    config = GPTConfig(vocab_size=64, block_size=seq, n_layer=2, n_head=4, n_embd=16)
+    return GPT(config, tensor=TensorParallel.of(zero.mesh))
 
 
 def narrow():

@@ -179,6 +179,23 @@ def test_what_stands_in_for_auto(config: Path) -> None:
     assert "unknown model" in refused(run(config, "--auto", f"{key}=10", model="none-such"))
 
 
+@pytest.mark.usefixtures("on_cpus")
+def test_axes_of_the_mesh(config: Path) -> None:
+    """A model that "model" cuts is planned on pairs of devices, another one is refused."""
+    pairs = ("--mesh", "data=4,model=2", "--batch", 8)
+    result = run(config, *pairs, "--json", model="mine:cut")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["mesh"], told["rows"]) == ({"data": 4, "model": 2}, 8)
+    assert told["choice"]["micro"] == 2
+    result = run(config, *pairs, model="mine:cut")
+    assert "8 x h100 (data 4, model 2)" in result.stdout
+    assert "batch 8 = 2 x 1 x 4" in result.stdout
+    said = refused(run(config, *pairs))
+    assert "no parameter is cut over the mesh axis 'model'" in said
+    assert "axes data=3 multiply out to 3" in refused(run(config, "--mesh", "data=3"))
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

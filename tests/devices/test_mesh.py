@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
-from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, shard_axis
+from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, laid_out, shard_axis
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,14 @@ def test_groups_beside_another_axis() -> None:
 def test_a_group_on_each_host() -> None:
     """Here all devices are of one."""
     assert dict(zerojax.mesh(replicas="hosts").shape) == {"replica": 1, "data": 8}
+
+
+def test_axes_as_text() -> None:
+    mesh = zerojax.mesh(axes="replica=2, data=2,model=2")
+    assert dict(mesh.shape) == {"replica": 2, "data": 2, "model": 2}
+    assert laid_out(zerojax.mesh(), "replica=2,data=2,model=2") == mesh
+    for text in ("", "data", "data=0", "data=4,data=2", "data=4;model=2", "8"):
+        with pytest.raises(ValueError, match="give each axis of the mesh once"):
+            zerojax.mesh(axes=text)
+    with pytest.raises(ValueError, match="data=4 x model=3 multiply out to 12"):
+        laid_out(zerojax.mesh(), "data=4,model=3")

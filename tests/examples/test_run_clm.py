@@ -103,6 +103,25 @@ def test_trains_resumes_and_knows_when_it_is_done(
     assert steps_in(again.stdout) == [1, 2]
 
 
+def test_goes_on_from_a_model_cut_over_pairs(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    job = [*SMALL, "--text", text, "--eval-every", 2, "--out"]
+    cut = run(*job, tmp_path / "cut", "--steps", 2, "--mesh", "data=4,model=2")
+    assert cut.exit_code == 0, cut.stderr
+    assert "P('model', 'data')" in cut.stdout
+    more = run(*job, tmp_path / "cut", "--steps", 4)
+    assert more.exit_code == 0, more.stderr
+    assert "Continuing from step 2" in more.stdout
+    for arguments, message in [
+        (["--mesh", "data=4,tensor=2"], "this job knows no axis 'tensor'"),
+        (["--mesh", "data=1,model=8"], "n_head = 2 does not divide among the 8 devices"),
+        (["--mesh", "data=4,model=2", "--kernels", "xla"], "the fused layers do not know of"),
+        (["--mesh", "data=8,model=2"], "multiply out to 16, not to devices=8"),
+    ]:
+        wrong = run(*job, tmp_path / "wrong", *arguments, "--steps", 4)
+        assert wrong.exit_code == 2
+        assert message in wrong.stderr.replace("\n", " ")
+
+
 def test_tokens_of_a_tokenizer(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     """They are part of what a run goes on from, and have to fit the model."""
     library = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

@@ -17,6 +17,7 @@ from zerojax.cli.planning import (
     Attention,
     Auto,
     Devices,
+    MeshAxes,
     Model,
     Network,
     Seq,
@@ -25,6 +26,7 @@ from zerojax.cli.planning import (
 )
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import steps_bar
+from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.guard import OutOfMemoryError
@@ -50,6 +52,7 @@ def fit(
     ] = None,
     seq: Seq = 1024,
     network: Network = None,
+    mesh_axes: MeshAxes = None,
     attention: Attention = None,
     auto: Auto = None,
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
@@ -89,6 +92,7 @@ def fit(
 
         try:
             mesh, rates = parse_devices(devices, network)
+            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
             fitted = choose(
                 config,
                 with_attention(find(model), model, attention),

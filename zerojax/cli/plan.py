@@ -17,6 +17,7 @@ from zerojax.cli.planning import (
     Attention,
     Auto,
     Devices,
+    MeshAxes,
     Model,
     Network,
     Seq,
@@ -26,6 +27,7 @@ from zerojax.cli.planning import (
 from zerojax.cli.problem import explained
 from zerojax.cli.terminal import spinner
 from zerojax.config import load
+from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import weighed
@@ -45,6 +47,7 @@ def plan(
     ] = None,
     seq: Seq = 1024,
     network: Network = None,
+    mesh_axes: MeshAxes = None,
     remat: Annotated[
         bool | None,
         typer.Option(
@@ -87,6 +90,7 @@ def plan(
                     f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
                 )
             mesh, rates = parse_devices(devices, network)
+            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
             function = with_attention(function, model, attention)
             on = remat is not False
             study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)

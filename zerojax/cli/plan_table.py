@@ -67,15 +67,22 @@ def _title(planned: Planned) -> Iterator[str]:
     forecast, choice = planned.forecast, planned.choice
     yield (
         f"{planned.model}, {forecast.parameters:,} parameters, {planned.config}, "
-        f"{forecast.devices} x {forecast.rates.kind}"
+        f"{forecast.devices} x {forecast.rates.kind}{_axes(forecast)}"
     )
     remat = {None: "", True: ", remat", False: ", no remat"}[choice.remat]
     offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
     yield (
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
-        f"{choice.accumulation} x {forecast.devices} (micro-batch x accumulation x devices), "
+        f"{choice.accumulation} x {forecast.row_devices} (micro-batch x accumulation x devices), "
         f"{planned.seq} tokens in a row{ATTENTION[planned.attention]}"
     )
+
+
+def _axes(forecast: Forecast) -> str:
+    """The axes of a mesh that has several."""
+    sizes = forecast.plan.mesh.shape
+    written = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f" ({written})" if len(sizes) > 1 else ""
 
 
 def _memory(planned: Planned, mark: str) -> Table:

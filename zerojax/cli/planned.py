@@ -46,7 +46,7 @@ class Planned:
     @property
     def rows(self) -> int:
         """Rows of an update, over all devices."""
-        return self.choice.micro * self.choice.accumulation * self.forecast.devices
+        return self.choice.micro * self.choice.accumulation * self.forecast.row_devices
 
     @property
     def reserve(self) -> int:
@@ -79,6 +79,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "parameters": forecast.parameters,
         "config": planned.config,
         "devices": {"kind": forecast.rates.kind, "count": forecast.devices},
+        "mesh": dict(forecast.plan.mesh.shape),
         "rows": planned.rows,
         "seq": planned.seq,
         "attention": planned.attention,

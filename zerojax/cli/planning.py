@@ -36,6 +36,15 @@ Attention = Annotated[
         "the GPUs are Hopper or newer, else plain; cudnn is assumed for GPUs that are absent.",
     ),
 ]
+MeshAxes = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help='Of the devices, outermost first, as data=4,model=2: "model" cuts GPTs and Llamas '
+        "(tensor parallelism), seq shares a row's tokens, replica makes groups; else all are data.",
+    ),
+]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
 Auto = Annotated[
     list[str] | None,

@@ -29,7 +29,7 @@ _LIKE_REPLICA = re.compile(r"replica|^dcn|^(dp|ddp|hsdp|mics)$", re.IGNORECASE)
 
 def mesh(
     devices: int | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | str | None = None,
     *,
     replicas: int | Literal["hosts"] | None = None,
 ) -> Mesh:
@@ -37,7 +37,8 @@ def mesh(
 
     Args:
       devices: how many of them; all by default.
-      axes: axis names and sizes, multiplying to ``devices``; one "data" axis by default.
+      axes: axis names and sizes, multiplying to ``devices``, or the same as text,
+        ``"data=4,model=2"``; one "data" axis by default.
       replicas: in place of ``axes``, the number of replica groups, on the axis "replica" outside
         of "data": a group is of neighbouring devices. "hosts" makes every host a group, and every
         slice of TPUs.
@@ -67,8 +68,38 @@ def mesh(
     return automatic(Mesh(np.array(chosen).reshape(tuple(sizes.values())), tuple(sizes)))
 
 
+def parse_axes(text: str) -> dict[str, int]:
+    """Axis names and sizes, outermost first, of a text.
+
+    Raises:
+      ValueError: The text has another form.
+
+    >>> parse_axes("data=4,model=2")
+    {'data': 4, 'model': 2}
+    """
+    form = re.compile(r"\s*([A-Za-z]\w*)\s*=\s*([1-9]\d*)\s*")
+    pairs = [form.fullmatch(part) for part in text.split(",")]
+    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if len(sizes) < len(pairs):
+        raise ValueError(
+            f"axes {text!r}: give each axis of the mesh once, with its number of devices, "
+            'outermost first: "data=4,model=2"'
+        )
+    return sizes
+
+
+def laid_out(given: Mesh, axes: Mapping[str, int] | str) -> Mesh:
+    """The devices of a mesh, in their order, on other axes.
+
+    Raises:
+      ValueError: The axes do not multiply out to the devices.
+    """
+    sizes = axis_sizes(given.size, axes, None, 1)
+    return automatic(Mesh(given.devices.reshape(tuple(sizes.values())), tuple(sizes)))
+
+
 def axis_sizes(
-    devices: int, axes: Mapping[str, int] | None, replicas: int | str | None, hosts: int
+    devices: int, axes: Mapping[str, int] | str | None, replicas: int | str | None, hosts: int
 ) -> dict[str, int]:
     """The axes of a mesh over ``devices`` on so many ``hosts``, by name, outermost first; the
     others as for :func:`mesh`.
@@ -80,7 +111,7 @@ def axis_sizes(
         replicas = hosts if replicas == "hosts" else replicas
         if axes is not None:
             raise ValueError(
-                f"replicas={replicas!r} and axes={dict(axes)} both lay out the devices: pass one. "
+                f"replicas={replicas!r} and axes={axes!r} both lay out the devices: pass one. "
                 f"With further axes write axes={{{REPLICA!r}: ..., {AXIS!r}: ..., ...}}."
             )
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
@@ -96,6 +127,7 @@ def axis_sizes(
                 f"take {' or '.join(map(str, near))}"
             )
         return {REPLICA: replicas, AXIS: devices // replicas}
+    axes = parse_axes(axes) if isinstance(axes, str) else axes
     sizes = {AXIS: devices} if axes is None else dict(axes)
     product = math.prod(sizes.values())
     if product != devices or any(size < 1 for size in sizes.values()):

@@ -59,7 +59,7 @@ def topology(
     name: str,
     devices: int = 8,
     *,
-    axes: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | str | None = None,
     replicas: int | Literal["hosts"] | None = None,
 ) -> Mesh:
     """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
@@ -71,8 +71,8 @@ def topology(
         ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
       devices: how many. GPUs stand 8 to a host, so above 8 it is a multiple of 8; TPU chips
         stand 4 to a host, so it is a multiple of 4.
-      axes: sizes by axis name, outermost first; their product is ``devices``. By default one
-        ``"data"`` axis over all devices.
+      axes: sizes by axis name, outermost first, or the same as text (``"data=4,model=2"``); their
+        product is ``devices``. By default one ``"data"`` axis over all devices.
       replicas: as for :func:`zerojax.mesh`: replica groups in place of ``axes``.
 
     Raises:

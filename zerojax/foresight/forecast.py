@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
 from zerojax.hlo.rematerialised import begins_above
@@ -117,6 +118,11 @@ class Forecast:
     @property
     def devices(self) -> int:
         return self.plan.mesh.devices.size
+
+    @property
+    def row_devices(self) -> int:
+        """Devices that share the rows of a batch."""
+        return batch_devices(self.plan.mesh)
 
     @property
     def peak(self) -> ProgramCost:

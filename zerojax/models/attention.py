@@ -80,11 +80,15 @@ def chosen(zero: Zero | None, asked: str) -> str:
     return "cudnn" if are_there(zero.mesh) and platform == "gpu" else "plain"
 
 
-def planned_attention(zero: Zero | None, asked: str) -> Attention | None:
-    """The attention that :func:`chosen` names, for a model; None for the model's own."""
+def planned_attention(
+    zero: Zero | None, asked: str, cut: Mapping[str, int] | None = None
+) -> Attention | None:
+    """The attention that :func:`chosen` names, for a model; None for the model's own. ``cut`` as
+    for :func:`fused_attention`."""
     name = chosen(zero, asked)
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_there(zero.mesh):
-        return assumed_attention(functools.partial(zero.per_device, cut=_heads(zero)))
-    return fused_attention(zero, name)
+        heads = {**(cut or {}), **_heads(zero)}
+        return assumed_attention(functools.partial(zero.per_device, cut=heads))
+    return fused_attention(zero, name, cut=cut)

@@ -28,6 +28,7 @@ from flax import linen as nn
 from zerojax.models.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
+from zerojax.models.tensor_parallel import SideBySide, TensorParallel
 from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
@@ -125,12 +126,17 @@ class SelfAttention(nn.Module):
     kernels: Kernels | None = None
     attention: Attention | None = None
     sequence: SequenceAxis | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        qkv = _dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x)
-        q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in jnp.split(qkv, 3, axis=-1))
+        c, tensor = self.config, self.tensor
+        if tensor:
+            init = nn.initializers.normal(INIT_STD)
+            parts = SideBySide(tensor, 3, c.n_embd, init, c.dtype, name="c_attn")(x)
+        else:
+            parts = jnp.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x), 3, axis=-1)
+        q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in parts)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         certain = self.deterministic or not c.dropout
         if self.kernels and certain and not self.attention:
@@ -138,7 +144,8 @@ class SelfAttention(nn.Module):
         else:
             plain = functools.partial(attention, dropout=dropout)
             attend = self.attention if self.attention and certain else plain
-            y = (self.sequence.attention(attend) if self.sequence else attend)(q, k, v)
+            cut = tensor.cut if tensor else None
+            y = (self.sequence.attention(attend, cut=cut) if self.sequence else attend)(q, k, v)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -147,6 +154,7 @@ class MLP(nn.Module):
 
     config: GPTConfig
     kernels: Kernels | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -156,6 +164,7 @@ class MLP(nn.Module):
             h = FusedDenseGelu(self.kernels, wide, init, c.dtype, name="c_fc")(x)
         else:
             h = nn.gelu(_dense(wide, INIT_STD, c, "c_fc")(x), approximate=True)
+        h = self.tensor.features(h) if self.tensor else h
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(h)
 
 
@@ -167,22 +176,23 @@ class Block(nn.Module):
     kernels: Kernels | None = None
     attention: Attention | None = None
     sequence: SequenceAxis | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        c, kernels, sequence = self.config, self.kernels, self.sequence
-        x = sequence.tokens(x) if sequence else x
+        c, kernels, sequence, tensor = self.config, self.kernels, self.sequence, self.tensor
+        x = sequence.tokens(x) if sequence and not tensor else x
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        attn = SelfAttention(c, self.deterministic, kernels, self.attention, sequence, name="attn")
+        attn: Callable[..., Any] = SelfAttention(
+            c, self.deterministic, kernels, self.attention, sequence, tensor, name="attn"
+        )
+        mlp: Callable[..., Any] = MLP(c, kernels, tensor, name="mlp")
+        shards = sequence.size if sequence else 1
+        mlp = tiled(mlp, chunks=c.mlp_chunks, shards=shards) if c.mlp_chunks else mlp
+        attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
         normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
-        mlp: Callable[..., Any] = MLP(c, kernels, name="mlp")
-        mlp = (
-            tiled(mlp, chunks=c.mlp_chunks, shards=sequence.size if sequence else 1)
-            if c.mlp_chunks
-            else mlp
-        )
         return x + dropout(mlp(normal)), None
 
 
@@ -192,28 +202,37 @@ class GPT(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
     called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones). `sequence` cuts rows along their tokens: `zero.sequence`, without `kernels`.
+    fused ones). `sequence` cuts rows along their tokens (`zero.sequence`, without `kernels`),
+    `tensor` the model over an axis of the mesh (`zerojax.models.tensor_parallel`).
     """
 
     config: GPTConfig
     kernels: Kernels | None = None
     attention: Attention | None = None
     sequence: SequenceAxis | None = None
+    tensor: TensorParallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor:
+            check_cut(self.tensor, self.config, self.kernels)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
         c = self.config
-        # A batch to initialise with need not divide among the devices.
-        kernels = None if self.is_initializing() else self.kernels
-        attention = None if self.is_initializing() else self.attention
-        sequence = None if self.is_initializing() else self.sequence
+        kernels, attention = self.kernels, self.attention
+        sequence, tensor = self.sequence, self.tensor
+        if self.is_initializing():  # with a batch that need not divide among the devices
+            kernels = attention = sequence = tensor = None
         if kernels and sequence:
             raise ValueError(
                 "GPT: its fused kernels take whole rows, but the mesh's axis 'seq' cuts them along "
                 "their tokens: pass kernels or sequence, not both"
             )
+        if tensor:
+            tensor.check_tokens(tokens)
         if tokens.shape[1] > c.block_size:
             raise ValueError(
                 f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
@@ -222,7 +241,8 @@ class GPT(nn.Module):
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
         places = jnp.arange(tokens.shape[1])
-        x = wte(tokens) + wpe(sequence.positions(places) if sequence else places)
+        x = tensor.looked_up(wte(tokens)) if tensor else wte(tokens)
+        x = x + wpe(sequence.positions(places) if sequence else places)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -234,15 +254,31 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, kernels, attention, sequence, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, attention, sequence, tensor, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, kernels, attention, sequence, name=f"h_{i}")(x)
+                one = block(c, deterministic, kernels, attention, sequence, tensor, name=f"h_{i}")
+                x, _ = one(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)
-        logits = wte.attend(x)
+        logits = tensor.features(wte.attend(tensor.gathered(x))) if tensor else wte.attend(x)
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
+
+
+def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:
+    """Refuses what a GPT cannot be cut with.
+
+    Raises:
+      ValueError: A size does not divide, or there are fused layers.
+    """
+    if kernels:
+        raise ValueError(
+            "kernels: the fused layers do not know of tensor parallelism. Leave them out, and give "
+            f"the GPT attention=fused_attention(zero, cut={{{tensor.axis!r}: 2}}) alone, or leave "
+            f"{tensor.axis!r} out of the mesh"
+        )
+    tensor.check(config, "n_head", "n_embd", "vocab_size")
 
 
 def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:

@@ -13,31 +13,43 @@ Example::
 Shapes as in `zerojax.models.gpt`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention
+from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention, check_cut
 from zerojax.models.kernels import Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
+from zerojax.models.tensor_parallel import TensorParallel, side_by_side
 
 
 class SelfAttention(nnx.Module):
     """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        rngs: nnx.Rngs,
+        kernels: Kernels | None,
+        tensor: TensorParallel | None,
+    ) -> None:
         c = config
-        self.n_head, self.kernels = c.n_head, kernels
+        self.n_head, self.kernels, self.tensor, self.dtype = c.n_head, kernels, tensor, c.dtype
         self.c_attn = _linear(c.n_embd, 3 * c.n_embd, INIT_STD, c, rngs)
         self.c_proj = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
         self.dropout = _dropout(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        qkv = jnp.split(self.c_attn(x), 3, axis=-1)
-        q, k, v = (a.reshape(*x.shape[:2], self.n_head, -1) for a in qkv)
+        if self.tensor:
+            dense: Any = self.c_attn
+            parts = side_by_side(x, dense.kernel[...], dense.bias[...], 3, self.tensor, self.dtype)
+        else:
+            parts = jnp.split(self.c_attn(x), 3, axis=-1)
+        q, k, v = (a.reshape(*x.shape[:2], self.n_head, -1) for a in parts)
         if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
             y = self.kernels.attention(q, k, v, attention)
         else:
@@ -48,15 +60,22 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """[B, T, D] -> [B, T, 4D] -> gelu -> [B, T, D]."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        rngs: nnx.Rngs,
+        kernels: Kernels | None,
+        tensor: TensorParallel | None,
+    ) -> None:
         c = config
-        self.kernels, self.dtype = kernels, c.dtype
+        self.kernels, self.tensor, self.dtype = kernels, tensor, c.dtype
         self.c_fc = _linear(c.n_embd, 4 * c.n_embd, INIT_STD, c, rngs)
         self.c_proj = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.kernels:
-            return self.c_proj(nnx.gelu(self.c_fc(x), approximate=True))
+            h = nnx.gelu(self.c_fc(x), approximate=True)
+            return self.c_proj(self.tensor.features(h) if self.tensor else h)
         dense: Any = self.c_fc
         kernel, bias = dense.kernel[...], dense.bias[...]
         return self.c_proj(self.kernels.dense_gelu(x, kernel, bias, self.dtype))
@@ -65,53 +84,76 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attn(ln(x)), then x + mlp(ln(x))."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None) -> None:
-        self.kernels = kernels
+    def __init__(
+        self,
+        config: GPTConfig,
+        rngs: nnx.Rngs,
+        kernels: Kernels | None,
+        tensor: TensorParallel | None,
+    ) -> None:
+        self.kernels, self.tensor = kernels, tensor
         self.ln_1 = _layer_norm(config, rngs)
-        self.attn = SelfAttention(config, rngs, kernels)
+        self.attn = SelfAttention(config, rngs, kernels, tensor)
         self.ln_2 = _layer_norm(config, rngs)
-        self.mlp = MLP(config, rngs, kernels)
+        self.mlp = MLP(config, rngs, kernels, tensor)
         self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        a = self.dropout(self.attn(_normal(self.ln_1, x, self.kernels)))
+        attn: Callable[..., Any] = self.attn
+        mlp: Callable[..., Any] = self.mlp
+        if self.tensor:
+            attn, mlp = self.tensor.between(attn), self.tensor.between(mlp)
+        a = self.dropout(attn(_normal(self.ln_1, x, self.kernels)))
         if self.kernels:
             normal, x = _normal(self.ln_2, a, self.kernels, x)
         else:
             x = x + a
             normal = self.ln_2(x)
-        return x + self.dropout(self.mlp(normal))
+        return x + self.dropout(mlp(normal))
 
 
 class GPT(nnx.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
-    `targets` and `kernels` as in `zerojax.models.gpt`.
+    `targets`, `kernels` and `tensor` as in `zerojax.models.gpt`.
     """
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        rngs: nnx.Rngs,
+        kernels: Kernels | None = None,
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        if tensor:
+            check_cut(tensor, config, kernels)
         if config.scan:
             raise ValueError("the NNX GPT has no stacked layout: use GPTConfig(scan=False)")
-        self.config, self.kernels = config, kernels
+        self.config, self.kernels, self.tensor = config, kernels, tensor
         self.wte = _embed(config.vocab_size, config, rngs)
         self.wpe = _embed(config.block_size, config, rngs)
         self.dropout = _dropout(config, rngs)
         for i in range(config.n_layer):  # h_0, h_1, ... as linen names them
-            setattr(self, f"h_{i}", Block(config, rngs, kernels))
+            setattr(self, f"h_{i}", Block(config, rngs, kernels, tensor))
         self.ln_f = _layer_norm(config, rngs)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
         c = self.config
         if tokens.shape[1] > c.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
-        x = self.dropout(self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1])))
+        tensor, x = self.tensor, self.wte(tokens)
+        if tensor:
+            tensor.check_tokens(tokens)
+            x = tensor.looked_up(x)
+        x = self.dropout(x + self.wpe(jnp.arange(tokens.shape[1])))
         run_block = nnx.remat(_run_block) if c.remat else _run_block
         for i in range(c.n_layer):
             x = run_block(getattr(self, f"h_{i}"), x)
         x = _normal(self.ln_f, x, self.kernels)
         if self.kernels and targets is not None:
             return self.kernels.losses(x, self.wte.embedding[...], targets)
-        logits = widen(self.wte.attend(x))
+        logits = self.wte.attend(tensor.gathered(x) if tensor else x)
+        logits = widen(tensor.features(logits) if tensor else logits)
         return logits if targets is None else cross_entropy(logits, targets)
 
 

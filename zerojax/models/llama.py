@@ -26,6 +26,7 @@ from flax import linen as nn
 
 from zerojax.models.gpt import INIT_STD, attention
 from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
@@ -180,13 +181,15 @@ class SelfAttention(nn.Module):
 
     config: LlamaConfig
     attention: Attention
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
-        c = self.config
+        c, tensor = self.config, self.tensor
 
         def heads(count: int, name: str) -> jax.Array:
-            return _dense(count * c.head_size, c, name)(x).reshape(*x.shape[:2], count, -1)
+            y = _dense(count * c.head_size, c, name)(x).reshape(*x.shape[:2], count, -1)
+            return tensor.heads(y) if tensor else y
 
         q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
         v = heads(c.kv_heads, "v_proj")
@@ -198,12 +201,14 @@ class MLP(nn.Module):
     """SwiGLU: [B, T, D] -> silu(gate) * up [B, T, F] -> [B, T, D]. Source: arXiv:2002.05202."""
 
     config: LlamaConfig
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
+        c, tensor = self.config, self.tensor
         gate, up = (_dense(c.n_inner, c, name)(x) for name in ("gate_proj", "up_proj"))
-        return _dense(c.n_embd, c, "down_proj")(nn.silu(gate) * up)
+        h = nn.silu(gate) * up
+        return _dense(c.n_embd, c, "down_proj")(tensor.features(h) if tensor else h)
 
 
 class Block(nn.Module):
@@ -212,19 +217,18 @@ class Block(nn.Module):
     config: LlamaConfig
     attention: Attention
     sequence: SequenceAxis | None = None
+    tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
-        c, sequence = self.config, self.sequence
-        x = sequence.tokens(x) if sequence else x
-        normal = _rms_norm(c, "input_layernorm")(x)
-        x = x + SelfAttention(c, self.attention, name="self_attn")(normal, tables)
-        mlp: Callable[..., Any] = MLP(c, name="mlp")
-        mlp = (
-            tiled(mlp, chunks=c.mlp_chunks, shards=sequence.size if sequence else 1)
-            if c.mlp_chunks
-            else mlp
-        )
+        c, sequence, tensor = self.config, self.sequence, self.tensor
+        x = sequence.tokens(x) if sequence and not tensor else x
+        attn: Callable[..., Any] = SelfAttention(c, self.attention, tensor, name="self_attn")
+        mlp: Callable[..., Any] = MLP(c, tensor, name="mlp")
+        shards = sequence.size if sequence else 1
+        mlp = tiled(mlp, chunks=c.mlp_chunks, shards=shards) if c.mlp_chunks else mlp
+        attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
+        x = x + attn(_rms_norm(c, "input_layernorm")(x), tables)
         return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
 
 
@@ -235,13 +239,21 @@ class Llama(nn.Module):
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
     `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
     rematerialised blocks keep beside their input, as for `jax.checkpoint`. `sequence` cuts rows
-    along their tokens: `zero.sequence`.
+    along their tokens (`zero.sequence`), `tensor` the model over an axis of the mesh
+    (`zerojax.models.tensor_parallel`).
     """
 
     config: LlamaConfig
     attention: Attention = grouped_attention
     policy: Callable[..., bool] | None = None
     sequence: SequenceAxis | None = None
+    tensor: TensorParallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor:
+            sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
+            self.tensor.check(self.config, *sizes)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -254,14 +266,18 @@ class Llama(nn.Module):
                 "rows, or choose a config with a larger one"
             )
         init = nn.initializers.normal(INIT_STD)
-        # A batch to initialise with need not divide among the devices.
-        attention = grouped_attention if self.is_initializing() else self.attention
-        sequence = None if self.is_initializing() else self.sequence
-        attention = sequence.attention(attention) if sequence else attention
+        attention, sequence, tensor = self.attention, self.sequence, self.tensor
+        if self.is_initializing():  # with a batch that need not divide among the devices
+            attention, sequence, tensor = grouped_attention, None, None
+        if sequence:
+            attention = sequence.attention(attention, cut=tensor.cut if tensor else None)
+        if tensor:
+            tensor.check_tokens(tokens)
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
-        x, tables = embed(tokens), rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
+        x = tensor.looked_up(embed(tokens)) if tensor else embed(tokens)
+        tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
         tables = jax.tree.map(sequence.positions, tables) if sequence else tables
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -275,22 +291,26 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, attention, sequence, name="layers")(x, tables)
+            x, _ = stack(c, attention, sequence, tensor, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, attention, sequence, name=f"layers_{i}")(x, tables)
-        x = _rms_norm(c, "norm")(sequence.tokens(x) if sequence else x)
+                x, _ = block(c, attention, sequence, tensor, name=f"layers_{i}")(x, tables)
+        x = sequence.tokens(x) if sequence and not tensor else x
+        x = _rms_norm(c, "norm")(x)
+        x = tensor.gathered(x) if tensor else x
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
             table = head.variables["params"]["kernel"] if head else embed.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
+                logits = tensor.features(logits) if tensor else logits
                 return cross_entropy(widen(logits), targets)
 
             shards = sequence.size if sequence else 1
             return tiled(losses, chunks=c.loss_chunks, shards=shards)(x, targets)
         logits = head(x) if head else embed.attend(x)
+        logits = tensor.features(logits) if tensor else logits
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
 
 

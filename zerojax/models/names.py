@@ -3,8 +3,8 @@
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
 in a row), `remat` (a block keeps its input only), `scan` (the blocks' parameters are stacked, and
 one block is compiled in place of all), and `attention` (`zerojax.models.attention.ASKED`) for the
-devices of `zero`. A longer `seq` stretches GPT-2's table of positions;
-Llama has no such table.
+devices of `zero`, whose mesh axis "model" cuts the model. A longer `seq` stretches GPT-2's table of
+positions; Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048
@@ -18,6 +18,8 @@ from typing import Any
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.attention import planned_attention
+from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.step.sequence import SequenceAxis
 
 
 def _gpt(
@@ -29,8 +31,9 @@ def _gpt(
     attention: str = "auto",
 ) -> gpt.GPT:
     config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
-    fused, sequence = planned_attention(zero, attention), zero.sequence if zero else None
-    return gpt.GPT(config, attention=fused, sequence=sequence)
+    tensor = _tensor(zero)
+    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
+    return gpt.GPT(config, attention=fused, sequence=_sequence(zero), tensor=tensor)
 
 
 def _llama(
@@ -42,10 +45,18 @@ def _llama(
     attention: str = "auto",
 ) -> llama.Llama:
     config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
-    fused = planned_attention(zero, attention)
-    return llama.Llama(
-        config, fused or llama.grouped_attention, sequence=zero.sequence if zero else None
-    )
+    tensor = _tensor(zero)
+    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
+    fused = fused or llama.grouped_attention
+    return llama.Llama(config, fused, sequence=_sequence(zero), tensor=tensor)
+
+
+def _tensor(zero: Zero | None) -> TensorParallel | None:
+    return TensorParallel.of(zero.mesh) if zero else None
+
+
+def _sequence(zero: Zero | None) -> SequenceAxis | None:
+    return zero.sequence if zero else None
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class States:
       config: The config.
       mesh: The devices.
       axis: The axis over which ZeRO shards.
-      specs: The user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``;
-        None leaves them to the model's metadata.
+      specs: The user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``, or
+        a function from the parameters to one; None leaves them to the model's metadata.
 
     Attributes:
       placer: Puts arrays where the plan has them.
@@ -172,9 +172,10 @@ class States:
         params = opened.parts.params
         given: list[Any] = list(opened.specs)
         if self.specs is not None:
+            of_all = self.specs(params) if callable(self.specs) else self.specs
             spread = jax.tree.map(
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
-                self.specs,
+                of_all,
                 params,
                 is_leaf=_is_spec,
             )

@@ -16,13 +16,16 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
-from zerojax.devices.mesh import batch_devices, in_groups
+from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, in_groups
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
+from zerojax.models.tensor_parallel import MODEL
+from zerojax.plan import layout
+from zerojax.plan.plan import Plan
 from zerojax.tuning.running import seconds_of_a_step
 from zerojax.tuning.workload import Workload, workload
 
@@ -74,14 +77,21 @@ class Study(Trials):
 
     def run(self, choice: Choice) -> float | None:
         """Seconds of a step of a choice, run on the devices; None where it does not run there."""
-        decorated = zero(choice.config(self._config, self.world), mesh=self._mesh)
-        made = self._workload(decorated, choice)
+        decorated, made = self._made(choice.config(self._config, self.world), choice)
         self._note(f"{choice}: running")
         try:
             return seconds_of_a_step(decorated, made)
         except (jax.errors.JaxRuntimeError, OutOfMemoryError) as error:
             self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
+
+    def _made(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
+        """The decorator and the workload of a choice, whose own specs the decorator has."""
+        decorated = zero(config, mesh=self._mesh)
+        made = self._workload(decorated, choice)
+        if made.specs is not None:
+            decorated = zero(config, mesh=self._mesh, specs=made.specs)
+        return decorated, made
 
     def _workload(self, decorated: Zero, choice: Choice) -> Workload:
         rows = choice.micro * choice.accumulation * self.world
@@ -94,10 +104,24 @@ class Study(Trials):
             # A program that reads a disk cannot be compiled for absent devices. On its way to the
             # device a parameter lies in host memory in either case.
             config = dataclasses.replace(config, offload_param=OffloadParam())
-        decorated = zero(config, mesh=self._mesh)
-        made = self._workload(decorated, choice)
+        decorated, made = self._made(config, choice)
         state = decorated.abstract_state(made.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)
         given = (*objects, made.batch, *made.args)
-        return BuiltStep(decorated.plan(*objects), lambda: step.programs(*given), made.tokens)
+        plan = decorated.plan(*objects)
+        _check_axes(plan)
+        return BuiltStep(plan, lambda: step.programs(*given), made.tokens)
+
+
+def _check_axes(plan: Plan) -> None:
+    """Refuses an axis of the mesh that divides neither the batch nor the model."""
+    cuts = {axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)}
+    for axis, size in plan.mesh.shape.items():
+        if size > 1 and axis not in {*cuts, *batch_axes(plan.mesh), SEQUENCE}:
+            raise ValueError(
+                f"no parameter is cut over the mesh axis {axis!r}, so that its {size} devices "
+                "would all compute the same. The GPTs and Llamas of zerojax are cut over "
+                f"{MODEL!r}; for another model return a zerojax.Workload(..., specs={{...: "
+                f"PartitionSpec(None, {axis!r})}}), or leave {axis!r} out of the mesh"
+            )

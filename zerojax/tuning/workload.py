@@ -60,6 +60,8 @@ class Workload:
       batch: A tree of arrays or ``jax.ShapeDtypeStruct``, with the rows of all devices.
       tokens: How many tokens the batch has, for tokens a second; 0 for a batch without tokens.
       args: What the step takes after the batch, abstract too: a dropout key, perhaps.
+      specs: The parameters' ``PartitionSpec`` on further axes of the mesh, as for
+        :func:`zerojax.zero`; None where the model carries its own, or none.
 
     Example: images, in ``my_models.py`` for ``zerojax plan --model my_models:images``
 
@@ -146,6 +148,7 @@ class Workload:
     batch: Any
     tokens: int = 0
     args: tuple[Any, ...] = ()
+    specs: Any = None
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:
@@ -187,7 +190,10 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         create_state, train_step = _linen(model, tx, seq)
     else:
         create_state, train_step = _nnx(make, tx)
-    return Workload(create_state, train_step, batch, rows * seq)
+    tensor = getattr(model, "tensor", None)  # that of zerojax.models
+    return Workload(
+        create_state, train_step, batch, rows * seq, specs=tensor.specs if tensor else None
+    )
 
 
 def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> Any:

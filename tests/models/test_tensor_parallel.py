@@ -1,0 +1,263 @@
+"""GPT and Llama cut over a mesh axis compute what they compute on one device."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+from zerojax.models import gpt_nnx
+from zerojax.models.deberta import SIZES, DebertaClassifier, DebertaConfig
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.kernels import Kernels
+from zerojax.models.llama import Llama, LlamaConfig, grouped_attention
+from zerojax.models.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+VOCABULARY, TOKENS, ROWS, STEPS = 64, 16, 16, 3
+KEY = jax.random.key(0)
+MESHES = {
+    "2x4": {"data": 2, "model": 4},
+    "4x2": {"data": 4, "model": 2},
+    "2x2x2": {"replica": 2, "data": 2, "model": 2},
+}
+
+
+def gpt(**options: Any) -> GPTConfig:
+    sizes = {"vocab_size": VOCABULARY, "block_size": TOKENS, "n_layer": 2, "n_head": 4}
+    return GPTConfig(n_embd=16, **sizes, **options)
+
+
+def llama(**options: Any) -> LlamaConfig:
+    """Of two query heads to one of keys."""
+    sizes = {"vocab_size": VOCABULARY, "block_size": TOKENS, "n_layer": 2, "n_head": 8}
+    return LlamaConfig(n_embd=32, n_inner=48, n_kv_head=4, **sizes, **options)
+
+
+CONFIGS: dict[str, GPTConfig | LlamaConfig] = {
+    "gpt": gpt(scan=True, remat=True),
+    "gpt unrolled, dropout": gpt(dropout=0.2),
+    "llama": llama(scan=True, remat=True),
+    "llama unrolled, tied": llama(tie_word_embeddings=True),
+    "llama in chunks": llama(scan=True, remat=True, mlp_chunks=2, loss_chunks=4),
+}
+
+
+def create_for(model: Any, dtype: Any) -> Callable[[jax.Array], TrainState]:
+    def create(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 7), jnp.int32))["params"]
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+
+    return create
+
+
+def train_step(state: TrainState, tokens: jax.Array, key: jax.Array) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        rngs = {"dropout": jax.random.fold_in(key, state.step)}
+        options: Any = {"targets": tokens[:, 1:], "deterministic": False, "rngs": rngs}
+        losses: jax.Array = state.apply_fn({"params": params}, tokens[:, :-1], **options)
+        return losses.mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def followed(step: Callable[..., Any], state: Any, first: int = 0) -> tuple[list[float], Any]:
+    """Losses, and the state after them."""
+    losses, rng = [], np.random.default_rng(0)
+    batches = rng.integers(VOCABULARY, size=(STEPS, ROWS, TOKENS + 1), dtype=np.int32)
+    for batch in batches[first:]:
+        state, loss = step(state, batch, KEY)
+        losses.append(float(loss))
+    return losses, state
+
+
+def model_of(config: Any, **options: Any) -> Any:
+    return (GPT if isinstance(config, GPTConfig) else Llama)(config, **options)
+
+
+@functools.cache
+def plain(name: str) -> tuple[list[float], Any]:
+    with jax.enable_x64(True):
+        create = create_for(model_of(CONFIGS[name]), jnp.float64)
+        losses, state = followed(jax.jit(train_step), jax.jit(create)(KEY))
+        return losses, jax.device_get(state.params)
+
+
+def zero_on(mesh: str, stage: int = 3, accumulation: int = 1) -> tuple[zerojax.Zero, Any]:
+    tensor = TensorParallel(zerojax.mesh(axes=MESHES[mesh]))
+    zero = zerojax.zero(
+        stage=stage,
+        mesh=tensor.mesh,
+        specs=tensor.specs,
+        stage3_param_persistence_threshold=0,
+        gradient_accumulation_steps=accumulation,
+    )
+    return zero, tensor
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, want)
+
+
+QUICK = {
+    ("gpt", "4x2", 3, 1),
+    ("llama", "2x4", 3, 2),
+    ("llama unrolled, tied", "2x2x2", 2, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "stage", "accumulation"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.sweep)
+        for case in (
+            (name, mesh, stage, accumulation)
+            for name in CONFIGS
+            for mesh in MESHES
+            for stage in range(4)
+            for accumulation in (1, 2)
+        )
+        # Micro-batches draw other noise than the whole batch.
+        if "dropout" not in case[0] or case[3] == 1
+    ],
+)
+def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumulation: int) -> None:
+    with jax.enable_x64(True):
+        zero, tensor = zero_on(mesh, stage, accumulation)
+        # As a kernel runs, each device on its own heads; and what XLA makes of the model's.
+        heads = zero.per_device(grouped_attention, cut=tensor.cut)
+        own = {"attention": heads} if name == "llama" else {}
+        model = model_of(CONFIGS[name], tensor=tensor, **own)
+        state = zero.init(create_for(model, jnp.float64), KEY)
+        losses, state = followed(zero(train_step), state)
+        want_losses, want = plain(name)
+        np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
+        assert_close(state.params, want)
+
+
+def test_evaluation_and_logits() -> None:
+    with jax.enable_x64(True):
+        zero, tensor = zero_on("4x2")
+        create = create_for(GPT(CONFIGS["gpt"], tensor=tensor), jnp.float64)
+        state = zero.init(create, KEY)
+        tokens = np.arange(5 * TOKENS, dtype=np.int32).reshape(5, TOKENS) % VOCABULARY
+        got = zero.evaluate(lambda s, x: s.apply_fn({"params": s.params}, x))(state, tokens)
+        whole = GPT(CONFIGS["gpt"])
+        want = whole.apply({"params": jax.jit(create_for(whole, jnp.float64))(KEY).params}, tokens)
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["4x2", pytest.param("2x2x2", marks=pytest.mark.sweep)])
+def test_nnx(mesh: str) -> None:
+    def step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
+        def loss_fn(model: Any) -> jax.Array:
+            return model(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def run(step: Callable[..., Any], objects: Any) -> tuple[list[float], Any]:
+        losses, rng = [], np.random.default_rng(0)
+        for _ in range(STEPS):
+            tokens = rng.integers(VOCABULARY, size=(ROWS, TOKENS + 1), dtype=np.int32)
+            losses.append(float(step(*objects, tokens)))
+        return losses, jax.device_get(nnx.as_pure(nnx.state(objects[0], nnx.Param)))
+
+    def create(tensor: TensorParallel | None = None) -> Any:
+        model = gpt_nnx.GPT(gpt(remat=True), rngs=nnx.Rngs(0), tensor=tensor)
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    zero, tensor = zero_on(mesh)
+    got = run(zero(step), zero.init(lambda: create(tensor)))
+    want = run(nnx.jit(step), create())
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got[1], want[1]
+    )
+
+
+@pytest.mark.parametrize("there", [None, pytest.param("4x2", marks=pytest.mark.sweep)])
+def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Any, there: str | None) -> None:
+    """Two steps cut over 2 x 4, the third without an axis of the model, or over another."""
+    zero, tensor = zero_on("2x4")
+    create = create_for(GPT(CONFIGS["gpt"], tensor=tensor), jnp.float32)
+    state, step, rng = zero.init(create, KEY), zero(train_step), np.random.default_rng(0)
+    batches = rng.integers(VOCABULARY, size=(STEPS, ROWS, TOKENS + 1), dtype=np.int32)
+    for batch in batches[:2]:
+        state, _ = step(state, batch, KEY)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(2, state)
+    zero, tensor = zero_on(there, stage=2) if there else (zerojax.zero(stage=1), None)
+    create = create_for(GPT(CONFIGS["gpt"], tensor=tensor), jnp.float32)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        state = checkpointer.restore(zero.abstract_state(create, KEY))
+    losses, _ = followed(zero(train_step), state, first=2)
+    want_losses, _ = plain("gpt")
+    np.testing.assert_allclose(losses, want_losses[2:], rtol=1e-5)
+
+
+def test_the_plan() -> None:
+    """Columns, rows, heads and the vocabulary are cut, and ZeRO takes what is left."""
+    zero, tensor = zero_on("4x2")
+    create = create_for(Llama(llama(scan=True), tensor=tensor), jnp.float32)
+    params = zero.plan(zero.abstract_state(create, KEY)).params
+    block = params["layers"]
+    assert params["embed_tokens"]["embedding"] == P("model", "data")
+    assert params["lm_head"]["kernel"] == P("data", "model")
+    assert block["self_attn"]["q_proj"]["kernel"] == P(None, "data", "model")
+    assert block["self_attn"]["o_proj"]["kernel"] == P(None, "model", "data")
+    assert block["mlp"]["up_proj"]["kernel"] == P(None, "data", "model")
+    assert block["mlp"]["down_proj"]["kernel"] == P(None, "model", "data")
+    assert block["input_layernorm"]["scale"] == P(None, "data")
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (gpt(), {"n_head": 5, "n_embd": 20}),
+        (gpt(), {"vocab_size": 65}),
+        (llama(), {"n_kv_head": 2, "n_head": 4}),
+        (llama(), {"n_inner": 50}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_sizes_that_do_not_divide(config: Any, size: dict[str, int]) -> None:
+    name, value = next(iter(size.items()))
+    name = {"n_kv_head": "kv_heads"}.get(name, name)
+    _, tensor = zero_on("2x4")
+    says = f"{name} = {value} does not divide among the 4 devices of the mesh axis 'model': make it"
+    with pytest.raises(ValueError, match=says):
+        model_of(dataclasses.replace(config, **size), tensor=tensor)
+
+
+def test_what_else_is_refused() -> None:
+    zero, tensor = zero_on("2x4")
+    with pytest.raises(ValueError, match=r"n_head = 4 does not divide .* or 'model' 2 or 4 \(it"):
+        GPT(gpt(), tensor=TensorParallel(zerojax.mesh(axes={"data": 1, "model": 8})))
+    model = Llama(llama(), tensor=tensor)
+    params = jax.eval_shape(create_for(model, jnp.float32), KEY).params
+    with pytest.raises(ValueError, match=r"7 tokens in a row do not divide .* to 4 or 8"):
+        jax.eval_shape(model.apply, {"params": params}, jnp.zeros((8, 7), jnp.int32))
+    with pytest.raises(ValueError, match="the fused layers do not know of tensor parallelism"):
+        GPT(gpt(), Kernels(zero.per_device), tensor=tensor)
+    other = DebertaClassifier(DebertaConfig(**SIZES["deberta-tiny"]))
+    with pytest.raises(ValueError, match=r"tensor parallelism knows no module .* pass your own"):
+        zero.abstract_state(create_for(other, jnp.float32), KEY)
+    for axes, axis in (({"data": 8}, "model"), ({"data": 4, "model": 2}, "data")):
+        with pytest.raises(ValueError, match=f"needs an axis '{axis}' of its own"):
+            TensorParallel(zerojax.mesh(axes=axes), axis)
+    assert TensorParallel.of(zerojax.mesh()) is None

@@ -1,0 +1,270 @@
+"""Tensor parallelism of the models here, as Megatron divides them: data, and a few constraints.
+
+mesh = zerojax.mesh(axes={"data": 4, "model": 2})
+tensor = TensorParallel(mesh)
+zero = zerojax.zero("configs/zero3_bf16.json", mesh=mesh, specs=tensor.specs)
+model = Llama(config, tensor=tensor)
+
+The columns of a block's first products (q, k, v, up, gate) and the rows of its second ones (out,
+down) are cut over the axis, so are heads, and the vocabulary of the table and of the head. Between
+the products, in norms and residuals, tokens are cut (sequence parallelism): what would be an
+all-reduce is a reduce-scatter behind one product and an all-gather before the next. Sources:
+Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti et al. 2022 (arXiv:2205.05198).
+
+Shapes: B batch, T time, D features, H heads, d features of a head, F features of a wide layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.devices.mesh import SEQUENCE, automatic, batch_axes, sequence_size
+
+MODEL = "model"
+
+COLUMNS = {"kernel": -1, "bias": -1}
+ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, behind the sum
+WHOLE = {"embedding": 0, "scale": 0, "bias": 0}
+
+CUT: dict[str, dict[str, int]] = {
+    "q_proj": COLUMNS,
+    "k_proj": COLUMNS,
+    "v_proj": COLUMNS,
+    "gate_proj": COLUMNS,
+    "up_proj": COLUMNS,
+    "c_fc": COLUMNS,
+    "lm_head": COLUMNS,
+    "o_proj": ROWS,
+    "down_proj": ROWS,
+    "c_proj": ROWS,
+    # q, k and v of one kernel lie side by side, so that its columns cannot be cut by heads. Its
+    # rows are, and change places with the columns where the kernel is used.
+    "c_attn": ROWS,
+    "wte": {"embedding": -2},
+    "embed_tokens": {"embedding": -2},
+    "wpe": WHOLE,
+    "ln_1": WHOLE,
+    "ln_2": WHOLE,
+    "ln_f": WHOLE,
+    "norm": WHOLE,
+    "input_layernorm": WHOLE,
+    "post_attention_layernorm": WHOLE,
+}
+"""By module and parameter: the dimension that the axis cuts, from the last; 0 for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """A model cut over an axis of a mesh.
+
+    Attributes:
+      mesh: That of `zerojax.zero(..., mesh=mesh)`, devices of which need not exist.
+      axis: Its axis that cuts the model.
+
+    Raises:
+      ValueError: The mesh has no such axis, or the axis shares the rows of the batch.
+    """
+
+    mesh: Mesh
+    axis: str = MODEL
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", automatic(self.mesh))
+        if self.axis not in self.mesh.shape or self.axis in batch_axes(self.mesh):
+            raise ValueError(
+                f"tensor parallelism needs an axis {self.axis!r} of its own, but the mesh has "
+                f"{dict(self.mesh.shape)}, of which {', '.join(batch_axes(self.mesh))} cut the "
+                f"batch: make it with zerojax.mesh(axes={{'data': ..., {self.axis!r}: ...}})"
+            )
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> TensorParallel | None:
+        """That of a mesh's axis "model"; None where it has none, or one of one device."""
+        return cls(mesh) if mesh.shape.get(MODEL, 1) > 1 else None
+
+    @property
+    def devices(self) -> int:
+        """Devices that a model is cut over."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def cut(self) -> dict[str, int]:
+        """That of heads [B, T, H, d], for `zero.per_device` and `fused_attention`."""
+        return {self.axis: 2}
+
+    def specs(self, params: Any) -> Any:
+        """The `PartitionSpec` of each parameter, for `zerojax.zero(..., specs=tensor.specs)`.
+
+        Raises:
+          ValueError: A parameter is of no module that is known here.
+        """
+        return jax.tree_util.tree_map_with_path(self._spec, params)
+
+    def _spec(self, path: Any, x: Any) -> PartitionSpec:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        names = names[:-1] if names[-1] == "value" else names
+        module, name = names[-2:] if len(names) > 1 else ("", names[-1])
+        at = CUT.get(module, {}).get(name)
+        if at is None:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: tensor parallelism knows no module "
+                f"{module!r} with a parameter {name!r}. It knows those of zerojax.models.gpt and "
+                "zerojax.models.llama; for another model pass your own tree, "
+                f"zerojax.zero(..., specs={{...: PartitionSpec(None, {self.axis!r})}}), or leave "
+                f"{self.axis!r} out of the mesh"
+            )
+        return PartitionSpec(*[None] * (x.ndim + at), self.axis) if at else PartitionSpec()
+
+    def check(self, config: Any, *names: str) -> None:
+        """Refuses sizes of a model that the axis does not divide.
+
+        Args:
+          config: Of the model, with a field of each name.
+          names: Of the sizes that are cut.
+
+        Raises:
+          ValueError: With the size, the axis and those that fit.
+        """
+        kind, n = type(config).__name__, self.devices
+        sizes = {f"{kind}.{name}": getattr(config, name) for name in names}
+        if wrong := {name: size for name, size in sizes.items() if size % n}:
+            (name, size), common = next(iter(wrong.items())), math.gcd(*sizes.values())
+            fits = [str(k) for k in range(2, common + 1) if common % k == 0]
+            written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"{name} = {size} does not divide among the {n} devices of the mesh axis "
+                f"{self.axis!r}: make it {_nearest(size, n)}, or "
+                + (
+                    f"{self.axis!r} {_listed(fits)}"
+                    if fits
+                    else f"leave {self.axis!r} out of the mesh"
+                )
+                + f" (it cuts {written})"
+            )
+
+    def check_tokens(self, tokens: jax.Array) -> None:
+        """Refuses rows [B, T] whose tokens the axis does not divide."""
+        size, n = tokens.shape[1], self.devices * sequence_size(self.mesh)
+        if size % n:
+            raise ValueError(
+                f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
+                f"{self.axis!r}, which cuts them between blocks: pad or cut the rows to "
+                f"{_nearest(size, n)}"
+            )
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] with its tokens cut, whole: before a product of columns. An all-gather, and a
+        reduce-scatter of the gradient."""
+        return _moved(x, self._at(3), self._at(3, 1))
+
+    def scattered(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] with its tokens cut, of partial sums: behind a product of rows. A
+        reduce-scatter, and an all-gather of the gradient."""
+        return _moved(x, self._at(3, 1), self._at(3))
+
+    def looked_up(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] with its tokens cut, of rows of a table whose rows are cut: each device has
+        zeros for those of others. Whole first: otherwise XLA moves the indices about."""
+        return self.scattered(lax.with_sharding_constraint(x, self._at(3)))
+
+    def features(self, x: jax.Array) -> jax.Array:
+        """[B, T, F] with its features cut."""
+        return lax.with_sharding_constraint(x, self._at(3, 2))
+
+    def heads(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, d] with its heads cut."""
+        return lax.with_sharding_constraint(x, self._at(4, 2))
+
+    def between(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`fn` of [B, T, D], from and to cut tokens."""
+        return lambda x, *more: self.scattered(fn(self.gathered(x), *more))
+
+    def side_by_side(self, weights: jax.Array, count: int) -> jax.Array:
+        """[D, count F] with its rows cut, or [count F], as [..., count, F] with F cut: what a
+        kernel has side by side. Pieces change places, as those of the gradient do."""
+        *rest, wide = weights.shape
+        split = weights.reshape(*rest, count, wide // count)
+        rank = split.ndim
+        there = NamedSharding(self.mesh, PartitionSpec(*[None] * (rank - 1), self.axis))
+        back = NamedSharding(self.mesh, PartitionSpec(self.axis) if rest else PartitionSpec())
+        # The gradient is made with F cut: else XLA gathers the activations that it is made from.
+        return lax.with_sharding_constraint(_moved(split, there, back), there)
+
+    def _at(self, rank: int, dimension: int = 0) -> NamedSharding:
+        """A dimension cut over the axis, none where it is 0; rows as they lie. Tokens are cut over
+        "seq" first, on a mesh with that axis."""
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] + [None] * (rank - 1)
+        if sequence_size(self.mesh) > 1:
+            entries[1] = SEQUENCE
+        if dimension:
+            entries[dimension] = (SEQUENCE, self.axis) if entries[dimension] else self.axis
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+
+class SideBySide(nn.Module):
+    """`jnp.split(nn.Dense(count * features)(x), count, -1)`, each part with its features cut."""
+
+    tensor: TensorParallel
+    count: int
+    features: int
+    kernel_init: Any
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        wide = self.count * self.features
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], wide))
+        bias = self.param("bias", nn.initializers.zeros, (wide,))
+        return side_by_side(x, kernel, bias, self.count, self.tensor, self.dtype)
+
+
+def side_by_side(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    count: int,
+    tensor: TensorParallel,
+    dtype: Any = None,
+) -> list[jax.Array]:
+    """`jnp.split(x kernel + bias, count, -1)` of x [B, T, D], each part with its features cut."""
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
+    kernel, bias = (tensor.side_by_side(w, count) for w in (kernel, bias))
+    parts = jnp.einsum("btd,dnf->nbtf", x, kernel)
+    return [part + b for part, b in zip(parts, bias, strict=True)]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _nearest(size: int, n: int) -> str:
+    below, above = size - size % n, size - size % n + n
+    return f"{below} or {above}" if below else str(above)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(x: jax.Array, there: NamedSharding, back: NamedSharding) -> jax.Array:
+    """x as `there` has it, its gradient as `back`: a constraint alone would keep the gradient's
+    partial sums whole."""
+    return lax.with_sharding_constraint(x, there)
+
+
+def _moved_fwd(x: jax.Array, there: NamedSharding, back: NamedSharding) -> Any:
+    return _moved(x, there, back), None
+
+
+def _moved_bwd(there: NamedSharding, back: NamedSharding, _: None, grad: jax.Array) -> Any:
+    return (lax.with_sharding_constraint(grad, back),)
+
+
+_moved.defvjp(_moved_fwd, _moved_bwd)

@@ -70,7 +70,8 @@ ABOUT_ROWS = (
     "of all 32 blocks. Loss in 128 pieces, MLP in 64; cuDNN's attention assumed, of 32 heads of "
     "all tokens, or 4 a GPU. Compiled by XLA:GPU for absent devices. Theory of Ulysses' "
     "all-to-alls: q, k, v and the result of a GPU's tokens, in the forward pass, its repetition "
-    "and the backward pass, 7/8 of each sent."
+    "and the backward pass, 7/8 of each sent. XLA repeats: instructions with which XLA's own pass "
+    "computes a value again to save memory."
 )
 
 
@@ -81,6 +82,7 @@ class RowStep:
     Attributes:
       memory: At the peak, by kind.
       peak, host: In all; host memory for each device.
+      again: Instructions with which XLA computes a value again to save memory.
       sent: By kind of collective.
       exchanged: What theory has the all-to-alls send.
     """
@@ -90,6 +92,7 @@ class RowStep:
     peak: int
     memory: dict[str, int]
     host: int
+    again: int
     sent: dict[str, int]
     exchanged: float
     seconds: float
@@ -120,6 +123,7 @@ def shared(row: Row) -> RowStep:
         forecast.peak.bytes,
         dict(forecast.peak.memory),
         forecast.host_bytes,
+        forecast.peak.again,
         {each.kind: each.bytes for each in forecast.traffic},
         3 * bytes_a_pass * (row.devices - 1) / row.devices,
         forecast.seconds,
@@ -130,7 +134,7 @@ def shared(row: Row) -> RowStep:
 def shared_rows(steps: Sequence[RowStep]) -> list[list[str]]:
     """Headings, and a line for each step."""
     lines = [
-        ["H100s, tokens, offloaded", "peak GB", "activations GB", "host GB a GPU",
+        ["H100s, tokens, offloaded", "peak GB", "activations GB", "XLA repeats", "host GB a GPU",
          "gathered, scattered GB", "all-to-alls GB (theory)", "forecast s", "MFU"],
     ]  # fmt: skip
     for s in steps:
@@ -142,6 +146,7 @@ def shared_rows(steps: Sequence[RowStep]) -> list[list[str]]:
                 f"{s.row.devices}, {s.row.tokens:,}, {s.row.offload}: {s.row.goal}",
                 peak,
                 f"{s.memory.get(ACTIVATIONS, 0) / GIGA:.1f}",
+                str(s.again),
                 f"{s.host / GIGA:.0f}",
                 ", ".join(f"{each:.1f}" for each in sent),
                 exchanged,

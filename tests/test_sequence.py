@@ -13,6 +13,7 @@ import pytest
 from cases import megatron_specs
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_equality import assert_near, host
 
@@ -314,6 +315,16 @@ def test_meshes_and_specs_that_are_refused() -> None:
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=TX)
     with pytest.raises(ValueError, match="names the axis 'seq', but ZeRO shards over 'data' and"):
         zero.init(lambda: state)
+
+
+def test_explicit_axes() -> None:
+    zero = zero_on("2x4")
+    q = jnp.ones((2, T, 8, 2))
+    with (
+        jax.set_mesh(jax.make_mesh((2, 4), ("data", "seq"), (AxisType.Explicit,) * 2)),
+        pytest.raises(ValueError, match="axes 'data', 'seq' explicit: call the step outside of"),
+    ):
+        zero.sequence.attention(nn.dot_product_attention)(q, q, q)
 
 
 def test_an_axis_of_one_device_changes_nothing() -> None:

@@ -281,7 +281,8 @@ def zero(
       config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; the YAML
         of ``accelerate config``, likewise; or a :class:`ZeroConfig`.
       mesh: The devices; by default all devices on one "data" axis, in replica groups where the
-        config has ``mics_shard_size``. ZeRO shards over "data", and the batch is spread over
+        config has ``mics_shard_size``. ZeRO shards over "data", together with "seq" where the mesh
+        has that axis, which cuts rows along their tokens, and the batch is spread over
         "replica" too; other axes are the user's.
       specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, or a
         function from the parameters to one, where the model does not carry them itself (flax

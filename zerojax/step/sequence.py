@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import SEQUENCE, are_there, batch_axes, batch_devices, sequence_size
+from zerojax.devices.mesh import (
+    SEQUENCE,
+    are_there,
+    batch_axes,
+    batch_devices,
+    explicit_axes,
+    sequence_size,
+)
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -109,6 +116,12 @@ class SequenceAxis(NamedTuple):
         return batch_axes(self.mesh) if x.shape[0] % batch_devices(self.mesh) == 0 else _FREE
 
     def _constrained(self, x: jax.Array, *entries: Any) -> jax.Array:
+        if explicit := explicit_axes(jax.sharding.get_abstract_mesh()):
+            raise ValueError(
+                "zero.sequence leaves the placing to XLA, but jax.set_mesh has made the axes "
+                f"{', '.join(map(repr, explicit))} explicit: call the step outside of "
+                "jax.set_mesh, or set zerojax.mesh(...), whose axes are automatic."
+            )
         mesh: Any = self.mesh if are_there(self.mesh) else self.mesh.abstract_mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
@@ -134,5 +147,6 @@ def check_tokens(what: str, tokens: int, size: int) -> None:
             f"{what}: its dimension of {tokens} tokens does not divide among the {size} devices of "
             f"the axis {SEQUENCE!r}: make it {fits}, with a mask for what is filled up. Tokens and "
             "targets are two arrays [rows, tokens]: a row of T + 1 tokens, of which the step takes "
-            "the first and the last T, does not divide."
+            "the first and the last T, does not divide. What has no tokens in its second dimension "
+            "has a dimension of 1 there (x[:, None])."
         )

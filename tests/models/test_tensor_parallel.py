@@ -96,16 +96,10 @@ def plain(name: str) -> tuple[list[float], Any]:
         return losses, jax.device_get(state.params)
 
 
-def zero_on(mesh: str, stage: int = 3, accumulation: int = 1) -> tuple[zerojax.Zero, Any]:
+def zero_on(mesh: str, stage: int = 3, **options: Any) -> tuple[zerojax.Zero, Any]:
     tensor = TensorParallel(zerojax.mesh(axes=MESHES[mesh]))
-    zero = zerojax.zero(
-        stage=stage,
-        mesh=tensor.mesh,
-        specs=tensor.specs,
-        stage3_param_persistence_threshold=0,
-        gradient_accumulation_steps=accumulation,
-    )
-    return zero, tensor
+    options = {"stage3_param_persistence_threshold": 0, **options}
+    return zerojax.zero(stage=stage, mesh=tensor.mesh, specs=tensor.specs, **options), tensor
 
 
 def assert_close(got: Any, want: Any) -> None:
@@ -136,7 +130,7 @@ QUICK = {
 )
 def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumulation: int) -> None:
     with jax.enable_x64(True):
-        zero, tensor = zero_on(mesh, stage, accumulation)
+        zero, tensor = zero_on(mesh, stage, gradient_accumulation_steps=accumulation)
         # As a kernel runs, each device on its own heads; and what XLA makes of the model's.
         heads = zero.per_device(grouped_attention, cut=tensor.cut)
         own = {"attention": heads} if name == "llama" else {}
@@ -146,6 +140,28 @@ def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumul
         want_losses, want = plain(name)
         np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
         assert_close(state.params, want)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": "cpu"},
+        {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        {"zero_hpz_partition_size": 2},
+        {"stage3_max_live_parameters": 10**6},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_with_other_settings(name: str, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        zero, tensor = zero_on("4x2", **options)
+        create = create_for(model_of(CONFIGS[name], tensor=tensor), jnp.float64)
+        losses, state = followed(zero(train_step), zero.init(create, KEY))
+        want_losses, want = plain(name)
+        np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
+        assert_close(jax.device_get(state.params), want)
 
 
 def test_evaluation_and_logits() -> None:

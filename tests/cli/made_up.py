@@ -35,9 +35,8 @@ def kept(*elements: int) -> Any:
 
 
 def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
-    plan: Any = SimpleNamespace(
-        mesh=SimpleNamespace(devices=np.zeros(8)), live=other.pop("live", kept())
-    )
+    mesh = SimpleNamespace(devices=np.zeros(8), shape={"data": 8}, axis_names=("data",))
+    plan: Any = SimpleNamespace(mesh=mesh, live=other.pop("live", kept()))
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,
         programs=programs or (cost(),), host_bytes=0, disk_bytes=0,

@@ -78,6 +78,16 @@ def test_what_stands_in_and_what_is_remembered(run: Any, tmp_path: Path) -> None
     assert len(again["ranking"]) == len(first["ranking"])
 
 
+def test_axes_of_the_mesh(run: Any) -> None:
+    """Rows are shared by the devices of "data" alone."""
+    options = ("--mesh", "data=4,model=2", "--batch", "4", "--compiles", "1", "--json")
+    made = run(10**9, *options, "--model", "mine:cut")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["config"]["train_micro_batch_size_per_gpu"] == 1
+    assert found["ranking"][0]["peak"] > 0
+
+
 def test_nothing_fits(run: Any) -> None:
     made = run(10, "--batch", "16", "--compiles", "2")
     assert made.exit_code == 3
@@ -93,6 +103,7 @@ def test_nothing_fits(run: Any) -> None:
     [
         (("--batch", "12"), "take 8 or 16"),
         (("--model", "gpt22"), "unknown model"),
+        (("--mesh", "data=3"), "axes data=3 multiply out to 3"),
         (("--config", "none.json"), "none.json"),
         (("--out", "no/such/folder/best.json"), "no file can be written there"),
         (("--out", "."), "no file can be written there"),

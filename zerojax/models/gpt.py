@@ -2,7 +2,7 @@
 
 Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, the embedding tied to the
 output. Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...).
-Nothing here knows of devices or shards.
+Of devices and shards only the field `tensor` knows.
 
 Example::
 

@@ -1,7 +1,8 @@
 """Llama in flax linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
 Module names follow Hugging Face's (`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). Called as
-`zerojax.models.gpt.GPT` is, so that one train step takes either. Nothing here knows of devices.
+`zerojax.models.gpt.GPT` is, so that one train step takes either. Of devices only the field
+`tensor` knows.
 
 >>> model = Llama(LlamaConfig(**SIZES["llama-tiny"]))
 >>> tokens = jnp.zeros((8, 16), jnp.int32)

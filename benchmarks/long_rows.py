@@ -1,10 +1,11 @@
-"""What tiling of loss and MLP saves on long rows, on the GPU compile.
+"""What tiling of loss and MLP saves on long rows, and how long a row may be, on the GPU compile.
 
-    python -m benchmarks.long_rows                              # three compiles, minutes
+    python -m benchmarks.long_rows                              # ten compiles, minutes
     python -m benchmarks.long_rows --record benchmarks/records
 
-Llama 3 8B on eight H100s, one row of 131,072 tokens each. Needs ``pip install
-'zerojax[compile,examples]'`` and no GPU.
+Llama 3 8B on eight H100s, one row of 131,072 tokens each. Then the longest row of one H100, and of
+eight that share the row's tokens (a mesh axis "seq"), with the optimizer's state and what blocks
+keep in host memory. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -21,7 +23,7 @@ from benchmarks.published_steps import fused_llama
 from benchmarks.published_tables import GIGA, Setup, open_study
 from benchmarks.report import console, console_table, markdown_table, write_dated
 from zerojax.foresight.attribution import ACTIVATIONS, LOGITS
-from zerojax.foresight.choice import Choice
+from zerojax.foresight.choice import Choice, Offload
 from zerojax.models import llama
 
 SEQ, DEVICES = 131072, 8
@@ -30,6 +32,138 @@ ABOUT = (
     "Bytes of one of 8 H100s at stage 3, bf16, AdamW, layers in a scan and rematerialised from "
     "their inputs; cuDNN's attention assumed. Compiled by XLA:GPU for absent devices."
 )
+
+
+OPTIMIZER: Offload = "optimizer"
+BOTH: Offload = "optimizer and parameters"
+
+
+class Row(NamedTuple):
+    """One row that all devices of a step share.
+
+    Attributes:
+      devices, tokens: H100s, and what they share.
+      offload: To the host, beside what blocks keep.
+      goal: What the case is for.
+    """
+
+    devices: int
+    tokens: int
+    offload: Offload
+    goal: str
+
+
+# Steps are of 65,536 tokens a GPU.
+ROWS = (
+    Row(1, 524288, OPTIMIZER, "500 thousand"),
+    Row(1, 524288, BOTH, "the same, parameters on the host as well"),
+    Row(1, 983040, BOTH, "longest"),
+    Row(1, 1048576, BOTH, "one step longer"),
+    Row(8, 3735552, OPTIMIZER, "3.7 million, as ALST reports"),
+    Row(8, 5767168, OPTIMIZER, "longest"),
+    Row(8, 6291456, OPTIMIZER, "one step longer"),
+)
+ABOUT_ROWS = (
+    "One row of a step, stage 3, bf16, AdamW. Eight GPUs share the row's tokens (data=1, seq=8), "
+    "and ZeRO shards over both axes together. In host memory: the optimizer's state and the inputs "
+    "of all 32 blocks. Loss in 128 pieces, MLP in 64; cuDNN's attention assumed, of 32 heads of "
+    "all tokens, or 4 a GPU. Compiled by XLA:GPU for absent devices. Theory of Ulysses' "
+    "all-to-alls: q, k, v and the result of a GPU's tokens, in the forward pass, its repetition "
+    "and the backward pass, 7/8 of each sent. XLA repeats: instructions with which XLA's own pass "
+    "computes a value again to save memory."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStep:
+    """The forecast of one :class:`Row`: bytes of one device, and seconds.
+
+    Attributes:
+      memory: At the peak, by kind.
+      peak, host: In all; host memory for each device.
+      again: Instructions with which XLA computes a value again to save memory.
+      sent: By kind of collective.
+      exchanged: What theory has the all-to-alls send.
+    """
+
+    row: Row
+    fits: bool
+    peak: int
+    memory: dict[str, int]
+    host: int
+    again: int
+    sent: dict[str, int]
+    exchanged: float
+    seconds: float
+    mfu: float
+
+
+def shared(row: Row) -> RowStep:
+    """The step with that row."""
+    sizes = llama.SIZES["llama3-8b"]
+    setup = Setup(
+        function=fused_llama(sizes | {"loss_chunks": 128, "mlp_chunks": 64}, keep="nothing"),
+        devices=f"h100:{row.devices}",
+        seq=row.tokens,
+        precision="bf16",
+        remat=True,
+        shared=row.devices,
+        zero={"cpu_checkpointing": True},
+    )
+    choice = Choice(stage=3, micro=1, remat=True, offload=row.offload)
+    forecast = open_study(setup).forecast(choice)
+    # q and the result have all heads, k and v one for each group.
+    heads = 2 * sizes["n_head"] + 2 * max(sizes["n_kv_head"], row.devices)
+    width, each = sizes["n_embd"] // sizes["n_head"], row.tokens / row.devices
+    bytes_a_pass = 2 * each * heads * width * sizes["n_layer"]
+    return RowStep(
+        row,
+        forecast.fits,
+        forecast.peak.bytes,
+        dict(forecast.peak.memory),
+        forecast.host_bytes,
+        forecast.peak.again,
+        {each.kind: each.bytes for each in forecast.traffic},
+        3 * bytes_a_pass * (row.devices - 1) / row.devices,
+        forecast.seconds,
+        forecast.mfu,
+    )
+
+
+def shared_rows(steps: Sequence[RowStep]) -> list[list[str]]:
+    """Headings, and a line for each step."""
+    lines = [
+        ["H100s, tokens, offloaded", "peak GB", "activations GB", "XLA repeats", "host GB a GPU",
+         "gathered, scattered GB", "all-to-alls GB (theory)", "forecast s", "MFU"],
+    ]  # fmt: skip
+    for s in steps:
+        peak = f"{s.peak / GIGA:.1f}{'' if s.fits else ', does not fit'}"
+        sent = (s.sent.get(kind, 0) / GIGA for kind in ("all-gather", "reduce-scatter"))
+        exchanged = f"{s.sent.get('all-to-all', 0) / GIGA:.1f} ({s.exchanged / GIGA:.1f})"
+        lines.append(
+            [
+                f"{s.row.devices}, {s.row.tokens:,}, {s.row.offload}: {s.row.goal}",
+                peak,
+                f"{s.memory.get(ACTIVATIONS, 0) / GIGA:.1f}",
+                str(s.again),
+                f"{s.host / GIGA:.0f}",
+                ", ".join(f"{each:.1f}" for each in sent),
+                exchanged,
+                f"{s.seconds:,.0f}",
+                f"{s.mfu:.0%}",
+            ]
+        )
+    return lines
+
+
+def kinds(steps: Sequence[RowStep]) -> list[list[str]]:
+    """What takes the memory at each peak, GB."""
+    names = sorted({name for s in steps for name in s.memory})
+    lines = [["H100s, tokens, offloaded", *names]]
+    for s in steps:
+        case = f"{s.row.devices}, {s.row.tokens:,}, {s.row.offload}"
+        lines.append([case, *(f"{s.memory.get(name, 0) / GIGA:.1f}" for name in names)])
+    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +232,26 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     steps = [compiled(*pieces) for pieces in PIECES]
+    longest = [shared(row) for row in ROWS]
     title = f"Llama 3 8B, a row of {SEQ:,} tokens a GPU"
     console().print(console_table(rows(steps), title=title, caption=ABOUT))
+    title_rows = "Llama 3 8B, one row of all GPUs"
+    console().print(console_table(shared_rows(longest), title=title_rows, caption=ABOUT_ROWS))
+    console().print(console_table(kinds(longest)))
     if options.record:
-        figures = {"steps": [dataclasses.asdict(step) for step in steps]}
-        write_dated(options.record, "long_rows", title, figures, ABOUT, markdown_table(rows(steps)))
+        figures = {
+            "steps": [dataclasses.asdict(step) for step in steps],
+            "rows": [dataclasses.asdict(step) | {"row": step.row._asdict()} for step in longest],
+        }
+        parts = [
+            markdown_table(rows(steps), texts=1),
+            f"# {title_rows}",
+            ABOUT_ROWS,
+            markdown_table(shared_rows(longest), texts=1),
+            "What takes the memory at the peak, GB:",
+            markdown_table(kinds(longest), texts=1),
+        ]
+        write_dated(options.record, "long_rows", title, figures, ABOUT, *parts)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def fused_llama(
     def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
         fused = planned_attention(zero, attention) or llama.grouped_attention
-        model = llama.Llama(config, fused, kept)
+        model = llama.Llama(config, fused, kept, zero.sequence)
         batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
 
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:

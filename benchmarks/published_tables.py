@@ -27,6 +27,7 @@ class Setup:
       precision: "fp16" or "bf16".
       remat: of functions that take it.
       replicas: groups of devices, each of which holds the whole state.
+      shared: devices that share the tokens of a row, on the axis "seq".
       network: as ``zerojax plan`` names it; None for that of the devices.
       rates: figures in which the devices differ from those of their kind.
       zero: further keywords of :func:`zerojax.zero`.
@@ -38,6 +39,7 @@ class Setup:
     precision: str = "fp16"
     remat: bool | None = None
     replicas: int = 1
+    shared: int = 1
     network: str | None = None
     rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,6 +56,9 @@ def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) ->
     mesh, rates = parse_devices(setup.devices)
     if setup.replicas > 1:
         axes = {"replica": setup.replicas, "data": mesh.size // setup.replicas}
+        mesh = topology(rates.kind, mesh.size, axes=axes)
+    if setup.shared > 1:
+        axes = {"data": mesh.size // setup.shared, "seq": setup.shared}
         mesh = topology(rates.kind, mesh.size, axes=axes)
     config = zero(**keywords, mesh=mesh).config
     rates = dataclasses.replace(rates.over(setup.network), **setup.rates)

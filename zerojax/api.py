@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.resolved import resolved as resolved_text
-from zerojax.devices.mesh import automatic, batch_devices, check_groups, in_groups, shard_axis
+from zerojax.devices.mesh import (
+    automatic,
+    axis_size,
+    batch_devices,
+    check_groups,
+    in_groups,
+    zero_axis,
+)
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
@@ -27,6 +34,7 @@ from zerojax.plan.plan import Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
+from zerojax.step.sequence import SequenceAxis
 from zerojax.step.step import Step
 
 
@@ -46,10 +54,10 @@ class Zero:
     ) -> None:
         self.config = config
         self.mesh = automatic(mesh)
-        axis = shard_axis(self.mesh)
+        axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
         config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
-        config.check_partition(self.mesh.shape[axis])
+        config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
                 "activation_checkpointing.partition_activations = true: this mesh has axes of your "
@@ -203,6 +211,23 @@ class Zero:
         """The config's clipping and telemetry around the user's own optax transformation."""
         return self.states.wrap(tx)
 
+    @property
+    def sequence(self) -> SequenceAxis | None:
+        """The mesh's axis "seq", over which rows are cut along their tokens, for models that attend
+        over all of them; None where the mesh has none.
+
+        Example:
+          >>> import jax.numpy as jnp, zerojax
+          >>> zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"data": 2, "seq": 4}))
+          >>> def attention(q, k, v):  # [B, T, H, d]
+          ...     return jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k), v)
+          >>> q = jnp.ones((2, 8, 4, 2))
+          >>> out = zero.sequence.attention(attention)(q, q, q)
+          >>> out.addressable_shards[0].data.shape  # tokens are cut again
+          (1, 2, 4, 2)
+        """
+        return SequenceAxis.of(self.states.mesh)
+
     def per_device(
         self,
         function: Callable[..., Any],
@@ -256,7 +281,8 @@ def zero(
       config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; the YAML
         of ``accelerate config``, likewise; or a :class:`ZeroConfig`.
       mesh: The devices; by default all devices on one "data" axis, in replica groups where the
-        config has ``mics_shard_size``. ZeRO shards over "data", and the batch is spread over
+        config has ``mics_shard_size``. ZeRO shards over "data", together with "seq" where the mesh
+        has that axis, which cuts rows along their tokens, and the batch is spread over
         "replica" too; other axes are the user's.
       specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, or a
         function from the parameters to one, where the model does not carry them itself (flax

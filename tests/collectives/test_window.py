@@ -11,6 +11,7 @@ import zerojax
 from benchmarks.measure import Case, compile_case
 from zerojax.collectives import window
 from zerojax.collectives.window import Window
+from zerojax.devices.mesh import zero_axis
 
 WIDTH, LAYERS = 4096, 6
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
@@ -31,12 +32,15 @@ def test_no_more_than_two_layers_are_whole_at_once() -> None:
     assert found.largest_all_reduce <= 1e6
 
 
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "seq": 4}, {"data": 1, "seq": 8}]
+)
 def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.normal(size=(128, 128)) / 12 for i in range(6)}
-    batch = {"x": rng.normal(size=(16, 128)), "y": rng.normal(size=(16, 128))}
+    rows = (16, 8, 128) if "seq" in axes else (16, 128)
+    batch = {"x": rng.normal(size=rows), "y": rng.normal(size=rows)}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
         def loss(p: dict[str, jax.Array]) -> jax.Array:
@@ -57,7 +61,7 @@ def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.Monk
         lowered = zero(step).lower(start(), batch).as_text()
         got, mine = zero(step)(start(), batch)
         want, loss = jax.jit(step)(start(), batch)
-    assert ("bitcast_convert" in lowered) == (Window.of(mesh, "data") is not None)
+    assert ("bitcast_convert" in lowered) == (Window.of(mesh, zero_axis(mesh)) is not None)
     pairs = (got.params, mine), (want.params, loss)
     for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9)

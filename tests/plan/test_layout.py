@@ -1,9 +1,10 @@
 """Specs as tuples."""
 
+import math
 from typing import Any
 
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxprs import Spec
 
 import zerojax
@@ -79,3 +80,33 @@ def test_axes_of_one_device_cut_nothing() -> None:
 
 def test_piece() -> None:
     assert layout.piece((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
+
+
+SEQ = AbstractMesh((6, 2), ("data", "seq"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "separate"),
+    [
+        (("data+seq", None), (("data", "seq"), None)),
+        ((None, ("model", "data+seq")), (None, ("model", "data", "seq"))),
+        (("data+seq:(1)3", "data+seq:(3)4"), ("data:(1)3", ("data:(3)2", "seq"))),
+        (("data+seq:(6)2",), ("seq",)),
+        (("model", None), ("model", None)),
+    ],
+)
+def test_axes_that_are_taken_as_one(spec: Spec, separate: Spec) -> None:
+    mesh = AbstractMesh((6, 2, 2), ("data", "seq", "model"))
+    assert layout.separate(spec, mesh) == separate
+    assert layout.separable(spec, mesh)
+    assert layout.without(spec, "data+seq") == layout.without(separate, "data+seq")
+    assert math.prod(layout.parts(e, mesh) for e in spec) == math.prod(
+        layout.parts(e, mesh) for e in separate
+    )
+
+
+def test_parts_across_both_axes() -> None:
+    """Four of twelve devices are no part of six and a part of two."""
+    assert not layout.separable(("data+seq:(1)4", "data+seq:(4)3"), SEQ)
+    assert layout.joined((("data", "seq"), "data"), "data+seq", SEQ) == ("data+seq", "data")
+    assert layout.joined(("data",), "data", SEQ) == ("data",)

@@ -40,6 +40,23 @@ def test_numbers_and_gradients(chunks: int) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("chunks", "shards"), [(1, 3), (3, 4), (2, 2), (4, 3)])
+def test_a_piece_has_a_part_of_each_shard(chunks: int, shards: int) -> None:
+    """12 positions, in stretches that the pieces divide and others."""
+    x, seen = X[:, :12], list[int]()
+
+    def fn(x: jax.Array) -> jax.Array:
+        seen.append(x.shape[1])
+        return mlp(W, x)
+
+    np.testing.assert_allclose(
+        zerojax.tiled(fn, chunks=chunks, shards=shards)(x), mlp(W, x), rtol=1e-6
+    )
+    assert {*seen} == {-(-12 // shards // chunks) * shards}
+    with pytest.raises(ValueError, match="13 positions in 2 shards; make them equal"):
+        zerojax.tiled(fn, chunks=2, shards=2)(X)
+
+
 def test_the_end_is_no_new_number() -> None:
     """What fills the last piece is a position, so that nothing becomes NaN that was not."""
 

@@ -26,7 +26,7 @@ from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.shard import Shard
-from zerojax.devices.mesh import REPLICA, batch_axes
+from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -60,7 +60,9 @@ class Lanes(NamedTuple):
     @classmethod
     def of(cls, mesh: Mesh, *, sharded: bool) -> Lanes | None:
         """Each device's where gradients are whole, each replica group's where they are ``sharded``;
-        None where that makes a single one."""
+        None where that makes a single one, and where rows are shared along their tokens."""
+        if sequence_size(mesh) > 1:
+            return None
         axes = tuple(name for name in batch_axes(mesh) if not sharded or name == REPLICA)
         lanes = cls(mesh, axes)
         return lanes if lanes.number > 1 and axes == batch_axes(mesh)[: len(axes)] else None

@@ -47,6 +47,7 @@ class Behind:
         self._want = want
         self._behind: dict[int, Product] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
+        # Rows that are shared along their tokens have no part of a sum each.
         alone = batch_devices(gatherer.mesh) == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
             return

@@ -46,7 +46,7 @@ from zerojax.collectives.host import Host, on_host, sent, unpadded
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, travelling
 from zerojax.collectives.window import Window
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -83,7 +83,8 @@ class Inserter(Gatherer):
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
         self.share, self.overlap = share or keep, overlap
-        self.smallest = None if away is None else away * batch_devices(mesh)
+        parts = batch_devices(mesh) * sequence_size(mesh)
+        self.smallest = None if away is None else away * parts
         self._known = reuse.Known()
         self._unused = away is not None  # until something leaves, or that has been said
 

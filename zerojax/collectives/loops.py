@@ -22,6 +22,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
+from zerojax.devices.mesh import axis_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
@@ -160,7 +161,7 @@ class Sums:
         if any(any(layout.without(spec, axis)) for _, spec in wants):
             return None
         shape = root.aval.shape
-        fits = [d for d, size in enumerate(shape) if size % mesh.shape[axis] == 0]
+        fits = [d for d, size in enumerate(shape) if size % axis_size(mesh, axis) == 0]
         at = max(fits, key=lambda d: shape[d], default=None)
         return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
 

@@ -37,7 +37,7 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
     return {
         v
         for eqn in jaxpr.eqns
-        if eqn.primitive is prims.scan_p and not holds_block(eqn)
+        if eqn.primitive is prims.scan_p
         for v in eqn.outvars[jaxprs.scan_counts(eqn)[1] :]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
         and v.aval.size >= smallest * jaxprs.param(eqn, "length")

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives.order import impossible
 from zerojax.collectives.shard import Shard
+from zerojax.devices.mesh import axis_size, batch_devices, sequence_size
 from zerojax.plan import layout
 
 AHEAD = 100_000_000
@@ -36,17 +37,19 @@ class Window:
 
     Args:
       mesh: The devices.
-      axis: The axis over which parameters are sharded, and the rows of a batch: the only one.
+      axis: The axis over which parameters are sharded, and the rows of a batch and their tokens: no
+        other one exists.
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
         self._mesh, self._axis = mesh, axis
+        self._parts = batch_devices(mesh), sequence_size(mesh)
         self._uses: list[_Use] = []
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str) -> Window | None:
         """None where other axes share the rows, or cut what is computed."""
-        return cls(mesh, axis) if mesh.shape[axis] == mesh.size else None
+        return cls(mesh, axis) if axis_size(mesh, axis) == mesh.size else None
 
     def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
         """Notes that an equation has used parameters whole, and what it has made."""
@@ -55,7 +58,10 @@ class Window:
             return
         if not isinstance(made, jax.Array) or not jnp.issubdtype(made.dtype, jnp.floating):
             return
-        if made.ndim > 1 and made.shape[0] and made.shape[0] % self._mesh.size == 0:
+        # [rows, ...], or [rows, tokens, ...] where tokens are shared too.
+        cut = self._parts if self._parts[1] > 1 else self._parts[:1]
+        sizes = zip(made.shape, cut, strict=False)
+        if made.ndim > len(cut) and made.size and all(n % size == 0 for n, size in sizes):
             self._uses.append(_Use(sum(x.value.size for x in shards), made))
 
     def after(self, shard: Shard) -> jax.Array:
@@ -75,7 +81,7 @@ class Window:
         n, (at,), shape = self._mesh.size, cut, shard.value.shape
         if shape[at] % n:
             return shard.value
-        first = result[(slice(None), *(0,) * (result.ndim - 1))].reshape(n, -1)[:, 0]
+        first = self._first(result)
         first = lax.optimization_barrier(first)
         wait = lax.broadcast_in_dim(impossible(first), (n, shape[at] // n), (0,)).reshape(shape[at])
         wait = lax.with_sharding_constraint(wait, layout.sharding(self._mesh, (self._axis,)))
@@ -83,3 +89,11 @@ class Window:
             lax.broadcast_in_dim(wait, shape, (at,)), jnp.zeros_like(shard.value), shard.value
         )
         return lax.with_sharding_constraint(held, layout.sharding(self._mesh, shard.spec))
+
+    def _first(self, result: jax.Array) -> jax.Array:
+        """An element of each device, of what lies by rows, or by rows and tokens."""
+        rows, shared = self._parts
+        if shared == 1:
+            return result[(slice(None), *(0,) * (result.ndim - 1))].reshape(rows, -1)[:, 0]
+        tokens = result[(slice(None), slice(None), *(0,) * (result.ndim - 2))]
+        return tokens.reshape(rows, tokens.shape[0] // rows, shared, -1)[:, 0, :, 0].reshape(-1)

@@ -16,6 +16,9 @@ from zerojax.config import ConfigError
 
 AXIS = "data"
 REPLICA = "replica"
+SEQUENCE = "seq"
+
+_AND = "+"
 
 
 _MICS = "zero_optimization.mics_shard_size"
@@ -149,14 +152,15 @@ def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
     """
     if size < 1 or REPLICA in given.axis_names:
         return given
-    axis = shard_axis(given)
+    axis, shared = shard_axis(given), sequence_size(given)
     at, devices = given.axis_names.index(axis), given.shape[axis]
-    if devices % size:
-        fits = [n for n in range(1, devices + 1) if devices % n == 0]
+    if devices * shared % size or size % shared:
+        fits = [n * shared for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
-            f"{words or f'{_MICS} = {size}'} does not divide the {devices} devices of the {axis!r} "
-            f"axis into equal groups: take one of {fits}"
+            f"{words or f'{_MICS} = {size}'} does not divide the {devices * shared} devices of the "
+            f"{zero_axis(given)!r} axis into equal groups: take one of {fits}"
         )
+    size //= shared
     shape, names = given.devices.shape, given.axis_names
     return automatic(
         Mesh(
@@ -172,11 +176,11 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
     Raises:
       ConfigError: with both sizes.
     """
-    devices = given.shape[shard_axis(given)]
+    devices = axis_size(given, zero_axis(given))
     if 0 < size != devices:
         raise ConfigError(
             f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
-            f"groups of {devices} (its {shard_axis(given)!r} axis): leave out one of them, or make "
+            f"groups of {devices} (its {zero_axis(given)!r} axis): leave out one of them, or make "
             f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )
 
@@ -252,6 +256,12 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         name.
     """
     names = given.axis_names
+    if names == (SEQUENCE,):
+        n = given.shape[SEQUENCE]
+        raise ValueError(
+            f"the mesh has the axis {SEQUENCE!r} alone, which cuts tokens, and none is called "
+            f"{AXIS!r}, which cuts rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
+        )
     if len(names) == 1 and names[0] != REPLICA:
         return names[0]
     if names == (REPLICA,):
@@ -275,6 +285,29 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         f"the mesh has axes {names} and none is called {AXIS!r}: ZeRO shards over "
         f"that one. Rename the data-parallel axis to {AXIS!r}."
     )
+
+
+def zero_axis(given: Mesh | AbstractMesh) -> str:
+    """The axis over which ZeRO shards, as specs here name one: :func:`shard_axis`, or with "seq"
+    beside that axis both as one, "data+seq", the tokens innermost."""
+    axis = shard_axis(given)
+    return f"{axis}{_AND}{SEQUENCE}" if sequence_size(given) > 1 else axis
+
+
+def joined_axes(axis: str) -> tuple[str, ...]:
+    """The axes of the mesh that an axis of :func:`zero_axis` stands for, outermost first."""
+    alone = axis.removesuffix(f"{_AND}{SEQUENCE}")
+    return (axis,) if alone == axis else (alone, SEQUENCE)
+
+
+def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:
+    """The devices along an axis, as :func:`zero_axis` names one."""
+    return math.prod(given.shape[name] for name in joined_axes(axis))
+
+
+def sequence_size(given: Mesh | AbstractMesh) -> int:
+    """The devices that share the tokens of a row: those along "seq", or 1."""
+    return given.shape.get(SEQUENCE, 1)
 
 
 def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
+from zerojax.step.sequence import check_tokens
 
-Entry = tuple[str, ...] | None
+Entry = tuple[str, ...] | str | None
 """The axes that cut one dimension."""
 
 
@@ -106,14 +107,26 @@ class BatchPlacer:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._axes, self.devices = mesh, batch_axes(mesh), batch_devices(mesh)
         self._leaves = BatchRows(mesh)
-        self._by_row, self._replicated = self._of(self._axes), self._of()
+        self._parts = sequence_size(mesh)
 
     def _of(self, *entries: Entry) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         even = bool(shape) and shape[0] % self.devices == 0
-        return self._by_row if even else self._replicated
+        tokens = self._tokens(shape, 1)
+        return self._of(*((self._axes if even else None,) if even or tokens else ()), *tokens)
+
+    def _tokens(self, shape: tuple[int, ...], at: int) -> tuple[Entry, ...]:
+        """The entry of the tokens of an array, if it has them in dimension ``at``.
+
+        Raises:
+          ValueError: They do not divide among the devices.
+        """
+        if self._parts == 1 or len(shape) <= at or shape[at] == 1:
+            return ()
+        check_tokens(f"the batch's array {shape}", shape[at], self._parts)
+        return (SEQUENCE,)
 
     def blocks(self, batch: Any) -> int:
         """Blocks of rows, where the batch has a process's own rows; else 1.
@@ -155,10 +168,11 @@ class BatchPlacer:
 
     def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
         """``[padded, ...]`` as ``[times, part, ...]``, each device with rows that it has."""
+        tokens = self._tokens(x.shape, 1)
         x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
-        x = jnp.swapaxes(self._constrained(x, self._axes), 0, 1)
+        x = jnp.swapaxes(self._constrained(x, self._axes, None, None, *tokens), 0, 1)
         x = x.reshape(division.times, division.part, *x.shape[3:])
-        return self._constrained(x, None, self._axes)
+        return self._constrained(x, None, self._axes, *tokens)
 
     def rows(self, x: jax.Array, division: Division) -> jax.Array:
         """The way back, ``[times, part, ...]`` as ``[rows, ...]``."""

@@ -16,7 +16,7 @@ import pallas_kernels
 from pallas_kernels.attention import tokamax_gpu
 from pallas_kernels.dispatch import Target
 from zerojax.api import Zero
-from zerojax.devices.mesh import are_there
+from zerojax.devices.mesh import SEQUENCE, are_there
 from zerojax.models.assumed_attention import assumed_attention
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -45,7 +45,12 @@ def fused_attention(
             q, k, v, is_causal=True, sliding_window=sliding_window, implementation=implementation
         )
 
-    return zero.per_device(attention, cut=cut)
+    return zero.per_device(attention, cut={**(cut or {}), **_heads(zero)})
+
+
+def _heads(zero: Zero) -> dict[str, int]:
+    """The axis "seq" and the dimension of heads, which that axis cuts around attention."""
+    return {SEQUENCE: 2} if zero.sequence else {}
 
 
 def chosen(zero: Zero | None, asked: str) -> str:
@@ -84,5 +89,6 @@ def planned_attention(
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_there(zero.mesh):
-        return assumed_attention(functools.partial(zero.per_device, cut=cut))
+        heads = {**(cut or {}), **_heads(zero)}
+        return assumed_attention(functools.partial(zero.per_device, cut=heads))
     return fused_attention(zero, name, cut=cut)

@@ -16,6 +16,7 @@ Shapes: B batch, T time, D n_embd, H n_head, V vocab_size, L n_layer.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from zerojax.models.kernels import FusedDenseGelu, FusedLayerNorm, Kernels
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.loss import loss_fn as loss_fn
 from zerojax.models.tensor_parallel import SideBySide, TensorParallel
+from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -123,6 +125,7 @@ class SelfAttention(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
     @nn.compact
@@ -136,12 +139,13 @@ class SelfAttention(nn.Module):
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in parts)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         certain = self.deterministic or not c.dropout
-        if self.attention and certain:
-            y = self.attention(q, k, v)
-        elif self.kernels and certain:
+        if self.kernels and certain and not self.attention:
             y = self.kernels.attention(q, k, v, attention)
         else:
-            y = attention(q, k, v, dropout)
+            plain = functools.partial(attention, dropout=dropout)
+            attend = self.attention if self.attention and certain else plain
+            cut = tensor.cut if tensor else None
+            y = (self.sequence.attention(attend, cut=cut) if self.sequence else attend)(q, k, v)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -171,17 +175,20 @@ class Block(nn.Module):
     deterministic: bool
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        c, kernels, tensor = self.config, self.kernels, self.tensor
+        c, kernels, sequence, tensor = self.config, self.kernels, self.sequence, self.tensor
+        x = sequence.tokens(x) if sequence and not tensor else x
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         attn: Callable[..., Any] = SelfAttention(
-            c, self.deterministic, kernels, self.attention, tensor, name="attn"
+            c, self.deterministic, kernels, self.attention, sequence, tensor, name="attn"
         )
         mlp: Callable[..., Any] = MLP(c, kernels, tensor, name="mlp")
-        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        shards = sequence.size if sequence else 1
+        mlp = tiled(mlp, chunks=c.mlp_chunks, shards=shards) if c.mlp_chunks else mlp
         attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
@@ -195,13 +202,14 @@ class GPT(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
     called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones). `tensor` cuts the model over an axis of the mesh
-    (`zerojax.models.tensor_parallel`).
+    fused ones). `sequence` cuts rows along their tokens (`zero.sequence`, without `kernels`),
+    `tensor` the model over an axis of the mesh (`zerojax.models.tensor_parallel`).
     """
 
     config: GPTConfig
     kernels: Kernels | None = None
     attention: Attention | None = None
+    sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
     def __post_init__(self) -> None:
@@ -214,9 +222,15 @@ class GPT(nn.Module):
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
         c = self.config
-        kernels, attention, tensor = self.kernels, self.attention, self.tensor
+        kernels, attention = self.kernels, self.attention
+        sequence, tensor = self.sequence, self.tensor
         if self.is_initializing():  # with a batch that need not divide among the devices
-            kernels = attention = tensor = None
+            kernels = attention = sequence = tensor = None
+        if kernels and sequence:
+            raise ValueError(
+                "GPT: its fused kernels take whole rows, but the mesh's axis 'seq' cuts them along "
+                "their tokens: pass kernels or sequence, not both"
+            )
         if tensor:
             tensor.check_tokens(tokens)
         if tokens.shape[1] > c.block_size:
@@ -226,8 +240,9 @@ class GPT(nn.Module):
             )
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
+        places = jnp.arange(tokens.shape[1])
         x = tensor.looked_up(wte(tokens)) if tensor else wte(tokens)
-        x = x + wpe(jnp.arange(tokens.shape[1]))
+        x = x + wpe(sequence.positions(places) if sequence else places)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -239,10 +254,11 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=c.n_layer,
             )
-            x, _ = stack(c, deterministic, kernels, attention, tensor, name="h")(x, None)
+            x, _ = stack(c, deterministic, kernels, attention, sequence, tensor, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, deterministic, kernels, attention, tensor, name=f"h_{i}")(x)
+                one = block(c, deterministic, kernels, attention, sequence, tensor, name=f"h_{i}")
+                x, _ = one(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)

@@ -28,6 +28,7 @@ from flax import linen as nn
 from zerojax.models.gpt import INIT_STD, attention
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
 
 
@@ -216,14 +217,17 @@ class Block(nn.Module):
 
     config: LlamaConfig
     attention: Attention
+    sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
-        c, tensor = self.config, self.tensor
+        c, sequence, tensor = self.config, self.sequence, self.tensor
+        x = sequence.tokens(x) if sequence and not tensor else x
         attn: Callable[..., Any] = SelfAttention(c, self.attention, tensor, name="self_attn")
         mlp: Callable[..., Any] = MLP(c, tensor, name="mlp")
-        mlp = tiled(mlp, chunks=c.mlp_chunks) if c.mlp_chunks else mlp
+        shards = sequence.size if sequence else 1
+        mlp = tiled(mlp, chunks=c.mlp_chunks, shards=shards) if c.mlp_chunks else mlp
         attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
         x = x + attn(_rms_norm(c, "input_layernorm")(x), tables)
         return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
@@ -235,13 +239,15 @@ class Llama(nn.Module):
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
     Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
     `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
-    rematerialised blocks keep beside their input, as for `jax.checkpoint`; `tensor` cuts the model
-    over an axis of the mesh (`zerojax.models.tensor_parallel`).
+    rematerialised blocks keep beside their input, as for `jax.checkpoint`. `sequence` cuts rows
+    along their tokens (`zero.sequence`), `tensor` the model over an axis of the mesh
+    (`zerojax.models.tensor_parallel`).
     """
 
     config: LlamaConfig
     attention: Attention = grouped_attention
     policy: Callable[..., bool] | None = None
+    sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
     def __post_init__(self) -> None:
@@ -261,9 +267,11 @@ class Llama(nn.Module):
                 "rows, or choose a config with a larger one"
             )
         init = nn.initializers.normal(INIT_STD)
-        attention, tensor = self.attention, self.tensor
+        attention, sequence, tensor = self.attention, self.sequence, self.tensor
         if self.is_initializing():  # with a batch that need not divide among the devices
-            attention, tensor = grouped_attention, None
+            attention, sequence, tensor = grouped_attention, None, None
+        if sequence:
+            attention = sequence.attention(attention, cut=tensor.cut if tensor else None)
         if tensor:
             tensor.check_tokens(tokens)
         embed = nn.Embed(
@@ -271,6 +279,7 @@ class Llama(nn.Module):
         )
         x = tensor.looked_up(embed(tokens)) if tensor else embed(tokens)
         tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
+        tables = jax.tree.map(sequence.positions, tables) if sequence else tables
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
         again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
@@ -283,10 +292,11 @@ class Llama(nn.Module):
                 in_axes=nn.broadcast,
                 length=c.n_layer,
             )
-            x, _ = stack(c, attention, tensor, name="layers")(x, tables)
+            x, _ = stack(c, attention, sequence, tensor, name="layers")(x, tables)
         else:
             for i in range(c.n_layer):
-                x, _ = block(c, attention, tensor, name=f"layers_{i}")(x, tables)
+                x, _ = block(c, attention, sequence, tensor, name=f"layers_{i}")(x, tables)
+        x = sequence.tokens(x) if sequence and not tensor else x
         x = _rms_norm(c, "norm")(x)
         x = tensor.gathered(x) if tensor else x
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
@@ -298,7 +308,8 @@ class Llama(nn.Module):
                 logits = tensor.features(logits) if tensor else logits
                 return cross_entropy(widen(logits), targets)
 
-            return tiled(losses, chunks=c.loss_chunks)(x, targets)
+            shards = sequence.size if sequence else 1
+            return tiled(losses, chunks=c.loss_chunks, shards=shards)(x, targets)
         logits = head(x) if head else embed.attend(x)
         logits = tensor.features(logits) if tensor else logits
         return widen(logits) if targets is None else cross_entropy(widen(logits), targets)

@@ -19,6 +19,7 @@ from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.attention import planned_attention
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.step.sequence import SequenceAxis
 
 
 def _gpt(
@@ -32,7 +33,7 @@ def _gpt(
     config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
     tensor = _tensor(zero)
     fused = planned_attention(zero, attention, tensor.cut if tensor else None)
-    return gpt.GPT(config, attention=fused, tensor=tensor)
+    return gpt.GPT(config, attention=fused, sequence=_sequence(zero), tensor=tensor)
 
 
 def _llama(
@@ -46,11 +47,16 @@ def _llama(
     config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
     tensor = _tensor(zero)
     fused = planned_attention(zero, attention, tensor.cut if tensor else None)
-    return llama.Llama(config, fused or llama.grouped_attention, tensor=tensor)
+    fused = fused or llama.grouped_attention
+    return llama.Llama(config, fused, sequence=_sequence(zero), tensor=tensor)
 
 
 def _tensor(zero: Zero | None) -> TensorParallel | None:
     return TensorParallel.of(zero.mesh) if zero else None
+
+
+def _sequence(zero: Zero | None) -> SequenceAxis | None:
+    return zero.sequence if zero else None
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import automatic, batch_axes
+from zerojax.devices.mesh import SEQUENCE, automatic, batch_axes, sequence_size
 
 MODEL = "model"
 
@@ -154,7 +154,7 @@ class TensorParallel:
 
     def check_tokens(self, tokens: jax.Array) -> None:
         """Refuses rows [B, T] whose tokens the axis does not divide."""
-        size, n = tokens.shape[1], self.devices
+        size, n = tokens.shape[1], self.devices * sequence_size(self.mesh)
         if size % n:
             raise ValueError(
                 f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
@@ -201,10 +201,13 @@ class TensorParallel:
         return lax.with_sharding_constraint(_moved(split, there, back), there)
 
     def _at(self, rank: int, dimension: int = 0) -> NamedSharding:
-        """A dimension cut over the axis, none where it is 0; rows as they lie."""
+        """A dimension cut over the axis, none where it is 0; rows as they lie. Tokens are cut over
+        "seq" first, on a mesh with that axis."""
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] + [None] * (rank - 1)
+        if sequence_size(self.mesh) > 1:
+            entries[1] = SEQUENCE
         if dimension:
-            entries[dimension] = self.axis
+            entries[dimension] = (SEQUENCE, self.axis) if entries[dimension] else self.axis
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 

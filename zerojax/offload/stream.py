@@ -21,6 +21,7 @@ from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole
 from zerojax.offload.separate import Separated
+from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.plan.stored import pad
 from zerojax.xla.compat import computed_on_host
@@ -77,7 +78,10 @@ class GroupPrograms:
         on_host: bool = False,
     ) -> None:
         self._options = options
-        self._separated, self._placements, self._target = separated, placements, target
+        self._separated, self._target = separated, target
+        self._placements = [
+            x._replace(spec=PartitionSpec(*layout.separate(x.spec, mesh))) for x in placements
+        ]
         self._mesh, self._on_host = mesh, on_host
         self._programs: dict[Any, Callable[..., GroupResults]] = {}
 

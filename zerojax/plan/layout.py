@@ -6,6 +6,9 @@ the first cuts into the largest pieces.
 Where no dimension of an array divides by a whole axis, several may share the axis by its
 factors. A part of an axis is named as in Shardy: ``"data:(64)16"`` has size 16, and 64 lies before
 it in the axis, so that ``"data"`` of 1024 devices is ``"data:(1)64"`` and ``"data:(64)16"``.
+
+Axes that ZeRO takes as one are named so: ``"data+seq"``. Their parts are of both together, and
+:func:`sharding` says the axes of the mesh in their place.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from zerojax.devices.mesh import axis_size, joined_axes
 
 Spec = tuple[Any, ...]
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
@@ -79,8 +84,11 @@ def _entry(names: tuple[str, ...]) -> Any:
 
 
 def without(spec: Sequence[Any], axis: str) -> Spec:
-    """``spec`` after an all-gather over ``axis``."""
-    return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) != axis)) for entry in spec)
+    """``spec`` after an all-gather over ``axis``, or over the axes that it joins."""
+    gone = {axis, *joined_axes(axis)}
+    return tuple(
+        _entry(tuple(a for a in axes(entry) if whole_axis(a) not in gone)) for entry in spec
+    )
 
 
 def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
@@ -125,7 +133,7 @@ def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
 def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:
     """Into how many pieces one entry of a spec cuts its dimension."""
     named = ((SubAxis.of(a), a) for a in axes(entry))
-    return math.prod(mesh.shape[a] if part is None else part.size for part, a in named)
+    return math.prod(axis_size(mesh, a) if part is None else part.size for part, a in named)
 
 
 def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
@@ -137,6 +145,69 @@ def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh)
     """The shape with each dimension padded up to a multiple of its pieces."""
     pieces = piece(shape, spec, mesh)
     return tuple(n * parts(entry, mesh) for n, entry in zip(pieces, spec, strict=True))
+
+
+def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
+    """``spec`` with the axes of the mesh in place of those that join several.
+
+    Example:
+      >>> mesh = AbstractMesh((4, 2), ("data", "seq"))
+      >>> separate(("data+seq", None), mesh), separate(("data+seq:(1)2", "data+seq:(2)4"), mesh)
+      ((('data', 'seq'), None), ('data:(1)2', ('data:(2)2', 'seq')))
+    """
+    return tuple(
+        _entry(tuple(name for a in axes(entry) for name in _separate(a, mesh)))
+        if any(len(joined_axes(whole_axis(a))) > 1 for a in axes(entry))
+        else entry
+        for entry in spec
+    )
+
+
+def _separate(name: str, mesh: Mesh | AbstractMesh) -> Iterator[str]:
+    members, part = joined_axes(whole_axis(name)), SubAxis.of(name)
+    if len(members) == 1:
+        yield name
+        return
+    start, end = (
+        (1, axis_size(mesh, name)) if part is None else (part.before, part.before * part.size)
+    )
+    outer = 1
+    for member in members:
+        inner = outer * mesh.shape[member]
+        first, last = max(start, outer), min(end, inner)
+        if (first, last) == (outer, inner) and inner > outer:
+            yield member
+        elif first < last:
+            yield SubAxis(member, first // outer, last // first).name
+        outer = inner
+
+
+def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the parts in ``spec`` of an axis that joins several are made of parts of each."""
+    for part in (SubAxis.of(a) for entry in spec for a in axes(entry)):
+        if part is None:
+            continue
+        outer = 1
+        for member in joined_axes(part.axis):
+            outer *= mesh.shape[member]
+            for edge in (part.before, part.before * part.size):
+                if edge % outer and outer % edge:
+                    return False
+    return True
+
+
+def joined(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
+    """``spec`` of an array with an axis that joins several in place of those, where an entry names
+    all of them that have more than one device."""
+    members = tuple(name for name in joined_axes(axis) if mesh.shape[name] > 1)
+    if len(joined_axes(axis)) == 1:
+        return tuple(spec)
+    return tuple(
+        _entry((*axes(entry)[: -len(members)], axis))
+        if axes(entry)[-len(members) :] == members
+        else entry
+        for entry in spec
+    )
 
 
 def divided(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
@@ -220,6 +291,6 @@ def sharding(
     mesh: Mesh | AbstractMesh, spec: Iterable[Any], memory_kind: str | None = None
 ) -> NamedSharding:
     """``spec`` on the devices of ``mesh``, whose axes are divided where ``spec`` names parts."""
-    spec = tuple(spec)
+    spec = separate(spec, mesh)
     on: Any = divided(mesh, spec)
     return NamedSharding(on, PartitionSpec(*spec), memory_kind=memory_kind)

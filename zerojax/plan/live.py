@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import axis_size, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
@@ -78,7 +78,7 @@ class Live:
         Two gathers a micro-batch become one an update. A table that is only looked up is gathered
         once a micro-batch, so that for one the bytes are fewer.
         """
-        devices = self._mesh.shape[self._axis]
+        devices = axis_size(self._mesh, self._axis)
         micro_batches = self._config.batch(batch_devices(self._mesh)).accumulation
         return (2 * micro_batches - 1) * self.bytes * (devices - 1) // devices
 

@@ -30,7 +30,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import REPLICA, are_there, batch_axes, batch_devices
+from zerojax.devices.mesh import (
+    REPLICA,
+    are_there,
+    axis_size,
+    batch_axes,
+    batch_devices,
+    joined_axes,
+)
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
@@ -110,7 +117,7 @@ class Plan:
         return (
             f"{table.size(lost)} of each device's {table.size(held)} is beyond "
             f"its share: {len(whole)} arrays have no dimensions that all of "
-            f"{self.mesh.shape[self.axis]} devices divide, the largest {largest.path} "
+            f"{axis_size(self.mesh, self.axis)} devices divide, the largest {largest.path} "
             f"{largest.shape}"
         )
 
@@ -118,7 +125,7 @@ class Plan:
     def kept_whole(self) -> str:
         """What each device holds of extra state that is not sharded, where that is much and there
         are devices to share it, in a sentence; else empty."""
-        shared = self.config.stage > 0 and self.mesh.shape[self.axis] > 1
+        shared = self.config.stage > 0 and axis_size(self.mesh, self.axis) > 1
         return table.kept_whole(self.leaves["rest"]) if shared else ""
 
     @property
@@ -208,14 +215,16 @@ class Plan:
 
     def table(self) -> str:
         """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
-        n, config = self.mesh.shape[self.axis], self.config
+        n, config = axis_size(self.mesh, self.axis), self.config
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
         if groups and config.stage == 0:
             title = f"ZeRO stage 0: a whole state on each of {batch_devices(self.mesh)} devices"
         elif groups:
             title += f" in each of {groups} replica groups"
-        others = {a: k for a, k in self.mesh.shape.items() if a not in (self.axis, REPLICA)}
+        others = {
+            a: k for a, k in self.mesh.shape.items() if a not in (*joined_axes(self.axis), REPLICA)
+        }
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
@@ -257,7 +266,7 @@ class Plan:
             and self.secondary_spec(leaf) is None
             and leaf.path not in self.live.paths
         ]
-        if not far or not 1 < size < self.mesh.shape[self.axis]:
+        if not far or not 1 < size < axis_size(self.mesh, self.axis):
             return []
         names = ", ".join(leaf.path for leaf in far[:4]) + (", ..." if far[4:] else "")
         return [
@@ -293,7 +302,7 @@ class Plan:
     def secondary_spec(self, leaf: Leaf) -> Spec | None:
         """The spec of a parameter that is gathered from the other partitions; None where it has no
         such secondary shard."""
-        size, n = self.config.zero_hpz_partition_size, self.mesh.shape[self.axis]
+        size, n = self.config.zero_hpz_partition_size, axis_size(self.mesh, self.axis)
         spec = layout.full(leaf.spec, len(leaf.shape))
         if leaf.path in self.live.paths:  # is gathered from all others at once
             return None

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from zerojax.devices.mesh import REPLICA
+from zerojax.devices.mesh import REPLICA, SEQUENCE, axis_size, joined_axes, sequence_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 
@@ -127,7 +127,7 @@ def shard_spec(
       >>> shard_spec((30, 50), (None, None), zerojax.mesh(), "data", 0)
       ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(30, 50) divides by 4 of 8', whole_over=2)
     """
-    n = mesh.shape[axis]
+    n = axis_size(mesh, axis)
     if any(axis in layout.axes(entry) for entry in own):
         return ShardSpec(own, f"its own spec takes the {axis!r} axis")
     if n == 1:
@@ -153,7 +153,10 @@ def shard_spec(
             reason = f"no dimension of {what} is divisible by {n}"
     nests = cut.nests(piece, partition)
     whole_over = n // into if math.prod(piece) >= n else 1
-    return ShardSpec(_spec(own, cut, axis, n, partition if nests else 1), reason, whole_over)
+    spec = _spec(own, cut, axis, n, partition if nests else 1)
+    if parts and not layout.separable(spec, mesh):
+        return shard_spec(shape, own, mesh, axis, smallest, parts=False, partition=partition)
+    return ShardSpec(spec, reason, whole_over)
 
 
 def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
@@ -258,6 +261,13 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
             f"{path}: its PartitionSpec {spec} names the axis {REPLICA!r}, but every replica group "
             f"holds the same state. Take {REPLICA!r} out: zerojax shards over the other axis of "
             "the batch by itself."
+        )
+    taken = joined_axes(zero_axis(mesh)) if sequence_size(mesh) > 1 else ()
+    if both := [a for a in named if a in taken]:
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} names the axis {both[0]!r}, but ZeRO shards over "
+            f"{' and '.join(map(repr, taken))} together. Take {both[0]!r} out: zerojax shards over "
+            f"both by itself; {SEQUENCE!r} cuts the tokens of a batch, no parameter."
         )
     for d, entry in enumerate(spec):
         unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]

@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
-from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
 from zerojax.step.call import is_array
+from zerojax.step.sequence import check_tokens
 
 
 class BatchLayout:
@@ -34,11 +35,9 @@ class BatchLayout:
     def __init__(self, mesh: Mesh, sizes: BatchSizes) -> None:
         self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, batch_devices(mesh)
         self.leaves = BatchRows(mesh)
+        self._mesh, self._parts = mesh, sequence_size(mesh)
         axes = batch_axes(mesh)
-        rows = (None, axes) if sizes.accumulation > 1 else (axes,)
-        self.sharded = NamedSharding(mesh, PartitionSpec(*rows))
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        self._deal = jax.jit(self._dealt, out_shardings=self.sharded)
+        self._rows = (None, axes) if sizes.accumulation > 1 else (axes,)
 
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
@@ -57,6 +56,10 @@ class BatchLayout:
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            if len(shape := np.shape(x)) > 1 and shape[1] > 1:
+                name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
+                check_tokens(name.replace("  ", " "), shape[1], self._parts)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
         rows = {self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if not rows or (len(rows) > 1 and k > 1):
@@ -131,7 +134,11 @@ class BatchLayout:
     def _sharding(self, x: Any) -> NamedSharding:
         shape = self.leaves.shape(x)
         divides = shape and shape[0] and shape[0] % self.world == 0
-        return self.sharded if divides else self.replicated
+        rows = self._rows if divides else (None,) * len(self._rows)
+        tokens = (SEQUENCE,) if self._parts > 1 and len(shape) > 1 and shape[1] > 1 else ()
+        return NamedSharding(
+            self._mesh, PartitionSpec(*(rows if divides or tokens else ()), *tokens)
+        )
 
     def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         k = self.accumulation
@@ -148,5 +155,5 @@ class BatchLayout:
         if self.accumulation == 1 or not np.ndim(x):
             return self.leaves.put(x, sharding)
         if self.leaves.blocks > 1 and not self.leaves.own(x):
-            return self._deal(x)
+            return jax.jit(self._dealt, out_shardings=sharding)(x)
         return self.leaves.put(x.reshape(self._divided(x.shape)), sharding, axis=1)

@@ -97,6 +97,7 @@ class ArgumentReader:
         if not isinstance(mesh, Mesh) or not same_devices(layout.undivided(mesh), there):
             return None
         spec = layout.cutting(layout.full(sharding.spec, ndim), there)
+        spec = layout.joined(spec, self._plan.axis, there)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
     def _is_copy(self, tree: Any, arrays: Sequence[Lying]) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.devices.mesh import are_there, batch_axes, batch_devices
+from zerojax.devices.mesh import SEQUENCE, are_there, batch_axes, batch_devices
 
 
 def per_device(
@@ -31,7 +32,7 @@ def per_device(
                 f"per_device({name}): cut has {axis!r}: {at!r}; count dimensions from the first, "
                 "the batch's, which is 0: 1 or more"
             )
-        if [*cut.values()].count(at) > 1:
+        if axis != SEQUENCE and [d for a, d in cut.items() if a != SEQUENCE].count(at) > 1:
             raise ValueError(
                 f"per_device({name}): cut has dimension {at} twice; one axis cuts a dimension"
             )
@@ -47,11 +48,12 @@ def per_device(
                         f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `whole`"
                     )
                 for axis, at in cut.items():
-                    if at < len(x.shape) and x.shape[at] % mesh.shape[axis]:
+                    parts = math.prod(mesh.shape[a] for a, d in cut.items() if d == at)
+                    if at < len(x.shape) and x.shape[at] % parts:
                         raise ValueError(
                             f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
                             f"shape {x.shape}, whose dimension {at} does not divide among the "
-                            f"{mesh.shape[axis]} devices of axis {axis}: make it a multiple (heads "
+                            f"{parts} devices of axis {axis}: make it a multiple (heads "
                             f"of keys are repeated), or leave {axis!r} out of `cut`"
                         )
         in_specs = tuple(
@@ -80,7 +82,7 @@ def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> Partition
     dimensions: list[Any] = [axes] + [None] * (rank - 1)
     for axis, at in cut.items():
         if at < rank:
-            dimensions[at] = axis
+            dimensions[at] = axis if dimensions[at] is None else (dimensions[at], axis)
     return PartitionSpec(*dimensions)
 
 

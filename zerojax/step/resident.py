@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zerojax.collectives.layer import layer_bytes
+from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
@@ -43,7 +44,7 @@ class ResidentStep:
             compiler_options=options(
                 plan.mesh,
                 plan.config.xla_options,
-                axis=plan.axis,
+                shards=axis_size(plan.mesh, plan.axis),
                 layer=layer_bytes(plan),
                 overlap=plan.config.overlap_comm is not False,
             ),

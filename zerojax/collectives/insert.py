@@ -18,18 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import (
     adjacent,
-    behind,
     gradients,
     lookups,
     loops,
-    moved_stacks,
     order,
     parts,
     propagate,
@@ -38,11 +35,9 @@ from zerojax.collectives import (
     rounding,
     wanted,
 )
-from zerojax.collectives.ahead import Ahead
-from zerojax.collectives.entries import Entries
-from zerojax.collectives.filled import Filling
-from zerojax.collectives.gathering import Gatherer, Replacements, Scope, is_sharded, plain
-from zerojax.collectives.host import Host, on_host, sent, unpadded
+from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
+from zerojax.collectives.host import Host, on_host
+from zerojax.collectives.scans import Scans
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, travelling
 from zerojax.collectives.window import Window
@@ -50,13 +45,12 @@ from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.stored import pad
 from zerojax.trace import changes, marks
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 
-class Inserter(Gatherer):
+class Inserter(Scans):
     """Runs a traced body on sharded parameters.
 
     Args:
@@ -86,7 +80,7 @@ class Inserter(Gatherer):
         parts = batch_devices(mesh) * sequence_size(mesh)
         self.smallest = None if away is None else away * parts
         self._known = reuse.Known()
-        self._unused = away is not None  # until something leaves, or that has been said
+        self.left = away is None  # what was asked to leave, or it has been said that nothing does
 
     def __call__(
         self,
@@ -113,13 +107,13 @@ class Inserter(Gatherer):
             window=window,
             batch_rows=rows if late else None,
         )
-        outs = [plain(o) for o in self._run(closed, args, scope, want)]
-        if self._unused and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
-            self._unused = False
+        outs = [plain(o) for o in self.run(closed, args, scope, want)]
+        if not self.left and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
+            self.left = True
             log.warning(residuals.NO_EFFECT)
         return outs
 
-    def _run(
+    def run(
         self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
@@ -176,7 +170,7 @@ class Inserter(Gatherer):
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            return self._scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
+            return self.scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT):
@@ -264,14 +258,14 @@ class Inserter(Gatherer):
     ) -> Sequence[Any]:
         inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
-            return self._run(inner, values, scope, want)
+            return self.run(inner, values, scope, want)
         if self.keep or not scope.share:
             # In a loop, what is whole for one iteration is a shard as well, by which is known what
             # has the shape of a gradient.
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
-        outs = self._run(inner, values, scope.inner(scope.products), want)
+        outs = self.run(inner, values, scope.inner(scope.products), want)
         made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, parts.Parts)]
         scope.reduced.append([ReducedGradient(plain(o), w) for o, w in made if w is not None])
         return outs
@@ -330,7 +324,7 @@ class Inserter(Gatherer):
         notes the ``specs`` of those results that are shards."""
 
         def body(*args: Any) -> list[Any]:
-            outs = self._run(jaxpr, (*captured, *args), scope.inner())
+            outs = self.run(jaxpr, (*captured, *args), scope.inner())
             for o, noted in zip(outs, specs, strict=False):
                 if isinstance(o, Shard) and not o.host:
                     noted.add(o.spec)
@@ -341,133 +335,11 @@ class Inserter(Gatherer):
     def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: Scope) -> Sequence[Any]:
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
         cond, body = (
-            self._closed(loop.cond, self._held(loop.cond, values[:a], scope), scope),
-            self._closed(loop.body, self._held(loop.body, values[a:b], scope), scope),
+            self._closed(loop.cond, self.held(loop.cond, values[:a], scope), scope),
+            self._closed(loop.body, self.held(loop.body, values[a:b], scope), scope),
         )
         carry = self.all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
-
-    def _scan(
-        self,
-        eqn: Any,
-        values: list[Any],
-        scope: Scope,
-        want: Sequence[Spec | None],
-        leaving: set[Any],
-    ) -> Sequence[Any]:
-        a, n = jaxprs.scan_counts(eqn)
-        values = [scope.known(v) for v in values]
-        moved = [moved_stacks.of(x) for x in values[a + n :]]
-        values = self.all_known(values, scope)
-        sums = loops.Sums(eqn, want[:n])
-        kept = [i for i in range(n) if i not in sums.terms]
-        consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        specs = [spec for i in kept if (spec := want[i]) is not None]
-        # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
-        if not any(is_sharded(spec, self.axis) for spec in specs):
-            consts = self._held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
-        carry = self.all_whole([start[i] for i in kept], scope)
-        # A stack sharded along its layers has to be whole before the loop can take one.
-        xs = [
-            self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
-        ]
-        length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        entries = Entries(
-            [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
-        )
-        ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
-        later = behind.Behind(eqn, want[n:], self, scope.batch_rows)
-        jaxpr, m = sums.body(), len(kept)
-        stacks = eqn.outvars[n:]
-        inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
-        gone: dict[int, Spec | None] = {}
-        filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
-        layers = any(want[n:]) and not any(want[:n])  # whose gradients are stacked
-
-        def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
-            (carry, totals, come, given), (index, before, rest, rounded) = state, at
-            coming = ahead.read(index)
-            reduced = later.reduced(later.hold(given, ahead.last(coming)))
-            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
-            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
-            carried = [now.get(i) for i in range(n)]
-            within = scope.inner(later.products, of_layer=layers)
-            outs = self._run(jaxpr, (*consts, *carried, *sliced), within, inside)
-            outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            given, outs = later.passed(given, reduced, outs, before)
-            ys = outs[m:]
-            for i, spec in enumerate(want[n:]):
-                y = plain(ys[i])
-                if scope.host and spec is not None and scope.host.takes(y, length):
-                    gone[i] = spec
-                    at_rest = layout.padded(y.shape, spec, self.mesh)
-                    ys[i] = scope.host.send(pad(y, at_rest))
-                elif stacks[i] in leaving and not isinstance(ys[i], Shard):
-                    gone[i], self._unused = None, False
-                    ys[i] = sent(y)
-                else:
-                    ys[i] = entries.stack(i, ys[i])
-            totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            passed = [plain(o) for o in outs[:m]], totals, coming, given
-            return passed, (ys, filling.layers(coming))
-
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        first = ahead.first()
-        (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
-            body,
-            (carry, zeros, first, later.first()),
-            (ahead.order(), later.order(), ahead.rest(), entries.rounded),
-            length=length,
-            reverse=reverse,
-            unroll=jaxprs.param(eqn, "unroll"),
-        )
-        ended = dict(zip(kept, carry, strict=True))
-        ended.update(self._summed(sums, totals, start, scope))
-
-        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
-        finished = later.finished(given)
-
-        def stacked(i: int, y: Any) -> Any:
-            if i in finished:
-                return finished[i]
-            if i not in gone:
-                return entries.stacked(i, y)
-            spec = gone[i]
-            if spec is None:
-                return HostStack(y)
-            value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
-            return Shard(value, (None, *spec), host=True, sums=y[1])
-
-        return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
-
-    def _held(
-        self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Gathers those of a loop's constants that all of its iterations need whole."""
-        sharded = [isinstance(c, Shard) and not rounding.is_rounded(c) for c in consts]
-        whole = loops.to_hold(jaxpr, sharded)
-        return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
-
-    def _summed(
-        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
-    ) -> dict[int, jax.Array]:
-        """Reduces over the devices, once, the carried values that a loop has added up.
-
-        Whole first: XLA moves the sum over the devices out of the loop only where it is of all.
-        """
-        specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
-        of = {
-            v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
-            for v, x in zip(sums.roots, totals, strict=True)
-        }
-        reduced = {}
-        for i, terms in sums.terms.items():
-            (total,) = self.all_whole([start[i]], scope)
-            for term in terms:
-                total = total + term.of(of[term.root])
-            whole = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
-        return reduced
 
 
 def _last(values: Sequence[jax.Array], but: Sequence[int]) -> jax.Array | None:

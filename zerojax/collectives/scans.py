@@ -1,0 +1,170 @@
+"""A loop over stacks, run on sharded values: what it reads, carries, gathers ahead and stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.collectives import loops, moved_stacks, rounding
+from zerojax.collectives.ahead import Ahead
+from zerojax.collectives.behind import Behind
+from zerojax.collectives.entries import Entries
+from zerojax.collectives.filled import Filling
+from zerojax.collectives.gathering import Gatherer, Scope, is_sharded, plain
+from zerojax.collectives.host import sent, unpadded
+from zerojax.collectives.shard import HostStack, Shard
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.stored import pad
+from zerojax.xla import jaxprs
+
+
+class Scans(Gatherer):
+    """Runs scans on sharded values.
+
+    Attributes:
+      overlap: Whether loops gather one iteration ahead, and reduce one behind.
+      left: Whether what was to leave for host memory in a loop has left.
+    """
+
+    overlap: bool
+    left: bool
+
+    def run(
+        self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
+    ) -> list[Any]:
+        """A jaxpr's results on sharded values."""
+        raise NotImplementedError
+
+    def scan(
+        self,
+        eqn: Any,
+        values: list[Any],
+        scope: Scope,
+        want: Sequence[Spec | None],
+        leaving: set[Any],
+    ) -> Sequence[Any]:
+        """A scan's results.
+
+        Args:
+          eqn: The scan.
+          values: Its operands.
+          want: For each result the spec of an entry's gradient, None for others.
+          leaving: What waits in host memory for the backward pass.
+        """
+        a, n = jaxprs.scan_counts(eqn)
+        values = [scope.known(v) for v in values]
+        moved = [moved_stacks.of(x) for x in values[a + n :]]
+        values = self.all_known(values, scope)
+        sums = loops.Sums(eqn, want[:n])
+        kept = [i for i in range(n) if i not in sums.terms]
+        consts, start, xs = values[:a], values[a : a + n], values[a + n :]
+        specs = [spec for i in kept if (spec := want[i]) is not None]
+        # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
+        if not any(is_sharded(spec, self.axis) for spec in specs):
+            consts = self.held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
+        carry = self.all_whole([start[i] for i in kept], scope)
+        # A stack sharded along its layers has to be whole before the loop can take one.
+        xs = [
+            self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
+        ]
+        length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
+        entries = Entries(
+            [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
+        )
+        ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
+        later = Behind(eqn, want[n:], self, scope.batch_rows)
+        jaxpr, m = sums.body(), len(kept)
+        stacks = eqn.outvars[n:]
+        inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
+        gone: dict[int, Spec | None] = {}
+        filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
+        layers = any(want[n:]) and not any(want[:n])  # whose gradients are stacked
+
+        def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
+            (carry, totals, come, given), (index, before, rest, rounded) = state, at
+            coming = ahead.read(index)
+            reduced = later.reduced(later.hold(given, ahead.last(coming)))
+            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
+            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
+            carried = [now.get(i) for i in range(n)]
+            within = scope.inner(later.products, of_layer=layers)
+            outs = self.run(jaxpr, (*consts, *carried, *sliced), within, inside)
+            outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
+            given, outs = later.passed(given, reduced, outs, before)
+            ys = outs[m:]
+            for i, spec in enumerate(want[n:]):
+                y = plain(ys[i])
+                if scope.host and spec is not None and scope.host.takes(y, length):
+                    gone[i] = spec
+                    at_rest = layout.padded(y.shape, spec, self.mesh)
+                    ys[i] = scope.host.send(pad(y, at_rest))
+                elif stacks[i] in leaving and not isinstance(ys[i], Shard):
+                    gone[i], self.left = None, True
+                    ys[i] = sent(y)
+                else:
+                    ys[i] = entries.stack(i, ys[i])
+            totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
+            passed = [plain(o) for o in outs[:m]], totals, coming, given
+            return passed, (ys, filling.layers(coming))
+
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
+        first = ahead.first()
+        (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
+            body,
+            (carry, zeros, first, later.first()),
+            (ahead.order(), later.order(), ahead.rest(), entries.rounded),
+            length=length,
+            reverse=reverse,
+            unroll=jaxprs.param(eqn, "unroll"),
+        )
+        ended = dict(zip(kept, carry, strict=True))
+        ended.update(self._summed(sums, totals, start, scope))
+
+        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
+        finished = later.finished(given)
+
+        def stacked(i: int, y: Any) -> Any:
+            if i in finished:
+                return finished[i]
+            if i not in gone:
+                return entries.stacked(i, y)
+            spec = gone[i]
+            if spec is None:
+                return HostStack(y)
+            value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
+            return Shard(value, (None, *spec), host=True, sums=y[1])
+
+        return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
+
+    def held(
+        self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Gathers those of a loop's constants that all of its iterations need whole."""
+        sharded = [isinstance(c, Shard) and not rounding.is_rounded(c) for c in consts]
+        whole = loops.to_hold(jaxpr, sharded)
+        return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
+
+    def _summed(
+        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
+    ) -> dict[int, jax.Array]:
+        """Reduces over the devices, once, the carried values that a loop has added up.
+
+        Whole first: XLA moves the sum over the devices out of the loop only where it is of all.
+        """
+        specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
+        of = {
+            v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
+            for v, x in zip(sums.roots, totals, strict=True)
+        }
+        reduced = {}
+        for i, terms in sums.terms.items():
+            (total,) = self.all_whole([start[i]], scope)
+            for term in terms:
+                total = total + term.of(of[term.root])
+            whole = any(specs[term.root] is None for term in terms)
+            reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
+        return reduced

@@ -86,7 +86,7 @@ def test_on_gpus() -> None:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(
-    ("kind", "layer", "several"), [("a100", 0, True), ("a100", 1, False), ("h100", 0, False)]
+    ("kind", "layer", "several"), [("a100", 0, True), ("h100", 1, True), ("h100", 0, False)]
 )
 def test_several_collectives_at_a_time(kind: str, layer: int, several: bool) -> None:
     found = options(zerojax.topology(kind, 8), layer=layer, overlap=True) or {}

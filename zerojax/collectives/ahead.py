@@ -107,11 +107,7 @@ class Ahead:
         return carry if last is None else order.hold_largest(carry, last)
 
     def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
-        """The last array gathered of what was read ahead, if it lies whole on every device. None
-        between replica groups: their all-reduces, which come after it, would take all there is to
-        hide collectives behind."""
-        if self._gatherer.replicas > 1:
-            return None
+        """The last array gathered of what was read ahead, if it lies whole on every device."""
         axis, gathered = self._gatherer.axis, self._whole(coming)
         whole = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return whole[-1] if whole else None

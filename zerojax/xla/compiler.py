@@ -59,8 +59,8 @@ def options(
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True
-    if overlap and not layer and _before_hopper(device):
-        # Otherwise a gather starts once the one before has ended, and is waited for itself.
+    if overlap and (layer or _before_hopper(device)):
+        # Otherwise one starts where the one before has ended, and is waited for itself.
         ours["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
     if layer:
         # Otherwise each iteration copies the layer that it has made over the one that it was given.

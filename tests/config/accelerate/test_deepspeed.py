@@ -111,6 +111,21 @@ def test_a_contradiction_names_both(
     assert first.endswith(f"in {folder / 'ds.json'}; take one of them out")
 
 
+@pytest.mark.parametrize(("yaml_has", "json_has"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_another_dtype_than_the_json_is_one_problem(
+    folder: Path, yaml_has: str, json_has: str
+) -> None:
+    (folder / "ds.json").write_text(json.dumps({json_has: {"enabled": True}}))
+    path = yaml(folder, top=f"mixed_precision: {yaml_has}")
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert str(error.value) == (
+        f"{path} (deepspeed_config_file: {folder / 'ds.json'}): "
+        f'mixed_precision = "{yaml_has}" says otherwise than {json_has}.enabled = true in '
+        f"{folder / 'ds.json'}; take one of them out"
+    )
+
+
 def test_problems_of_the_json_name_the_json(folder: Path) -> None:
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stge": 3}}')
     with pytest.raises(

@@ -57,10 +57,13 @@ class Translation:
     implied: dict[str, str] = field(default_factory=dict)
     _both: dict[str, Any] = field(default_factory=dict)  # of_file's, of what the YAML says too
 
-    def put(self, key: str, path: str, value: Any) -> None:
+    def put(self, key: str, path: str, value: Any) -> bool:
         """Says `path` of the JSON by `key` of the YAML, if the JSON's file does not.
 
         "auto" in either gives way to the other. Two values that differ are a problem.
+
+        Returns:
+          Whether the two agree.
         """
         *sections, name = path.split(".")
         where = self.raw
@@ -69,7 +72,7 @@ class Translation:
                 where[section] = {}
             where = where.setdefault(section, {})
             if not isinstance(where, dict):
-                return  # the loader names it
+                return True  # the loader names it
         there = where.get(name)
         if self.file and name in where:
             self._both[path] = there
@@ -80,6 +83,8 @@ class Translation:
                 f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(there)} "
                 f"in {self.file}; take one of them out"
             )
+            return False
+        return True
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Notes that a key of the YAML is followed as these keys of the JSON."""

@@ -144,8 +144,13 @@ def test_a_checkpoint_says_its_names_and_config() -> None:
     [
         ({"model_type": "deberta"}, "model_type = 'deberta' is not supported"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' .* computes 'gelu'"),
-        ({"embedding_size": 128}, "embedding_size = 128 is not supported"),
-        ({"cls_dropout": 0.3}, "cls_dropout = 0.3 is not supported"),
+        (
+            {"pooler_hidden_size": 768},
+            "pooler_hidden_size = 768 differs from hidden_size = 1536, which "
+            "zerojax.models.deberta takes for it: write 1536, or leave pooler_hidden_size out",
+        ),
+        ({"embedding_size": 128}, "embedding_size = 128 differs from hidden_size = 1536"),
+        ({"cls_dropout": 0.3}, "cls_dropout = 0.3 differs from hidden_dropout_prob = 0.1"),
     ],
 )
 def test_config_json_of_another_model_is_refused(values: dict[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ from zerojax import Trainer, TrainingArguments
 from zerojax.checkpoint import PREEMPTED, CheckpointError
 from zerojax.models.gpt import GPT
 from zerojax.models.hugging_face.gpt2 import export_names, load
+from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.trainer import (
     EarlyStoppingCallback,
@@ -96,6 +97,25 @@ def test_losses_are_those_of_a_plain_loop(
     np.testing.assert_allclose(rates[:4], [0, 1e-2 / 3, 2e-2 / 3, 1e-2], rtol=1e-6)
     if not more:
         check_evaluation(trainer, tmp_path)
+
+
+def test_a_mesh_axis_cuts_the_model(plain_losses: list[float], tmp_path: Path) -> None:
+    tensor = TensorParallel(zerojax.mesh(axes="data=4,model=2"))
+    args = TrainingArguments(
+        str(tmp_path), fsdp="full_shard", learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5,
+        per_device_train_batch_size=4, num_train_epochs=1.4, warmup_ratio=0.4, logging_steps=1,
+        save_strategy="no", per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer = Trainer(
+        GPT(CONFIG, tensor=tensor), args, train_dataset=TOKENS, loss=causal_lm_loss,
+        mesh=tensor.mesh, specs=tensor.specs,
+    )  # fmt: skip
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer, "loss"), plain_losses, rtol=2e-6)
+    params: Any = trainer.train_state.params
+    kernel = params["h_0"]["mlp"]["c_fc"]["kernel"]
+    assert kernel.sharding.spec[-1] == "model"
+    check_evaluation(trainer, tmp_path)
 
 
 def check_evaluation(trainer: Trainer, folder: Path) -> None:

@@ -146,8 +146,8 @@ class ConfigReading:
       notes: One for each known and right key, and one for each default that changes numbers.
       problems: One sentence each, which begins with the key.
       source: The config's path; "" where it is no file.
-      yaml: The translation, where the config is Accelerate's; `raw` and `given` then have only
-        what the YAML's keys do not say.
+      yaml: The translation, where the config is Accelerate's; `raw` and `given` are then
+        those of the JSON that it names, else what its keys do not say.
 
     Example:
       >>> reading = ConfigReading({"fp16": {"enabled": "auto", "loss_scale": -1}})
@@ -184,9 +184,8 @@ class ConfigReading:
         self.yaml = yaml
         self.notes = yaml.notes(self.notes)
         self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
-        said = yaml.said_or_implied
-        self.raw = without(self.raw, said)
-        self.given = {path: value for path, value in self.given.items() if path not in said}
+        self.raw = yaml.of_file if yaml.file else without(self.raw, yaml.said_or_implied)
+        self.given = dict(_leaves(self.raw, ""))
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 

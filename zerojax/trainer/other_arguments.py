@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_inputs_for_metrics": ((False,), "return inputs from loss= beside `loss`"),
     "include_for_metrics": (([], (), None), "return them from loss= beside `loss`"),
     "accelerator_config": ((None,), "zerojax's own loop has no Accelerator"),
-    "parallelism_config": ((None,), "Trainer(mesh=...) takes a mesh"),
+    "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
     "debug": (("", [], ()), "`python -m zerojax doctor` and JAX's own switches find faults"),
 }
 """The values that an argument may have, and what to do in place of others."""

@@ -61,11 +61,10 @@ class Trainer:
       params: The parameters to start from: a tree, or a function of the abstract ones, such as
         ``lambda like: load(folder, config, like=like)``. New ones by default.
       compute_metrics: ``EvalPrediction`` to a dict of numbers.
-      preprocess_logits_for_metrics: ``(predictions, labels)`` to what is kept of them, on the
-        device.
+      preprocess_logits_for_metrics: ``(predictions, labels)`` to what is kept, on the device.
       callbacks: Of :class:`zerojax.trainer.TrainerCallback`.
       optimizer: An optax transformation in place of the arguments' and the JSON's.
-      mesh: As for :func:`zerojax.zero`.
+      mesh, specs: As for :func:`zerojax.zero`.
 
     Raises:
       ConfigError: Arguments and JSON are wrong, or contradict each other.
@@ -105,6 +104,7 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         optimizer: optax.GradientTransformation | None = None,
         mesh: Mesh | None = None,
+        specs: Any = None,
         **others: Any,
     ) -> None:
         refuse(others, inspect.signature(Trainer).parameters)
@@ -122,7 +122,7 @@ class Trainer:
             raise ValueError(f'eval_strategy is "{args.eval_strategy}": pass an eval_dataset')
         steps = self.epochs.steps
         config = resolved(args, world=world, steps=steps, hidden_size=hidden_size(model))
-        self.zero = zero(config, mesh=mesh)
+        self.zero = zero(config, mesh=mesh, specs=specs)
         self._folder = partial(RunFolder, args, self.zero, self.epochs, config_of(model))
         self._tx = optimizer_of(args, self.zero, steps, optimizer)
         self._step = self._model.train_step(self.zero)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from zerojax.config import ConfigError, OffloadOptimizer, load
-from zerojax.config.explain import explain
+from zerojax.config.explain import NOT_GIVEN, explain
+from zerojax.config.keys import KEYS
 
 JSON: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -49,13 +50,40 @@ def test_what_is_auto_in_the_json_is_filled_in(folder: Path) -> None:
     rows = {row.key: row for row in explain(path).rows}
     assert rows["deepspeed_config.gradient_clipping"].resolved == 0.5
     assert str(folder / "ds.json") in rows["deepspeed_config.deepspeed_config_file"].why
-    assert "gradient_clipping" not in rows
+    assert rows["gradient_clipping"].given == "auto"
+    assert rows["gradient_clipping"].why == "deepspeed_config.gradient_clipping says it"
+
+
+def test_a_section_that_is_null_in_the_json_is_filled_in(folder: Path) -> None:
+    (folder / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": None}})
+    )
+    config = load(yaml(folder, "offload_optimizer_device: cpu"))
+    assert config.offload_optimizer == OffloadOptimizer()
 
 
 def test_the_json_speaks_where_the_yaml_is_silent(folder: Path) -> None:
     config = load(yaml(folder), auto={"bf16.enabled": True})
     assert (config.stage, config.bf16, config.gradient_clipping) == (2, True, 1.0)
     assert not load(yaml(folder)).bf16
+
+
+def test_a_key_that_both_say_has_two_rows(folder: Path) -> None:
+    fp16 = {"enabled": "true", "auto_cast": False}
+    (folder / "ds.json").write_text(json.dumps({**JSON, "bf16": {"enabled": False}, "fp16": fp16}))
+    path = yaml(folder, "zero_stage: 2, gradient_accumulation_steps: auto", "mixed_precision: fp16")
+    rows = {row.key: row for row in explain(path).rows if row.given is not NOT_GIVEN}
+    of_json = {key: row for key, row in rows.items() if key in KEYS}
+    assert [*of_json] == [
+        *("bf16.enabled", "zero_optimization.stage"),
+        *("zero_optimization.offload_optimizer.device", "gradient_clipping"),
+        *("gradient_accumulation_steps", "fp16.enabled", "fp16.auto_cast"),
+    ]
+    assert of_json["fp16.enabled"][1:4] == ("true", True, "honoured")
+    assert rows["mixed_precision"][1:4] == ("fp16", "fp16", "honoured")
+    assert of_json["gradient_accumulation_steps"][1:4] == (2, 2, "honoured")
+    assert rows["deepspeed_config.gradient_accumulation_steps"][1:4] == ("auto", 2, "honoured")
+    assert of_json["gradient_clipping"].why.startswith("DeepSpeed's default")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +109,21 @@ def test_a_contradiction_names_both(
     (first, *_) = error.value.problems
     assert first.startswith(f"{of_yaml} says otherwise than {of_json}".replace("true", '"true"'))
     assert first.endswith(f"in {folder / 'ds.json'}; take one of them out")
+
+
+@pytest.mark.parametrize(("yaml_has", "json_has"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_another_dtype_than_the_json_is_one_problem(
+    folder: Path, yaml_has: str, json_has: str
+) -> None:
+    (folder / "ds.json").write_text(json.dumps({json_has: {"enabled": True}}))
+    path = yaml(folder, top=f"mixed_precision: {yaml_has}")
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert str(error.value) == (
+        f"{path} (deepspeed_config_file: {folder / 'ds.json'}): "
+        f'mixed_precision = "{yaml_has}" says otherwise than {json_has}.enabled = true in '
+        f"{folder / 'ds.json'}; take one of them out"
+    )
 
 
 def test_problems_of_the_json_name_the_json(folder: Path) -> None:

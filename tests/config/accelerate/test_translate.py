@@ -201,3 +201,6 @@ def test_a_printed_file_loads_verbatim(name: str, stage: int, auto: dict[str, An
     keys = [row.key for row in rows]
     assert len({*keys}) == len(keys)
     assert {*read_json(path).raw} <= {key.partition(".")[0] for key in keys}
+    if named := read_json(path).raw["deepspeed_config"].get("deepspeed_config_file"):
+        of_json = explain(PRINTED / named).rows
+        assert {row.key for row in of_json if row.given is not NOT_GIVEN} <= {*keys}

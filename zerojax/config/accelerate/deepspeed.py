@@ -5,7 +5,7 @@ from pathlib import Path
 from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED
 from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import ConfigError, shown
-from zerojax.config.json_file import JsonConfig, read_json
+from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import rename
 from zerojax.config.keys.row import ZERO
 
@@ -31,6 +31,7 @@ def deepspeed(into: Translation, folder: Path) -> None:
         into.file = str(file)
         into.raw, problems = _read(file)
         into.problems += problems + list(rename(into.raw))
+        into.of_file = plain(into.raw)
         into.stands_for(_FILE, reason=f"its keys follow: {file}")
     for key, path in BECOMES.items():
         if (value := into.values.get(key)) is not None:

@@ -128,22 +128,28 @@ def _precision(into: Translation, kind: str) -> None:
     if dtype == "fp8":
         into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")
         return
-    paths: dict[str, Any] = {}
     why = [_SEES[dtype]]
-    if dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw)):
+    cast = dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw))
+    # The dtype that is off comes first: where the JSON has it on, nothing more needs saying.
+    switches = {
+        f"{name}.enabled": name == dtype
+        for name in (("bf16", "fp16") if dtype == "fp16" else ("fp16", "bf16"))
+        if name == dtype or name in into.raw
+    }
+    if not all(into.put(key, path, on) for path, on in switches.items()):
+        return
+    paths: dict[str, Any] = {}
+    if cast:
         paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
         why.append("float leaves of the batch are cast too")
     if dtype == "fp16" and kind != "DEEPSPEED":
         paths |= {f"fp16.{name}": value for name, value in _SCALER.items()}
         why.append("the scale is that of torch's GradScaler")
-    for name in ("fp16", "bf16"):
-        if name == dtype or name in into.raw:
-            paths[f"{name}.enabled"] = name == dtype
     for path, value in paths.items():
         into.put(key, path, value)
     if dtype == "bf16" and kind != "DEEPSPEED":
         into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
-    into.stands_for(key, *paths, reason="; ".join(why))
+    into.stands_for(key, *paths, *switches, reason="; ".join(why))
 
 
 def _no_clipping(kind: str) -> str:

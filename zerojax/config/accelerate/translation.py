@@ -9,6 +9,7 @@ from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, shown
 from zerojax.config.keys import KEYS as JSON_KEYS
+from zerojax.config.keys import NULLABLE
 from zerojax.config.notes import Note, Status
 
 _OF_THE_PROGRAM = (*BATCH_SIZES, "gradient_clipping")
@@ -38,6 +39,7 @@ class Translation:
       values: Its right values by present name.
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
+      of_file: What that JSON itself says.
       judged: What became of the right keys, by present name.
       names: Keys of the YAML that could say a key of the JSON, for messages.
       implied: What Accelerate does without a key, by the JSON's key: the reason.
@@ -49,23 +51,31 @@ class Translation:
     problems: list[str]
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
+    of_file: dict[str, Any] = field(default_factory=dict)
     judged: dict[str, Judged] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
-    _given: set[str] = field(default_factory=set)
+    _both: dict[str, Any] = field(default_factory=dict)  # of_file's, of what the YAML says too
 
-    def put(self, key: str, path: str, value: Any) -> None:
+    def put(self, key: str, path: str, value: Any) -> bool:
         """Says `path` of the JSON by `key` of the YAML, if the JSON's file does not.
 
         "auto" in either gives way to the other. Two values that differ are a problem.
+
+        Returns:
+          Whether the two agree.
         """
         *sections, name = path.split(".")
         where = self.raw
-        for section in sections:
+        for i, section in enumerate(sections):
+            if where.get(section) is None and ".".join(sections[: i + 1]) in NULLABLE:
+                where[section] = {}
             where = where.setdefault(section, {})
             if not isinstance(where, dict):
-                return  # the loader names it
+                return True  # the loader names it
         there = where.get(name)
+        if self.file and name in where:
+            self._both[path] = there
         if there is None or there == "auto":
             where[name] = value
         elif value != "auto" and _checked(path, there) != _checked(path, value):
@@ -73,8 +83,8 @@ class Translation:
                 f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(there)} "
                 f"in {self.file}; take one of them out"
             )
-        else:
-            self._given.add(path)
+            return False
+        return True
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Notes that a key of the YAML is followed as these keys of the JSON."""
@@ -101,12 +111,12 @@ class Translation:
         self.problems.append(f"{key} = {shown(self.values[key])} is not supported: {why}")
 
     def notes(self, of_json: Iterable[Note]) -> list[Note]:
-        """The notes of a config: those of the YAML's keys, then those of the JSON's own.
+        """The notes of a config: those of the YAML's keys, then those of the JSON's.
 
         Args:
           of_json: The notes that the loader made of `raw`.
         """
-        there = {note.key: note for note in of_json}
+        there, said = {note.key: note for note in of_json}, self.said
         notes = []
         for path, key, value in self.leaves:
             if (judged := self.judged.get(key)) is None:
@@ -121,7 +131,10 @@ class Translation:
         for note in of_json:
             if note.key in self.implied:
                 notes.append(note._replace(status="default", reason=self.implied[note.key]))
-            elif note.key not in self.said_or_implied:
+            elif note.key in self._both and note.key in said and note.value != "auto":
+                given, reason = self._both[note.key], f"{said[note.key]} says it"
+                notes.append(note._replace(value=given, status="resolved", reason=reason))
+            elif note.key in self._both or note.key not in self.said_or_implied:
                 notes.append(note)
         return notes
 
@@ -132,12 +145,12 @@ class Translation:
             said: path
             for path, key, _ in self.leaves
             for said in (self.judged[key].sets if key in self.judged else ())
-            if said not in self._given
+            if self._both.get(said) in (None, "auto")
         }
 
     @property
     def said_or_implied(self) -> set[str]:
-        """The keys of `raw` that are not the JSON's own: all that the YAML stands for."""
+        """The keys of `raw` that the YAML stands for; some are in `of_file` too."""
         return {path for judged in self.judged.values() for path in judged.sets} | {*self.implied}
 
     def in_words_of_yaml(self, problem: str) -> str:

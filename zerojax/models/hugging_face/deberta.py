@@ -60,14 +60,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
     """
     check_supported(values, SUPPORTED, "zerojax.models.deberta")
     sizes = DEFAULTS | dict(values)
-    same = {
-        "embedding_size": sizes["hidden_size"],
-        "pooler_hidden_size": sizes["hidden_size"],
-        "attention_head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
-        "cls_dropout": sizes.get("hidden_dropout_prob", DebertaConfig.hidden_dropout_prob),
-    }
-    others = {key: (None, value) for key, value in same.items()}
-    check_supported(values, others, "zerojax.models.deberta")
+    _check_derived(sizes)
 
     terms = sizes.get("pos_att_type") if sizes.get("relative_attention") else None
     terms = terms.lower().split("|") if isinstance(terms, str) else terms or ()
@@ -79,6 +72,33 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
         "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
     }
     return DebertaConfig(**of_fields(DebertaConfig, sizes))
+
+
+def _check_derived(sizes: Mapping[str, Any]) -> None:
+    """Refuses keys that say otherwise than those that `zerojax.models.deberta` derives them from.
+
+    >>> _check_derived({"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 16})
+    Traceback (most recent call last):
+        ...
+    ValueError: attention_head_size = 16 differs from hidden_size / num_attention_heads = 8, which \
+zerojax.models.deberta takes for it: write 8, or leave attention_head_size out
+    """
+    width = sizes["hidden_size"]
+    dropout = sizes.get("hidden_dropout_prob", DebertaConfig.hidden_dropout_prob)
+    derived = {
+        "embedding_size": ("hidden_size", width),
+        "pooler_hidden_size": ("hidden_size", width),
+        "attention_head_size": (
+            "hidden_size / num_attention_heads", width // sizes["num_attention_heads"],
+        ),
+        "cls_dropout": ("hidden_dropout_prob", dropout),
+    }  # fmt: skip
+    for key, (source, value) in derived.items():
+        if sizes.get(key) not in (None, value):
+            raise ValueError(
+                f"{key} = {sizes[key]!r} differs from {source} = {value!r}, which "
+                f"zerojax.models.deberta takes for it: write {value!r}, or leave {key} out"
+            )
 
 
 def config_to_hf(config: DebertaConfig) -> dict[str, Any]:

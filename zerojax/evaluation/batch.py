@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, sequence_size
+from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
-from zerojax.step.sequence import check_tokens
+from zerojax.step.sequence import check_tokens, tokens_entry
 
 Entry = tuple[str, ...] | str | None
 """The axes that cut one dimension."""
@@ -114,19 +114,18 @@ class BatchPlacer:
 
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         even = bool(shape) and shape[0] % self.devices == 0
-        tokens = self._tokens(shape, 1)
+        tokens = self._tokens(shape)
         return self._of(*((self._axes if even else None,) if even or tokens else ()), *tokens)
 
-    def _tokens(self, shape: tuple[int, ...], at: int) -> tuple[Entry, ...]:
-        """The entry of the tokens of an array, if it has them in dimension ``at``.
+    def _tokens(self, shape: tuple[int, ...]) -> tuple[Entry, ...]:
+        """The entry of the tokens of an array, if it has them.
 
         Raises:
           ValueError: They do not divide among the devices.
         """
-        if self._parts == 1 or len(shape) <= at or shape[at] == 1:
-            return ()
-        check_tokens(f"the batch's array {shape}", shape[at], self._parts)
-        return (SEQUENCE,)
+        if entry := tokens_entry(shape, self._parts):
+            check_tokens(f"the batch's array {shape}", shape[1], self._parts)
+        return entry
 
     def blocks(self, batch: Any) -> int:
         """Blocks of rows, where the batch has a process's own rows; else 1.
@@ -168,7 +167,7 @@ class BatchPlacer:
 
     def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
         """``[padded, ...]`` as ``[times, part, ...]``, each device with rows that it has."""
-        tokens = self._tokens(x.shape, 1)
+        tokens = self._tokens(x.shape)
         x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
         x = jnp.swapaxes(self._constrained(x, self._axes, None, None, *tokens), 0, 1)
         x = x.reshape(division.times, division.part, *x.shape[3:])

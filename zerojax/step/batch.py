@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
-from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, sequence_size
+from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
 from zerojax.step.call import is_array
-from zerojax.step.sequence import check_tokens
+from zerojax.step.sequence import check_tokens, tokens_entry
 
 
 class BatchLayout:
@@ -38,6 +39,9 @@ class BatchLayout:
         self._mesh, self._parts = mesh, sequence_size(mesh)
         axes = batch_axes(mesh)
         self._rows = (None, axes) if sizes.accumulation > 1 else (axes,)
+        # Once for each kind of array: a batch is placed in every step.
+        self._sharded = functools.cache(self._sharded_by)
+        self._deal = functools.cache(lambda to: jax.jit(self._dealt, out_shardings=to))
 
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
@@ -56,10 +60,8 @@ class BatchLayout:
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            if len(shape := np.shape(x)) > 1 and shape[1] > 1:
-                name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
-                check_tokens(name.replace("  ", " "), shape[1], self._parts)
+        if self._parts > 1:
+            self._check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
         rows = {self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if not rows or (len(rows) > 1 and k > 1):
@@ -88,6 +90,12 @@ class BatchLayout:
                 f"the batch's leading dimension {n}{of} is not divisible by {each} ({by}): "
                 f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
             )
+
+    def _check_tokens(self, batch: Any) -> None:
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            if tokens_entry(shape := np.shape(x), self._parts):
+                name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
+                check_tokens(name.replace("  ", " "), shape[1], self._parts)
 
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
         """Checks a step's further arguments, which every micro-batch gets whole.
@@ -133,12 +141,13 @@ class BatchLayout:
 
     def _sharding(self, x: Any) -> NamedSharding:
         shape = self.leaves.shape(x)
-        divides = shape and shape[0] and shape[0] % self.world == 0
-        rows = self._rows if divides else (None,) * len(self._rows)
-        tokens = (SEQUENCE,) if self._parts > 1 and len(shape) > 1 and shape[1] > 1 else ()
-        return NamedSharding(
-            self._mesh, PartitionSpec(*(rows if divides or tokens else ()), *tokens)
-        )
+        divides = bool(shape and shape[0] and shape[0] % self.world == 0)
+        return self._sharded(divides, tokens_entry(shape, self._parts))
+
+    def _sharded_by(self, rows: bool, tokens: tuple[str, ...]) -> NamedSharding:
+        """By rows or not, and by tokens."""
+        whole = (None,) * len(self._rows) if tokens else ()
+        return NamedSharding(self._mesh, PartitionSpec(*(self._rows if rows else whole), *tokens))
 
     def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         k = self.accumulation
@@ -155,5 +164,5 @@ class BatchLayout:
         if self.accumulation == 1 or not np.ndim(x):
             return self.leaves.put(x, sharding)
         if self.leaves.blocks > 1 and not self.leaves.own(x):
-            return jax.jit(self._dealt, out_shardings=sharding)(x)
+            return self._deal(sharding)(x)
         return self.leaves.put(x.reshape(self._divided(x.shape)), sharding, axis=1)

@@ -11,7 +11,7 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +127,17 @@ class SequenceAxis(NamedTuple):
 
     def _check(self, shape: tuple[int, ...], at: int) -> None:
         check_tokens(f"an array {shape}", shape[at], self.size)
+
+
+def tokens_entry(shape: Sequence[int], size: int) -> tuple[str, ...]:
+    """The entry of a spec that cuts the tokens of a batch's array: ("seq",), or () where the array
+    has none.
+
+    Args:
+      shape: Of the array, [rows, tokens, ...].
+      size: The devices along "seq".
+    """
+    return (SEQUENCE,) if size > 1 and len(shape) > 1 and shape[1] > 1 else ()
 
 
 def check_tokens(what: str, tokens: int, size: int) -> None:

@@ -81,7 +81,7 @@ def fills(loss: Loss, length: int = LEAST, gathered: bool = True) -> bool:
     closed = jax.make_jaxpr(jax.value_and_grad(loss))({"w": w}, X)
     shard = Shard(w, (None, "data", None), whole=w if gathered else None)
     inserter = Inserter(zerojax.mesh(), "data", keep=True)
-    return filled.leave(closed, [shard, X], inserter)[0].fills
+    return filled.defer(closed, [shard, X], inserter)[0].fills
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -25,6 +25,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
 from zerojax.collectives.gathering import plain
+from zerojax.collectives.partial_sums import add_up
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.plan import layout
@@ -115,7 +116,7 @@ class Lanes(NamedTuple):
 
     def summed(self, value: jax.Array) -> jax.Array:
         """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
-        return lax.reduce(value, jnp.zeros((), value.dtype), lax.add, (0,))
+        return add_up(value, 0)
 
     def may_suit(self, eqns: Sequence[Any]) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""

@@ -117,7 +117,7 @@ def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int
             return None
         terms.add(v)
         maker = made[v][1]
-        if maker.primitive.name in _MOVES or propagate.undone(maker):
+        if maker.primitive.name in _MOVES or propagate.reversible(maker):
             left += jaxprs.variables(maker.invars)
         elif maker.primitive not in _PRODUCTS:
             return None

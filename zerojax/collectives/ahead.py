@@ -44,10 +44,11 @@ class Ahead:
         self._length, self._reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         self._holds = residuals.holds_block(eqn)
         self._dtypes: dict[int, jnp.dtype] = {}  # by position, of what is gathered ahead
+        uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
         for i, x in enumerate(xs):
-            if (gathers or (isinstance(x, Shard) and x.fills)) and self._is_shard(x):
-                dtype = gathered_dtype(eqn, i, x, gatherer)
-                self._dtypes |= {} if dtype is None else {i: dtype}
+            chosen = self._is_shard(x) and (gathers or x.fills)
+            if chosen and (dtype := gathered_dtype(eqn, i, x, uses)) is not None:
+                self._dtypes[i] = dtype
 
     def order(self) -> jax.Array | None:
         """int [length], for each iteration the one that comes after it; its own for the last.
@@ -118,13 +119,12 @@ class Ahead:
         return sharded and not x.host and x.rounded is None
 
 
-def gathered_dtype(eqn: Any, i: int, x: Shard, gatherer: Gatherer) -> jnp.dtype | None:
-    """In which a scan gathers the layers of ``x``, stack ``i`` of those that it reads, ahead; None
-    where it does not."""
+def gathered_dtype(eqn: Any, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
+    """The dtype in which a scan gathers the layers of ``x``, stack ``i`` of those that it reads,
+    ahead; None where it does not. ``uses`` are sure ones."""
     if jaxprs.param(eqn, "length") < LEAST:
         return None
     body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
     needed = uses.dtypes(body, body.invars[sum(jaxprs.scan_counts(eqn)) + i], x.spec[1:])
     # The narrowest of several; its own where it is widened before.
     return min(*needed, x.value.dtype, key=_bytes) if needed else None

@@ -20,7 +20,7 @@ from jax.extend.core import primitives as prims
 from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.parts import Parts, Product, links, pinned, total
+from zerojax.collectives.partial_sums import PartialSum, RowSum, links, pinned, total
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.devices.mesh import batch_devices
 from zerojax.plan import layout
@@ -45,7 +45,7 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want = want
-        self._behind: dict[int, Product] = {}  # by position of the stack
+        self._behind: dict[int, RowSum] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
         # Rows that are shared along their tokens have no part of a sum each.
         alone = batch_devices(gatherer.mesh) == gatherer.mesh.size > 1
@@ -55,13 +55,13 @@ class Behind:
         results = body.outvars[len(body.outvars) - len(want) :]
         search = _Search(gatherer, rows)
         for i, (v, spec) in enumerate(zip(results, want, strict=True)):
-            found = None if spec is None else search.product(body, v, spec)
+            found = None if spec is None else search.row_sum(body, v, spec)
             if found is not None:
                 self._behind[i] = found
 
     @property
-    def products(self) -> dict[Any, Product]:
-        """By variable, what makes the parts."""
+    def row_sums(self) -> dict[Any, RowSum]:
+        """By variable, what makes the partial sums."""
         return {each.eqn.outvars[0]: each for each in self._behind.values()}
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
@@ -71,11 +71,11 @@ class Behind:
         return (jnp.clip(own + step, 0, self._length - 1), own) if self._behind else None
 
     def first(self) -> list[tuple[jax.Array, jax.Array]]:
-        """What the first iteration is given: parts that are zero, and empty stacks of shards."""
+        """What the first iteration is given: partial sums of zero, and empty stacks of shards."""
         found = []
-        for i, product in self._behind.items():
+        for i, row_sum in self._behind.items():
             aval = self._stacks[i].aval
-            shape, dtype = product.shape(self._gatherer), product.eqn.outvars[0].aval.dtype
+            shape, dtype = row_sum.shape(self._gatherer), row_sum.eqn.outvars[0].aval.dtype
             found.append(
                 (pinned(jnp.zeros(shape, dtype), self._gatherer), jnp.zeros(aval.shape, aval.dtype))
             )
@@ -98,7 +98,9 @@ class Behind:
     def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
         """The gradients of the iteration before."""
         return [
-            ReducedGradient(total(Parts(parts, p, p.links), self._gatherer), self._want[i] or ())
+            ReducedGradient(
+                total(PartialSum(parts, p, p.links), self._gatherer), self._want[i] or ()
+            )
             for (i, p), (parts, _) in zip(self._behind.items(), given, strict=True)
         ]
 
@@ -115,12 +117,12 @@ class Behind:
         for i, (parts, stack), before in zip(self._behind, given, reduced, strict=True):
             assert at is not None
             y, left[first + i] = left[first + i], None
-            if isinstance(y, Parts):
+            if isinstance(y, PartialSum):
                 self._made.add(i)
                 passed.append((y.value, _put(stack, before.value, at[0])))
             else:
                 passed.append((parts, _put(stack, y, at[1])))
-        return passed, [total(x, self._gatherer) if isinstance(x, Parts) else x for x in left]
+        return passed, [total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in left]
 
     def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
         """The stacks, by position, once the last iteration's parts are reduced."""
@@ -143,20 +145,20 @@ class _Search:
         self._gatherer, self._rows = gatherer, rows
         self._seen: dict[int, tuple[dict[Any, Any], Counter[Any]]] = {}
 
-    def product(
+    def row_sum(
         self, jaxpr: Any, v: Any, spec: Spec | None, after: tuple[Any, ...] = ()
-    ) -> Product | None:
-        """The product that makes ``v``, perhaps in calls, and is used for nothing else; None where
-        none does, or where not every device could reduce a piece of its rows."""
+    ) -> RowSum | None:
+        """The sum over rows that makes ``v``, perhaps in calls, and is used for nothing else; None
+        where none does, or where not every device could reduce a piece of its rows."""
         producers, uses = self._of(jaxpr)
         while spec is not None and uses[v] == 1 and (eqn := producers.get(v)) is not None:
             if eqn.primitive in jaxprs.CALLS:
                 (inner,) = jaxprs.bodies(eqn)
-                return self.product(inner, inner.outvars[eqn.outvars.index(v)], spec, after)
+                return self.row_sum(inner, inner.outvars[eqn.outvars.index(v)], spec, after)
             if not links(eqn):
                 return self._checked(eqn, spec, after)
             after = (eqn, *after)
-            if propagate.undone(eqn):
+            if propagate.reversible(eqn):
                 spec = propagate.backward(eqn, spec, self._gatherer.mesh)
             (v,) = eqn.invars
         return None
@@ -169,14 +171,14 @@ class _Search:
             self._seen[id(jaxpr)] = made, Counter(jaxprs.variables(used))
         return self._seen[id(jaxpr)]
 
-    def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> Product | None:
+    def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> RowSum | None:
         """The sum that an equation is, if rows can be told and each device can keep a piece."""
         axis, cut = self._gatherer.axis, layout.dimensions(spec, self._gatherer.axis)
         if len(cut) != 1 or spec[cut[0]] != axis:
             return None  # one that stays whole costs what it would take to hide it
         size = eqn.outvars[0].aval.shape[cut[0]]
         rows = None if size % self._gatherer.mesh.shape[axis] else self._rows_of(eqn)
-        return None if rows is None else Product(eqn, rows, spec, after)
+        return None if rows is None else RowSum(eqn, rows, spec, after)
 
     def _rows_of(self, eqn: Any) -> tuple[int, ...] | None:
         """The dimensions of rows of the operands, over which the equation sums."""

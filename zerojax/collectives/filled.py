@@ -9,33 +9,31 @@ forward loop reads layer by layer is gathered by that loop instead, one layer ah
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives as prims
 
 from zerojax.collectives import many
 from zerojax.collectives.ahead import Ahead, gathered_dtype
 from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.readers import Reader, readers
 from zerojax.collectives.shard import FilledStack, Shard
-from zerojax.collectives.uses import CAST
+from zerojax.collectives.uses import Uses
 from zerojax.plan import layout
-from zerojax.trace.elementwise import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 
-_Reader = tuple[Any, int]  # a scan, and the position of the stack among those that it reads
 
-
-def leave(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
-    """``args`` of a jaxpr that runs once a step: those stacks are left to its loops that were to be
-    gathered in advance, and that loops alone read, the first of them one layer ahead."""
+def defer(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
+    """``args`` of a jaxpr that runs once a step, without what was gathered in advance of stacks
+    that loops alone read, the first of them one layer ahead: that loop fills those."""
     jaxpr, _ = jaxprs.open_jaxpr(closed)
+    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
     return [
         dataclasses.replace(x, whole=None, fills=True)
-        if _is_stack(x, gatherer.axis) and _fills(list(_readers(jaxpr, v)), x, gatherer)
+        if _is_stack(x, gatherer.axis) and _fills(x, list(readers(jaxpr, v)), uses)
         else x
         for v, x in zip(jaxpr.invars, args, strict=True)
     ]
@@ -76,16 +74,16 @@ class Filling:
     ) -> list[tuple[Shard, Shard]]:
         """Each shard, and the same gathered, of what the first iteration was given and what all of
         them have stacked. The last one has gathered its own layer again, for nobody."""
-        step, last = (-1, 0) if self._reverse else (1, -1)
-        found = []
+        ahead, last = (-1, 0) if self._reverse else (1, -1)
+        pairs = []
         for (i, d), layer, stack in zip(
             self._dimensions.items(), self.layers(first), stacks, strict=True
         ):
             stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
-            moved = FilledStack(stack, d, step)
+            moved = FilledStack(stack, d, ahead)
             x = self._xs[i]
-            found.append((x, dataclasses.replace(x, whole=moved.whole, moved=moved, fills=False)))
-        return found
+            pairs.append((x, dataclasses.replace(x, whole=moved.whole, moved=moved, fills=False)))
+        return pairs
 
 
 def _is_stack(x: Any, axis: str) -> bool:
@@ -95,35 +93,10 @@ def _is_stack(x: Any, axis: str) -> bool:
     return x.spec[0] is None and len(layout.dimensions(x.spec, axis)) == 1
 
 
-def _fills(readers: list[_Reader | None], x: Shard, gatherer: Gatherer) -> bool:
-    if len(readers) < 2 or readers[0] is None or None in readers:
+def _fills(x: Shard, loops: list[Reader | None], uses: Uses) -> bool:
+    """Whether the first of the loops over a stack gathers it one layer ahead, as it is."""
+    direct = [loop for loop in loops if loop is not None and not loop.cast]
+    if len(direct) < max(2, len(loops)):
         return False
-    dtype = gathered_dtype(*readers[0], x, gatherer)
+    dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
-
-
-def _readers(jaxpr: Any, v: Any) -> Iterator[_Reader | None]:
-    """The loops that take the layers of ``v``, in order; None for another use."""
-    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    for eqn in jaxpr.eqns:
-        for i in (i for i, x in enumerate(eqn.invars) if x is v):
-            if eqn.primitive is prims.scan_p:
-                at = i - sum(jaxprs.scan_counts(eqn))
-                yield (eqn, at) if at >= 0 else None
-            elif eqn.primitive in jaxprs.CALLS and eqn.primitive is not prims.remat_p:
-                (body,) = jaxprs.bodies(eqn)
-                yield from _readers(body, body.invars[i])
-            elif not _on_shards(jaxpr, eqn, i):
-                yield None
-    if any(x is v for x in jaxpr.outvars):
-        yield None
-
-
-def _on_shards(jaxpr: Any, eqn: Any, i: int) -> bool:
-    """Whether an equation, and what is cast by it, needs nothing gathered of its operand ``i``."""
-    name, out = eqn.primitive.name, eqn.outvars[0]
-    if name == CAST:
-        return not list(_readers(jaxpr, out))
-    return name in REDUCTIONS or (
-        name in ELEMENTWISE and out.aval.shape == eqn.invars[i].aval.shape
-    )

@@ -52,7 +52,7 @@ class Scope:
       window: what holds gathers back in a body; None where they are free.
       cotangent: of the last block of the backward pass that was held back.
       batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
-      products: by variable, the products in here that are not summed over the devices yet.
+      row_sums: by variable, the sums in here that are not added up over the devices yet.
       of_layer: whether this is one layer's stretch, in a loop over layers.
     """
 
@@ -71,20 +71,20 @@ class Scope:
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
-    products: Mapping[Any, Any] = field(default_factory=dict)
+    row_sums: Mapping[Any, Any] = field(default_factory=dict)
     of_layer: bool = False
 
-    def known(self, value: Any) -> Any:
+    def as_filled(self, value: Any) -> Any:
         """``value``, gathered if a loop in here has filled it."""
         return self.filled.get(id(value), (value, value))[1]
 
-    def inner(self, products: Mapping[Any, Any] | None = None, *, of_layer: bool = False) -> Scope:
-        """That of a loop's iteration or a block, with products of its own."""
+    def inner(self, row_sums: Mapping[Any, Any] | None = None, *, of_layer: bool = False) -> Scope:
+        """That of a loop's iteration or a block, with partial sums of its own."""
         return Scope(
             share=True,
             replace=self.replace,
             host=self.host,
-            products=products or {},
+            row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
         )
 
@@ -159,7 +159,7 @@ class Gatherer:
         """One parameter whole, for a use beside the operands ``rest``.
 
         A scope that shares gathers has one of each parameter."""
-        shard = scope.known(shard)
+        shard = scope.as_filled(shard)
         if shard.whole is not None:
             return shard.whole
         if shard.narrow is not None:  # half the bytes

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.partial_sums import add_up
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
@@ -90,4 +90,4 @@ def by_group(eqn: Any, values: Sequence[jax.Array], groups: int) -> jax.Array:
 
 def total(table: jax.Array, parts: jax.Array) -> jax.Array:
     """The table and the parts of all groups, added up in the table's dtype."""
-    return table + lax.reduce(parts, jnp.zeros((), parts.dtype), lax.add, (0,))
+    return table + add_up(parts, 0)

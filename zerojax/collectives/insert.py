@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
@@ -28,7 +27,7 @@ from zerojax.collectives import (
     lookups,
     loops,
     order,
-    parts,
+    partial_sums,
     propagate,
     residuals,
     reuse,
@@ -37,6 +36,7 @@ from zerojax.collectives import (
 )
 from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
+from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.scans import Scans
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, travelling
@@ -77,8 +77,8 @@ class Inserter(Scans):
     ) -> None:
         super().__init__(mesh, axis, keep=keep)
         self.share, self.overlap = share or keep, overlap
-        parts = batch_devices(mesh) * sequence_size(mesh)
-        self.smallest = None if away is None else away * parts
+        shares = batch_devices(mesh) * sequence_size(mesh)
+        self.smallest = None if away is None else away * shares
         self._known = reuse.Known()
         self.left = away is None  # what was asked to leave, or it has been said that nothing does
 
@@ -139,11 +139,13 @@ class Inserter(Scans):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
-            if any(isinstance(v, parts.Parts) for v in values):
-                if parts.links(eqn):
+            if any(isinstance(v, PartialSum) for v in values):
+                if partial_sums.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)
                     continue
-                values = [parts.total(v, self) if isinstance(v, parts.Parts) else v for v in values]
+                values = [
+                    partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
+                ]
             scope.adjacent = shared.get(id(eqn))
             with jaxprs.traced_where(eqn):
                 if (
@@ -182,8 +184,8 @@ class Inserter(Scans):
             values[0] = lax.optimization_barrier(values[0])
         if wanted.passes(eqn) and eqn.outvars[0] not in scope.summed:
             return jaxprs.bind(eqn, values)
-        if eqn.outvars and (product := scope.products.get(eqn.outvars[0])) is not None:
-            return [product.parts(values, self)]
+        if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
+            return [row_sum.partial(values, self)]
         outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
         reduced = [
             ReducedGradient(o, wants[v])
@@ -265,8 +267,8 @@ class Inserter(Scans):
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
-        outs = self.run(inner, values, scope.inner(scope.products), want)
-        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, parts.Parts)]
+        outs = self.run(inner, values, scope.inner(scope.row_sums), want)
+        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, PartialSum)]
         scope.reduced.append([ReducedGradient(plain(o), w) for o, w in made if w is not None])
         return outs
 
@@ -279,10 +281,12 @@ class Inserter(Scans):
         through = [travelling(values[i]) for i in here]
         held = lax.optimization_barrier([plain(v) for v in through])
         early = [i for i, v in enumerate(through) if self.overlap and self._is_gathered(v)]
-        earlier, scope.cotangent = scope.cotangent, _last(held, but=early)
+        others = [x for i, x in enumerate(held) if i not in early]
+        earlier, scope.cotangent = scope.cotangent, others[-1] if others else None
         if earlier is not None and early:
-            _, *first = lax.optimization_barrier([earlier, *(plain(through[i]) for i in early)])
-            held = [dict(zip(early, first, strict=True)).get(i, x) for i, x in enumerate(held)]
+            _, *free = lax.optimization_barrier([earlier, *(plain(through[i]) for i in early)])
+            for i, x in zip(early, free, strict=True):
+                held[i] = x
         operands = list(map(like, through, held))
         done = scope.reduced[-2] if len(scope.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
@@ -340,8 +344,3 @@ class Inserter(Scans):
         )
         carry = self.all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
-
-
-def _last(values: Sequence[jax.Array], but: Sequence[int]) -> jax.Array | None:
-    """The last of ``values``, without those at the positions ``but``."""
-    return next((values[i] for i in reversed(range(len(values))) if i not in but), None)

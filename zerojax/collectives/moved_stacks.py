@@ -15,14 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives as prims
 
 from zerojax.collectives import many
 from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.readers import readers
 from zerojax.collectives.shard import MovedStack, Shard
-from zerojax.collectives.uses import CAST
 from zerojax.plan import layout
-from zerojax.trace.elementwise import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 
 
@@ -32,7 +30,7 @@ def move(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     return [
         _moved(x, d, gatherer)
-        if (d := _dimension(x, gatherer)) is not None and _only_read_by_loops(jaxpr, v)
+        if (d := _dimension(x, gatherer)) is not None and None not in readers(jaxpr, v)
         else x
         for v, x in zip(jaxpr.invars, args, strict=True)
     ]
@@ -60,31 +58,6 @@ def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
     if x.rounded is None:
         return dataclasses.replace(x, whole=whole, moved=moved)
     return dataclasses.replace(x, rounded=whole, moved=moved)
-
-
-def _only_read_by_loops(jaxpr: Any, v: Any) -> bool:
-    """Whether all that needs a stack whole are loops that take it layer by layer."""
-    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    return not any(x is v for x in jaxpr.outvars) and all(
-        _reads_layers(jaxpr, eqn, i)
-        for eqn in jaxpr.eqns
-        for i, x in enumerate(eqn.invars)
-        if x is v
-    )
-
-
-def _reads_layers(jaxpr: Any, eqn: Any, i: int) -> bool:
-    if eqn.primitive is prims.scan_p:
-        return i >= sum(jaxprs.scan_counts(eqn))
-    if eqn.primitive in jaxprs.CALLS and eqn.primitive is not prims.remat_p:
-        (body,) = jaxprs.bodies(eqn)
-        return _only_read_by_loops(body, body.invars[i])
-    if eqn.primitive.name == CAST:
-        return _only_read_by_loops(jaxpr, eqn.outvars[0])
-    # What is made element by element is gathered itself.
-    on_shards = eqn.primitive.name in ELEMENTWISE
-    same = on_shards and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
-    return same or eqn.primitive.name in REDUCTIONS
 
 
 def of(x: Any) -> MovedStack | None:

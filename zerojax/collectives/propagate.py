@@ -100,7 +100,7 @@ def moves(name: str) -> bool:
     return name in FORWARD or name in LABELS
 
 
-def undone(eqn: Any) -> bool:
+def reversible(eqn: Any) -> bool:
     """Whether an equation moves the elements of one operand, so that :func:`backward` knows it."""
     name = eqn.primitive.name
     return name in BACKWARD and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
@@ -108,4 +108,4 @@ def undone(eqn: Any) -> bool:
 
 def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     """The spec of the operand of an equation, from that of its result; None likewise."""
-    return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if undone(eqn) else None
+    return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if reversible(eqn) else None

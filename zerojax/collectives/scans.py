@@ -56,7 +56,7 @@ class Scans(Gatherer):
           leaving: What waits in host memory for the backward pass.
         """
         a, n = jaxprs.scan_counts(eqn)
-        values = [scope.known(v) for v in values]
+        values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
         values = self.all_known(values, scope)
         sums = loops.Sums(eqn, want[:n])
@@ -91,7 +91,7 @@ class Scans(Gatherer):
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
-            within = scope.inner(later.products, of_layer=layers)
+            within = scope.inner(later.row_sums, of_layer=layers)
             outs = self.run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
             given, outs = later.passed(given, reduced, outs, before)

@@ -72,7 +72,7 @@ def trace_back(
 
 def passes(eqn: Any) -> bool:
     """Whether :func:`trace_back` follows the constraint through this equation."""
-    return eqn.primitive.name in _PASSES or propagate.undone(eqn)
+    return eqn.primitive.name in _PASSES or propagate.reversible(eqn)
 
 
 def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:

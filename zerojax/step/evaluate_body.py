@@ -88,7 +88,7 @@ def evaluate_body(
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
     if k == 1 and setting.inserter.overlap:
-        given = filled.leave(closed, given, setting.inserter)
+        given = filled.defer(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()

@@ -1,4 +1,4 @@
-"""A gradient as the devices' parts of it, to be summed later.
+"""A gradient as the devices' partial sums, to be added up later.
 
 Each device has summed over its own rows of the batch. The sum over the devices is a reduce-scatter,
 which may run beside other work by then.
@@ -26,26 +26,26 @@ _SAME_SHAPE = LABELS | {"convert_element_type", "neg"}
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class PartialSum:
     """A gradient that is not summed over the devices yet.
 
     Attributes:
       value: [devices, *shape], each device's part on itself, with the dimension that the shard axis
         is to cut in front of the others. A copy in that order costs nothing, a later one does.
-      product: What makes them.
+      row_sum: What makes them.
       links: Equations of one operand that give the gradient from the sum.
     """
 
     value: jax.Array
-    product: Product
+    row_sum: RowSum
     links: tuple[Any, ...] = ()
 
-    def then(self, eqn: Any) -> Parts:
+    def then(self, eqn: Any) -> PartialSum:
         """What the equation makes of the gradient."""
         return replace(self, links=(*self.links, eqn))
 
 
-class Product(NamedTuple):
+class RowSum(NamedTuple):
     """A sum over the rows of a batch, whose result is a gradient.
 
     Attributes:
@@ -65,19 +65,19 @@ class Product(NamedTuple):
         return layout.dimensions(self.spec, axis)[0]
 
     def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
-        """Of the parts."""
+        """Of the partial sums."""
         shape, at = list(self.eqn.outvars[0].aval.shape), self.at(gatherer.axis)
         return gatherer.mesh.size, shape.pop(at), *shape
 
-    def parts(self, values: Sequence[jax.Array], gatherer: Gatherer) -> Parts:
+    def partial(self, values: Sequence[jax.Array], gatherer: Gatherer) -> PartialSum:
         """Each device's sum over its own rows."""
-        n, apart = gatherer.mesh.size, []
+        n, axes, apart = gatherer.mesh.size, batch_axes(gatherer.mesh), []
         for x, at in zip(values, self.rows, strict=True):
             x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
-            axes = batch_axes(gatherer.mesh)
             apart.append(gatherer.constrain(x, [axes if d == at else None for d in range(x.ndim)]))
-        made = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
-        return Parts(pinned(jnp.moveaxis(made, 1 + self.at(gatherer.axis), 1), gatherer), self)
+        value = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+        value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
+        return PartialSum(pinned(value, gatherer), self)
 
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
         contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
@@ -96,34 +96,37 @@ class Product(NamedTuple):
     def _added(self, x: jax.Array) -> jax.Array:
         (at,) = self.rows
         axes = [d + (d >= at) for d in jaxprs.param(self.eqn, "axes")]
-        made = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, axes)
-        return jnp.moveaxis(made, at - sum(d < at for d in axes), 0)
+        return jnp.moveaxis(add_up(x, *axes), at - sum(d < at for d in axes), 0)
 
 
-def pinned(parts: jax.Array, gatherer: Gatherer) -> jax.Array:
-    """Parts [devices, ...], each on its device."""
-    return gatherer.constrain(parts, (batch_axes(gatherer.mesh), *(None,) * (parts.ndim - 1)))
+def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
+    """Partial sums [devices, ...], each on its device."""
+    return gatherer.constrain(value, (batch_axes(gatherer.mesh), *(None,) * (value.ndim - 1)))
 
 
-def total(parts: Parts, gatherer: Gatherer) -> jax.Array:
+def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """The gradient, as its shard: summed and cut within each replica group, and then summed over
     the groups."""
-    axis, axes = gatherer.axis, list(batch_axes(gatherer.mesh))
-    x = parts.value.reshape(*(gatherer.mesh.shape[name] for name in axes), *parts.value.shape[1:])
-    for name in sorted(axes, key=lambda name: name != axis):
-        x = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (axes.index(name),))
-        axes.remove(name)
-        rest = (None,) * (x.ndim - len(axes) - 1)
-        if name == axis:
-            x = gatherer.constrain(x, (*axes, None, *rest))
-        x = gatherer.constrain(x, (*axes, axis, *rest))
-    at = parts.product.at(axis)
-    x = gatherer.constrain(jnp.moveaxis(x, 0, at), parts.product.spec)
-    for eqn in parts.links:
+    axis, axes, value = gatherer.axis, batch_axes(gatherer.mesh), partial.value
+    groups = [name for name in axes if name != axis]
+    x = value.reshape(*(gatherer.mesh.shape[name] for name in axes), *value.shape[1:])
+    x = add_up(x, axes.index(axis))
+    rest = (None,) * (x.ndim - len(groups) - 1)
+    x = gatherer.constrain(x, (*groups, None, *rest))
+    x = gatherer.constrain(x, (*groups, axis, *rest))
+    if groups:
+        x = gatherer.constrain(add_up(x, 0), (axis, *rest))
+    x = gatherer.constrain(jnp.moveaxis(x, 0, partial.row_sum.at(axis)), partial.row_sum.spec)
+    for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x
 
 
+def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
+    """The sum over dimensions, in the dtype of ``x``."""
+    return lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dimensions)
+
+
 def links(eqn: Any) -> bool:
     """Whether an equation moves the elements of one operand, or rounds them."""
-    return eqn.primitive.name in _SAME_SHAPE or propagate.undone(eqn)
+    return eqn.primitive.name in _SAME_SHAPE or propagate.reversible(eqn)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 
 import zerojax
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.report import console, console_table, markdown_table, write_dated
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.models import gpt, llama
 from zerojax.models.tensor_parallel import MODEL, TensorParallel
@@ -208,11 +207,9 @@ def main() -> None:
     title = "Tensor parallelism on absent H100s"
     console().print(console_table(rows(found), title=title, caption=ABOUT))
     if options.record:
-        stem = options.record / f"{datetime.date.today()}-tensor_parallel"
-        figures = [dataclasses.asdict(each) for each in found]
-        write_json(stem.with_suffix(".json"), {"cases": figures})
-        parts = [heading(title, ", no GPU"), ABOUT, markdown_table(rows(found), texts=3)]
-        stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+        figures = {"cases": [dataclasses.asdict(each) for each in found]}
+        table = markdown_table(rows(found), texts=3)
+        write_dated(options.record, "tensor_parallel", title, figures, ABOUT, table)
 
 
 if __name__ == "__main__":

@@ -310,6 +310,16 @@ def sequence_size(given: Mesh | AbstractMesh) -> int:
     return given.shape.get(SEQUENCE, 1)
 
 
+def nearest_multiples(size: int, n: int) -> str:
+    """The multiples of ``n`` around a ``size`` that ``n`` does not divide, for a message.
+
+    >>> nearest_multiples(10, 4), nearest_multiples(3, 4)
+    ('8 or 12', '4')
+    """
+    below = size - size % n
+    return f"{below} or {below + n}" if below else str(n)
+
+
 def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes that share the rows of a batch, in the mesh's order: the shard axis, and "replica"
     where the mesh has one."""

@@ -45,12 +45,12 @@ def fused_attention(
             q, k, v, is_causal=True, sliding_window=sliding_window, implementation=implementation
         )
 
-    return zero.per_device(attention, cut={**(cut or {}), **_heads(zero)})
+    return zero.per_device(attention, cut=_heads_cut(zero, cut))
 
 
-def _heads(zero: Zero) -> dict[str, int]:
-    """The axis "seq" and the dimension of heads, which that axis cuts around attention."""
-    return {SEQUENCE: 2} if zero.sequence else {}
+def _heads_cut(zero: Zero, cut: Mapping[str, int] | None) -> dict[str, int]:
+    """``cut``, and the axis "seq" with the dimension of heads, which it cuts around attention."""
+    return {**(cut or {}), **({SEQUENCE: 2} if zero.sequence else {})}
 
 
 def chosen(zero: Zero | None, asked: str) -> str:
@@ -89,6 +89,6 @@ def planned_attention(
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_there(zero.mesh):
-        heads = {**(cut or {}), **_heads(zero)}
+        heads = _heads_cut(zero, cut)
         return assumed_attention(functools.partial(zero.per_device, cut=heads))
     return fused_attention(zero, name, cut=cut)

@@ -240,9 +240,9 @@ class GPT(nn.Module):
             )
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
-        places = jnp.arange(tokens.shape[1])
+        positions = jnp.arange(tokens.shape[1])
         x = tensor.looked_up(wte(tokens)) if tensor else wte(tokens)
-        x = x + wpe(sequence.positions(places) if sequence else places)
+        x = x + wpe(sequence.positions(positions) if sequence else positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
         # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
@@ -257,8 +257,8 @@ class GPT(nn.Module):
             x, _ = stack(c, deterministic, kernels, attention, sequence, tensor, name="h")(x, None)
         else:
             for i in range(c.n_layer):
-                one = block(c, deterministic, kernels, attention, sequence, tensor, name=f"h_{i}")
-                x, _ = one(x)
+                layer = block(c, deterministic, kernels, attention, sequence, tensor, name=f"h_{i}")
+                x, _ = layer(x)
         x = _layer_norm(c, "ln_f", kernels)(x)
         if kernels and targets is not None:
             return kernels.losses(x, wte.embedding, targets)

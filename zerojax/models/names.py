@@ -17,9 +17,8 @@ from typing import Any
 
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
-from zerojax.models.attention import planned_attention
+from zerojax.models.attention import Attention, planned_attention
 from zerojax.models.tensor_parallel import TensorParallel
-from zerojax.step.sequence import SequenceAxis
 
 
 def _gpt(
@@ -31,9 +30,8 @@ def _gpt(
     attention: str = "auto",
 ) -> gpt.GPT:
     config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
-    tensor = _tensor(zero)
-    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
-    return gpt.GPT(config, attention=fused, sequence=_sequence(zero), tensor=tensor)
+    fused, over = _on_devices(zero, attention)
+    return gpt.GPT(config, attention=fused, **over)
 
 
 def _llama(
@@ -45,18 +43,15 @@ def _llama(
     attention: str = "auto",
 ) -> llama.Llama:
     config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
-    tensor = _tensor(zero)
+    fused, over = _on_devices(zero, attention)
+    return llama.Llama(config, fused or llama.grouped_attention, **over)
+
+
+def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, dict[str, Any]]:
+    """The attention, and the fields by which a model knows of the mesh's axes."""
+    tensor = TensorParallel.of(zero.mesh) if zero else None
     fused = planned_attention(zero, attention, tensor.cut if tensor else None)
-    fused = fused or llama.grouped_attention
-    return llama.Llama(config, fused, sequence=_sequence(zero), tensor=tensor)
-
-
-def _tensor(zero: Zero | None) -> TensorParallel | None:
-    return TensorParallel.of(zero.mesh) if zero else None
-
-
-def _sequence(zero: Zero | None) -> SequenceAxis | None:
-    return zero.sequence if zero else None
+    return fused, {"sequence": zero.sequence if zero else None, "tensor": tensor}
 
 
 def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:

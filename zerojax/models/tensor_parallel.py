@@ -28,7 +28,13 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import SEQUENCE, automatic, batch_axes, sequence_size
+from zerojax.devices.mesh import (
+    SEQUENCE,
+    automatic,
+    batch_axes,
+    nearest_multiples,
+    sequence_size,
+)
 
 MODEL = "model"
 
@@ -143,7 +149,7 @@ class TensorParallel:
             written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise ValueError(
                 f"{name} = {size} does not divide among the {n} devices of the mesh axis "
-                f"{self.axis!r}: make it {_nearest(size, n)}, or "
+                f"{self.axis!r}: make it {nearest_multiples(size, n)}, or "
                 + (
                     f"{self.axis!r} {_listed(fits)}"
                     if fits
@@ -159,18 +165,18 @@ class TensorParallel:
             raise ValueError(
                 f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
                 f"{self.axis!r}, which cuts them between blocks: pad or cut the rows to "
-                f"{_nearest(size, n)}"
+                f"{nearest_multiples(size, n)}"
             )
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """[B, T, D] with its tokens cut, whole: before a product of columns. An all-gather, and a
         reduce-scatter of the gradient."""
-        return _moved(x, self._at(3), self._at(3, 1))
+        return _resharded(x, self._at(3), self._at(3, 1))
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """[B, T, D] with its tokens cut, of partial sums: behind a product of rows. A
         reduce-scatter, and an all-gather of the gradient."""
-        return _moved(x, self._at(3, 1), self._at(3))
+        return _resharded(x, self._at(3, 1), self._at(3))
 
     def looked_up(self, x: jax.Array) -> jax.Array:
         """[B, T, D] with its tokens cut, of rows of a table whose rows are cut: each device has
@@ -194,11 +200,10 @@ class TensorParallel:
         kernel has side by side. Pieces change places, as those of the gradient do."""
         *rest, wide = weights.shape
         split = weights.reshape(*rest, count, wide // count)
-        rank = split.ndim
-        there = NamedSharding(self.mesh, PartitionSpec(*[None] * (rank - 1), self.axis))
-        back = NamedSharding(self.mesh, PartitionSpec(self.axis) if rest else PartitionSpec())
+        columns = NamedSharding(self.mesh, PartitionSpec(*[None] * (split.ndim - 1), self.axis))
+        rows = NamedSharding(self.mesh, PartitionSpec(self.axis) if rest else PartitionSpec())
         # The gradient is made with F cut: else XLA gathers the activations that it is made from.
-        return lax.with_sharding_constraint(_moved(split, there, back), there)
+        return lax.with_sharding_constraint(_resharded(split, columns, rows), columns)
 
     def _at(self, rank: int, dimension: int = 0) -> NamedSharding:
         """A dimension cut over the axis, none where it is 0; rows as they lie. Tokens are cut over
@@ -247,24 +252,21 @@ def _listed(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _nearest(size: int, n: int) -> str:
-    below, above = size - size % n, size - size % n + n
-    return f"{below} or {above}" if below else str(above)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, there: NamedSharding, back: NamedSharding) -> jax.Array:
-    """x as `there` has it, its gradient as `back`: a constraint alone would keep the gradient's
+def _resharded(x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding) -> jax.Array:
+    """x, and its gradient, each with its sharding: a constraint alone would keep the gradient's
     partial sums whole."""
-    return lax.with_sharding_constraint(x, there)
+    return lax.with_sharding_constraint(x, of_x)
 
 
-def _moved_fwd(x: jax.Array, there: NamedSharding, back: NamedSharding) -> Any:
-    return _moved(x, there, back), None
+def _resharded_fwd(x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding) -> Any:
+    return _resharded(x, of_x, of_gradient), None
 
 
-def _moved_bwd(there: NamedSharding, back: NamedSharding, _: None, grad: jax.Array) -> Any:
-    return (lax.with_sharding_constraint(grad, back),)
+def _resharded_bwd(
+    of_x: NamedSharding, of_gradient: NamedSharding, _: None, gradient: jax.Array
+) -> Any:
+    return (lax.with_sharding_constraint(gradient, of_gradient),)
 
 
-_moved.defvjp(_moved_fwd, _moved_bwd)
+_resharded.defvjp(_resharded_fwd, _resharded_bwd)

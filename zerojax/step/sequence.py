@@ -25,6 +25,7 @@ from zerojax.devices.mesh import (
     batch_axes,
     batch_devices,
     explicit_axes,
+    nearest_multiples,
     sequence_size,
 )
 
@@ -152,8 +153,7 @@ def check_tokens(what: str, tokens: int, size: int) -> None:
       ValueError: With the axis and what to do.
     """
     if tokens % size:
-        less = tokens - tokens % size
-        fits = " or ".join(str(n) for n in (less, less + size) if n)
+        fits = nearest_multiples(tokens, size)
         raise ValueError(
             f"{what}: its dimension of {tokens} tokens does not divide among the {size} devices of "
             f"the axis {SEQUENCE!r}: make it {fits}, with a mask for what is filled up. Tokens and "

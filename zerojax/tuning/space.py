@@ -12,6 +12,7 @@ from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
 from zerojax.config.profiling import AutotuningConfig
+from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (
     LIVE,
     OFFLOADS,
@@ -151,7 +152,7 @@ def left_open(
     if isinstance(total, int) and total % world:
         raise ConfigError(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
-            f"{total - total % world or world} or {total - total % world + world}"
+            + nearest_multiples(total, world)
         )
     space = Space(
         stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),

@@ -77,7 +77,7 @@ class Study(Trials):
 
     def run(self, choice: Choice) -> float | None:
         """Seconds of a step of a choice, run on the devices; None where it does not run there."""
-        decorated, made = self._made(choice.config(self._config, self.world), choice)
+        decorated, made = self._decorated(choice.config(self._config, self.world), choice)
         self._note(f"{choice}: running")
         try:
             return seconds_of_a_step(decorated, made)
@@ -85,7 +85,7 @@ class Study(Trials):
             self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
 
-    def _made(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
+    def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
         """The decorator and the workload of a choice, whose own specs the decorator has."""
         decorated = zero(config, mesh=self._mesh)
         made = self._workload(decorated, choice)
@@ -104,7 +104,7 @@ class Study(Trials):
             # A program that reads a disk cannot be compiled for absent devices. On its way to the
             # device a parameter lies in host memory in either case.
             config = dataclasses.replace(config, offload_param=OffloadParam())
-        decorated, made = self._made(config, choice)
+        decorated, made = self._decorated(config, choice)
         state = decorated.abstract_state(made.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(made.train_step)

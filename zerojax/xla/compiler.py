@@ -60,13 +60,13 @@ def options(
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True
     if overlap and (layer or _before_hopper(device)):
-        # Otherwise one starts where the one before has ended, and is waited for itself.
+        # Otherwise a collective starts where the one before has ended, and is waited for.
         ours["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
     if layer:
         # Otherwise each iteration copies the layer that it has made over the one that it was given.
         ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
     if layer > COMBINED:
-        # Collectives run one at a time: of two that are gathered ahead the first is waited for.
+        # A device runs one collective after the other: of two that gather ahead one is waited for.
         ours["xla_gpu_all_gather_combine_threshold_bytes"] = layer
     return {**ours, **(chosen or {})}
 

@@ -72,7 +72,7 @@ class Ahead:
     def _gathered(self, x: Shard, dtype: jnp.dtype, index: Any) -> jax.Array:
         shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
         shard = self._gatherer.constrain(shard, x.spec[1:])
-        return self._gatherer.whole(shard.astype(dtype), x.spec[1:])
+        return self._gatherer.whole(shard.astype(dtype), x.spec[1:], quantized=x.quantized)
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""

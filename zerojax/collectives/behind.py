@@ -15,15 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives as prims
 
 from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.partial_sums import PartialSum, RowSum, links, pinned, total
+from zerojax.collectives.partial_sums import PartialSum, RowSum, links, pinned, row_sum_of, total
 from zerojax.collectives.shard import ReducedGradient
-from zerojax.devices.mesh import batch_devices
-from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
@@ -47,9 +44,7 @@ class Behind:
         self._want = want
         self._behind: dict[int, RowSum] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
-        # Rows that are shared along their tokens have no part of a sum each.
-        alone = batch_devices(gatherer.mesh) == gatherer.mesh.size > 1
-        if rows is None or not alone or self._length < LEAST:
+        if rows is None or not gatherer.alone or self._length < LEAST:
             return
         body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
         results = body.outvars[len(body.outvars) - len(want) :]
@@ -156,7 +151,7 @@ class _Search:
                 (inner,) = jaxprs.bodies(eqn)
                 return self.row_sum(inner, inner.outvars[eqn.outvars.index(v)], spec, after)
             if not links(eqn):
-                return self._checked(eqn, spec, after)
+                return row_sum_of(eqn, self._rows, spec, self._gatherer, after)
             after = (eqn, *after)
             if propagate.reversible(eqn):
                 spec = propagate.backward(eqn, spec, self._gatherer.mesh)
@@ -170,31 +165,3 @@ class _Search:
             made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
             self._seen[id(jaxpr)] = made, Counter(jaxprs.variables(used))
         return self._seen[id(jaxpr)]
-
-    def _checked(self, eqn: Any, spec: Spec, after: tuple[Any, ...]) -> RowSum | None:
-        """The sum that an equation is, if rows can be told and each device can keep a piece."""
-        axis, cut = self._gatherer.axis, layout.dimensions(spec, self._gatherer.axis)
-        if len(cut) != 1 or spec[cut[0]] != axis:
-            return None  # one that stays whole costs what it would take to hide it
-        size = eqn.outvars[0].aval.shape[cut[0]]
-        rows = None if size % self._gatherer.mesh.shape[axis] else self._rows_of(eqn)
-        return None if rows is None else RowSum(eqn, rows, spec, after)
-
-    def _rows_of(self, eqn: Any) -> tuple[int, ...] | None:
-        """The dimensions of rows of the operands, over which the equation sums."""
-        if eqn.primitive is prims.reduce_sum_p:
-            summed = [(d,) for d in jaxprs.param(eqn, "axes")]
-        elif eqn.primitive is prims.dot_general_p:
-            contracted, batched = jaxprs.param(eqn, "dimension_numbers")
-            # Under automatic axes the sharding of a product names nothing.
-            placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
-            if any(batched) or any(placed):
-                return None
-            summed = list(zip(*contracted, strict=True))
-        else:
-            return None
-        sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
-        exact = [dims for dims, size in sizes.items() if size == self._rows]
-        several = [dims for dims, size in sizes.items() if size % self._rows == 0]
-        rows = exact if exact else several if len(several) == 1 else []
-        return rows[0] if rows else None

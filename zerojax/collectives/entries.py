@@ -21,6 +21,7 @@ class _Form(NamedTuple):
     dtypes: tuple[Any, ...]
     whole: jax.Array | None
     moved: MovedStack | None
+    quantized: bool
 
 
 class Entries:
@@ -62,7 +63,8 @@ class Entries:
             return entry
         own = known is not None and known.dtype == entry.dtype
         whole, rounded = (known, None) if own else (None, known)
-        shard = widened(Shard(entry, x.spec[1:], whole, rounded=rounded), widenings(x))
+        entered = Shard(entry, x.spec[1:], whole, rounded=rounded, quantized=x.quantized)
+        shard = widened(entered, widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: Any) -> Any:
@@ -75,15 +77,16 @@ class Entries:
             if of is None and not self._brief:
                 return y.whole
             whole, moved = (None, None) if of is None else (of.rounded, of.moved)
-        self._forms[i] = _Form(y.spec, widenings(y), whole, moved)
+        self._forms[i] = _Form(y.spec, widenings(y), whole, moved, y.quantized)
         return plain(narrowest(y))
 
     def stacked(self, i: int, y: jax.Array) -> Any:
         """The stack of result ``i``, given what the loop has made."""
         if i not in self._forms:
             return y
-        spec, dtypes, whole, moved = self._forms[i]
-        return widened(Shard(y, (None, *spec), whole, moved=moved), dtypes)
+        spec, dtypes, whole, moved, quantized = self._forms[i]
+        stack = Shard(y, (None, *spec), whole, moved=moved, quantized=quantized)
+        return widened(stack, dtypes)
 
 
 def _as_read(x: Any) -> jax.Array | MovedStack | None:

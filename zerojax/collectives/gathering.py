@@ -15,11 +15,14 @@ from jax.sharding import Mesh
 from zerojax.collectives import many
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
+from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import Window
-from zerojax.devices.mesh import REPLICA
+from zerojax.devices.mesh import REPLICA, batch_devices
+from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.quantized import AS_THEY_ARE, Sent, block_of
 from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 
@@ -51,7 +54,8 @@ class Scope:
       summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
       cotangent: of the last block of the backward pass that was held back.
-      batch_rows: of the batch, where loops in here reduce gradients one iteration behind.
+      batch_rows: of the batch; None where unknown.
+      behind: whether loops in here reduce gradients one iteration behind.
       row_sums: by variable, the sums in here that are not added up over the devices yet.
       of_layer: whether this is one layer's stretch, in a loop over layers.
     """
@@ -71,6 +75,7 @@ class Scope:
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
+    behind: bool = False
     row_sums: Mapping[Any, Any] = field(default_factory=dict)
     of_layer: bool = False
 
@@ -84,6 +89,7 @@ class Scope:
             share=True,
             replace=self.replace,
             host=self.host,
+            batch_rows=self.batch_rows,
             row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
         )
@@ -100,10 +106,11 @@ class Gatherer:
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
+      sent: How parameters and gradients are sent.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool) -> None:
-        self.mesh, self.axis, self.keep = mesh, axis, keep
+    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = AS_THEY_ARE) -> None:
+        self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._apart: frozenset[str] = frozenset()
 
@@ -114,15 +121,30 @@ class Gatherer:
         apart.replicas, apart._apart = 1, frozenset(axes)
         return apart
 
+    @property
+    def alone(self) -> bool:
+        """Whether each device has rows of its own to sum over: not where some share rows along
+        their tokens or a model's dimension, nor on lanes."""
+        return batch_devices(self.mesh) == self.mesh.size > 1 and not self._apart
+
+    @property
+    def near(self) -> int:
+        """The devices of the axis in one host, which gradients that are sent quantized are summed
+        over first; 1 where that is not the same everywhere."""
+        return near(self.mesh, self.axis)
+
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """``value``, sharded as a spec says."""
         if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
 
-    def whole(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    def whole(self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False) -> jax.Array:
         """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
-        made it behind the gather and send twice the bytes."""
+        made it behind the gather and send twice the bytes. Codes and scales of one that is
+        ``quantized`` XLA gathers together."""
+        if quantized and (block := self._block(value, spec)) is not None:
+            return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
         pinned = self.constrain(value, spec)
         # XLA would gather over the innermost part first, and send all of that between hosts then.
         for _, part in layout.parts_of(spec, self.axis)[-2::-1]:
@@ -130,9 +152,30 @@ class Gatherer:
             pinned = self.constrain(pinned, near)
         return self.constrain(pinned, layout.without(spec, self.axis))
 
-    def secondary(self, value: jax.Array, spec: Sequence[Any], partly: Spec) -> jax.Array:
+    def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
+        """The extent of a quantized block; None for a value that has none."""
+        return block_of(value.shape, spec, self.mesh, self.axis, self.sent.weights)
+
+    def _as_codes(
+        self,
+        value: jax.Array,
+        spec: Sequence[Any],
+        block: Sequence[int],
+        gather: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """What is gathered of a value as codes and scales."""
+        assert self.sent.weights is not None
+        form = self.sent.weights.format
+        codes, scales = map(gather, quantize(self.constrain(value, spec), block, form))
+        return dequantize(codes, scales, form, value.dtype)
+
+    def secondary(
+        self, value: jax.Array, spec: Sequence[Any], partly: Spec, *, quantized: bool = False
+    ) -> jax.Array:
         """All-gathers a shard between partitions, to be gathered within one later: a barrier keeps
         XLA from gathering at once."""
+        if quantized and (block := self._block(value, spec)) is not None:
+            return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
         pinned = self.constrain(self.constrain(value, spec), partly)
         return self.constrain(lax.optimization_barrier(pinned), partly)
 
@@ -149,7 +192,7 @@ class Gatherer:
             if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep or i in live:
-                wholes[i] = self.whole(shard.value, shard.spec)
+                wholes[i] = self.whole(shard.value, shard.spec, quantized=shard.quantized)
         together = many.gather_together([*little.values()], self.mesh, self.constrain)
         for i, whole in zip(little, together, strict=True):
             wholes[i] = whole
@@ -168,7 +211,7 @@ class Gatherer:
         if id(shard) in gathered:
             return gathered[id(shard)][1]
         if shard.host:
-            whole = self.whole(fetched(shard.value), shard.spec)
+            whole = self.whole(fetched(shard.value), shard.spec, quantized=shard.quantized)
             if scope.share:
                 scope.gathered[id(shard)] = shard, whole
             return whole
@@ -180,7 +223,7 @@ class Gatherer:
             scope.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
-        whole = self.whole(value, shard.spec)
+        whole = self.whole(value, shard.spec, quantized=shard.quantized)
         if scope.share or scope.adjacent is not None:
             gathered[id(shard)] = shard, whole
         return whole
@@ -233,7 +276,7 @@ class Gatherer:
         """Brings a parameter from host memory to the device: as a shard, or whole."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
-        return Shard(self.constrain(fetched(v.value), v.spec), v.spec)
+        return Shard(self.constrain(fetched(v.value), v.spec), v.spec, quantized=v.quantized)
 
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of one equation, the shards among them gathered."""

@@ -10,19 +10,32 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
+from zerojax.collectives import partial_sums
 from zerojax.collectives.gathering import Gatherer, is_sharded
-from zerojax.collectives.partial_sums import add_up
+from zerojax.collectives.partial_sums import add_up, row_sum_of
 from zerojax.collectives.uneven import bind_padded
-from zerojax.devices.mesh import REPLICA
+from zerojax.devices.mesh import REPLICA, axis_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.quantized import blocks_of
 from zerojax.xla import jaxprs
 
 
 def bind_summed(
-    eqn: Any, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
+    eqn: Any,
+    values: Sequence[jax.Array],
+    specs: Sequence[Spec | None],
+    gatherer: Gatherer,
+    rows: int | None,
 ) -> list[jax.Array]:
-    """The results of an equation; gradients summed over the devices, as their specs say."""
+    """The results of an equation; gradients summed over the devices, as their specs say.
+
+    ``rows`` are those of the batch; None where unknown.
+    """
+    if gatherer.sent.gradients is not None and len(specs) == 1 and specs[0] is not None:
+        made = _bind_quantized(eqn, values, specs[0], gatherer, rows)
+        if made is not None:
+            return [made]
     place = gatherer.scatter
     if eqn.primitive is prims.scatter_add_p:
         # The gradient of a lookup with fewer rows than its table: gathering those moves less.
@@ -39,6 +52,28 @@ def bind_summed(
             return [gatherer.constrain(whole, spec)]
     outs = jaxprs.bind(eqn, values)
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+
+
+def _bind_quantized(
+    eqn: Any, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: int | None
+) -> jax.Array | None:
+    """The result of an equation, summed quantized over the devices; None where each device's own
+    part cannot be told, or is not sent quantized."""
+    shape, axis, mesh = eqn.outvars[0].aval.shape, gatherer.axis, gatherer.mesh
+    cut, devices = layout.dimensions(spec, axis), axis_size(mesh, axis)
+    if len(cut) != 1:
+        return None
+    moved = shape[cut[0]], *shape[: cut[0]], *shape[cut[0] + 1 :]
+    if blocks_of(moved, devices, gatherer.sent.gradients) is None:
+        return None
+    if (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
+        return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
+    whole = gatherer.alone and layout.parts(spec[cut[0]], mesh) == devices
+    # Of fewer rows than the table has the rows are sent, which is less.
+    if whole and can_split(eqn, mesh.size) and not _few_rows(eqn):
+        parts = jnp.moveaxis(by_group(eqn, values, mesh.size), 1 + cut[0], 1)
+        return values[0] + partial_sums.summed(partial_sums.pinned(parts, gatherer), spec, gatherer)
+    return None
 
 
 def at_one_index(eqn: Any) -> bool:

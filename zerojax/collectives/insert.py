@@ -45,6 +45,7 @@ from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.quantized import AS_THEY_ARE, Sent
 from zerojax.trace import changes, marks
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
@@ -63,6 +64,7 @@ class Inserter(Scans):
       away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
         if a block's has at least so many elements a device; None keeps all on the device.
       overlap: loops gather one iteration ahead, and a body without loops no further than a window.
+      sent: how parameters and gradients are sent.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Inserter(Scans):
         share: bool = False,
         away: int | None = None,
         overlap: bool = True,
+        sent: Sent = AS_THEY_ARE,
     ) -> None:
-        super().__init__(mesh, axis, keep=keep)
+        super().__init__(mesh, axis, keep=keep, sent=sent)
         self.share, self.overlap = share or keep, overlap
         shares = batch_devices(mesh) * sequence_size(mesh)
         self.smallest = None if away is None else away * shares
@@ -95,7 +98,7 @@ class Inserter(Scans):
 
         ``want`` has the specs of those results that are gradients, None for the others. ``host``
         says how gradients leave for host memory; None where they stay. ``rows`` are those of the
-        batch, where loops may reduce gradients one iteration behind.
+        batch; None where leaves of the batch differ.
         """
         free = self.keep or self._apart or not self.overlap
         window = None if free else Window.of(self.mesh, self.axis)
@@ -105,7 +108,8 @@ class Inserter(Scans):
             replace=replace or {},
             host=host,
             window=window,
-            batch_rows=rows if late else None,
+            batch_rows=rows,
+            behind=late,
         )
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
         if not self.left and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
@@ -186,7 +190,8 @@ class Inserter(Scans):
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
-        outs = gradients.bind_summed(eqn, values, [wants.get(v) for v in eqn.outvars], self)
+        specs = [wants.get(v) for v in eqn.outvars]
+        outs = gradients.bind_summed(eqn, values, specs, self, scope.batch_rows)
         reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -253,7 +258,17 @@ class Inserter(Scans):
         if narrow is not None:
             (narrow,) = self._on_shards(eqn, [narrow], spec)
         out = self.constrain(out, spec)
-        return [Shard(out, spec, whole, narrow=narrow, rounded=rounded, moved=moved)]
+        return [
+            Shard(
+                out,
+                spec,
+                whole,
+                narrow=narrow,
+                rounded=rounded,
+                moved=moved,
+                quantized=all(v.quantized for v in values if isinstance(v, Shard)),
+            )
+        ]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]

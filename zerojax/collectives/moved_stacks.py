@@ -53,7 +53,8 @@ def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
     assert known is not None
     order = (d, *(i for i in range(known.ndim) if i != d))
     value = lax.transpose(x.value.astype(known.dtype), order)
-    moved = MovedStack(gatherer.whole(value, [x.spec[i] for i in order]), d)
+    spec = [x.spec[i] for i in order]
+    moved = MovedStack(gatherer.whole(value, spec, quantized=x.quantized), d)
     whole = jnp.moveaxis(moved.value, 0, d)
     if x.rounded is None:
         return dataclasses.replace(x, whole=whole, moved=moved)

@@ -57,7 +57,7 @@ def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
 
 def _held(v: Any, wait: jax.Array, constrain: Callable[..., jax.Array]) -> Any:
     if isinstance(v, Shard):
-        return Shard(constrain(_choose(wait, v.value), v.spec), v.spec)
+        return Shard(constrain(_choose(wait, v.value), v.spec), v.spec, quantized=v.quantized)
     return _choose(wait, v)
 
 

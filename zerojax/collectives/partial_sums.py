@@ -6,6 +6,7 @@ which may run beside other work by then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,12 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.devices.mesh import batch_axes
+from zerojax.collectives.quantization import dequantize, quantize
+from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SubAxis
+from zerojax.plan.quantized import Format, blocks_of
 from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
@@ -105,21 +109,97 @@ def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
 
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
-    """The gradient, as its shard: summed and cut within each replica group, and then summed over
-    the groups."""
-    axis, axes, value = gatherer.axis, batch_axes(gatherer.mesh), partial.value
-    groups = [name for name in axes if name != axis]
-    x = value.reshape(*(gatherer.mesh.shape[name] for name in axes), *value.shape[1:])
-    x = add_up(x, axes.index(axis))
-    rest = (None,) * (x.ndim - len(groups) - 1)
-    x = gatherer.constrain(x, (*groups, None, *rest))
-    x = gatherer.constrain(x, (*groups, axis, *rest))
-    if groups:
-        x = gatherer.constrain(add_up(x, 0), (axis, *rest))
-    x = gatherer.constrain(jnp.moveaxis(x, 0, partial.row_sum.at(axis)), partial.row_sum.spec)
+    """The gradient, as its shard."""
+    row_sum = partial.row_sum
+    x = summed(partial.value, row_sum.spec, gatherer)
     for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x
+
+
+def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+    """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
+    and then added up over the groups.
+
+    A large matrix is sent quantized where gradients are so (qgZ), and its sum is made on arrival,
+    in float32. Parts of the axis are summed over one after the other, the innermost first, so that
+    least is sent between hosts.
+
+    Args:
+      value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
+      spec: Of the sum's shard.
+    """
+    axis, mesh, axes = gatherer.axis, gatherer.mesh, batch_axes(gatherer.mesh)
+    (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
+    parts = [name for _, name in layout.parts_of(spec, axis)]  # the innermost first
+    how = gatherer.sent.gradients
+    block = blocks_of(value.shape[1:], n, how)
+    pieces = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
+    if block is not None and parts == [axis] and 1 < gatherer.near < n:
+        far = n // gatherer.near
+        pieces = [SubAxis(axis, 1, far).name, SubAxis(axis, far, gatherer.near).name]
+        parts = pieces[::-1]
+    devices = [p for name in axes for p in (reversed(parts) if name == axis else [name])]
+    x = value.reshape(*(layout.parts(name, mesh) for name in devices), *value.shape[1:])
+    if block is None or how is None:
+        x = _scattered(x, devices, parts, gatherer)
+    else:
+        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer)
+    groups, rest = [name for name in axes if name != axis], (None,) * (value.ndim - 2)
+    if groups:
+        x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
+    return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
+
+
+def _scattered(
+    x: jax.Array, devices: list[str], parts: Sequence[str], gatherer: Gatherer
+) -> jax.Array:
+    """Partial sums [*devices, *shape], added up over those of ``parts`` and cut by each of them."""
+    cut: tuple[str, ...] = ()
+    for name in parts:
+        x = add_up(x, devices.index(name))
+        devices = [each for each in devices if each != name]
+        rest = (None,) * (x.ndim - len(devices) - 1)
+        x = gatherer.constrain(x, (*devices, cut or None, *rest))
+        cut = (*cut, name)
+        x = gatherer.constrain(x, (*devices, cut, *rest))
+    return x
+
+
+def _exchanged(
+    x: jax.Array,
+    devices: list[str],
+    parts: Sequence[str],
+    pieces: Sequence[str],
+    block: Sequence[int],
+    form: Format,
+    gatherer: Gatherer,
+) -> jax.Array:
+    """The same, sent to those who have the piece, as codes and scales, and added up there.
+
+    Args:
+      x: [*devices, *shape], the dimension that is cut in front.
+      devices: The parts of axes that x lies on.
+      parts: Those that are summed over, one after the other.
+      pieces: The same as they cut the dimension, the outermost first.
+      block: The extent of a block in each dimension of a piece.
+      form: Of the codes.
+    """
+    sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
+    piece = shape[0] // math.prod(sizes), *shape[1:]
+    x = x.reshape(*x.shape[: len(devices)], *sizes, *piece)
+    lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
+    for name in parts:
+        source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
+        comes = list(lies)
+        comes[source], comes[to] = None, name
+        widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
+        codes = quantize(gatherer.constrain(x, lies), widths, form)
+        sent = [gatherer.constrain(gatherer.constrain(y, lies), comes) for y in codes]
+        x, lies = add_up(dequantize(*sent, form, jnp.float32), source), comes
+        lies.pop(source)
+        x = gatherer.constrain(x, lies)
+    return x.reshape(*x.shape[: len(lies) - len(piece) - len(pieces)], *shape)
 
 
 def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
@@ -130,3 +210,45 @@ def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
 def links(eqn: Any) -> bool:
     """Whether an equation moves the elements of one operand, or rounds them."""
     return eqn.primitive.name in _SAME_SHAPE or propagate.reversible(eqn)
+
+
+def row_sum_of(
+    eqn: Any, rows: int | None, spec: Spec, gatherer: Gatherer, after: tuple[Any, ...] = ()
+) -> RowSum | None:
+    """The sum over a batch's rows that an equation is; None where rows cannot be told, or where not
+    every device could keep a piece of the sum.
+
+    Args:
+      eqn: The equation.
+      rows: In a batch; None where unknown.
+      spec: Of the sum's shard.
+      after: The equations that give a gradient from the sum.
+    """
+    axis, cut = gatherer.axis, layout.dimensions(spec, gatherer.axis)
+    if rows is None or not gatherer.alone or len(cut) != 1:
+        return None  # one that stays whole costs what it would take to hide it
+    n = axis_size(gatherer.mesh, axis)
+    if layout.parts(spec[cut[0]], gatherer.mesh) != n or eqn.outvars[0].aval.shape[cut[0]] % n:
+        return None
+    at = _rows_of(eqn, rows)
+    return None if at is None else RowSum(eqn, at, spec, after)
+
+
+def _rows_of(eqn: Any, rows: int) -> tuple[int, ...] | None:
+    """The dimensions of rows of the operands, over which the equation sums."""
+    if eqn.primitive is prims.reduce_sum_p:
+        summed = [(d,) for d in jaxprs.param(eqn, "axes")]
+    elif eqn.primitive is prims.dot_general_p:
+        contracted, batched = jaxprs.param(eqn, "dimension_numbers")
+        # Under automatic axes the sharding of a product names nothing.
+        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
+        if any(batched) or any(placed):
+            return None
+        summed = list(zip(*contracted, strict=True))
+    else:
+        return None
+    sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
+    exact = [dims for dims, size in sizes.items() if size == rows]
+    several = [dims for dims, size in sizes.items() if size % rows == 0]
+    found = exact if exact else several if len(several) == 1 else []
+    return found[0] if found else None

@@ -41,7 +41,8 @@ def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> li
         if _is_large(x, gatherer.axis):
             dtypes = uses.dtypes(jaxpr, v, x.spec)
             if len(dtypes) == 1 and v.aval.dtype not in dtypes:
-                whole = gatherer.whole(x.value.astype(*dtypes), x.spec)
+                narrow = x.value.astype(*dtypes)
+                whole = gatherer.whole(narrow, x.spec, quantized=x.quantized)
                 x = dataclasses.replace(x, whole=None, rounded=whole)
         entered.append(x)
     return entered

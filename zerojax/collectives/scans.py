@@ -76,7 +76,7 @@ class Scans(Gatherer):
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
         ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
-        later = Behind(eqn, want[n:], self, scope.batch_rows)
+        later = Behind(eqn, want[n:], self, scope.batch_rows if scope.behind else None)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]

@@ -64,7 +64,8 @@ class Shard:
     in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
     ahead, see :mod:`zerojax.collectives.ahead`. ``moved`` is what was gathered in advance as a loop
     reads it, see :mod:`zerojax.collectives.moved_stacks`. One that ``fills`` is a stack that the
-    first loop over it gathers layer by layer, and keeps, see :mod:`zerojax.collectives.filled`.
+    first loop over it gathers layer by layer, and keeps, see :mod:`zerojax.collectives.filled`. One
+    that is ``quantized`` is gathered in blocks of a few bits.
 
     One in host memory (``host``) comes to the device where it is used; its spec may be without
     the shard axis. A gradient there brings its ``sums`` along, see
@@ -80,6 +81,7 @@ class Shard:
     rounded: jax.Array | None = None
     moved: MovedStack | None = None
     fills: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True, eq=False)

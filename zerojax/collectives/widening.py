@@ -32,7 +32,9 @@ def widenings(value: Any) -> tuple[Any, ...]:
 def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     """A shard after these casts."""
     for dtype in dtypes:
-        shard = Shard(shard.value.astype(dtype), shard.spec, narrow=shard)
+        shard = Shard(
+            shard.value.astype(dtype), shard.spec, narrow=shard, quantized=shard.quantized
+        )
     return shard
 
 
@@ -58,9 +60,9 @@ def arrived(value: Any, new: Any) -> Any:
     if not isinstance(source, Shard):
         return new
     if source.rounded is not None:
-        new = Shard(source.value, source.spec, rounded=new)
+        new = Shard(source.value, source.spec, rounded=new, quantized=source.quantized)
     elif source.whole is not None:
-        new = Shard(source.value, source.spec, new)
+        new = Shard(source.value, source.spec, new, quantized=source.quantized)
     return new if source is value else widened(new, widenings(value))
 
 
@@ -79,4 +81,4 @@ def _gathered(value: Any) -> jax.Array | None:
 
 def like(value: Any, new: jax.Array) -> Any:
     """A new array in place of that of a shard, or of an array."""
-    return Shard(new, value.spec) if isinstance(value, Shard) else new
+    return Shard(new, value.spec, quantized=value.quantized) if isinstance(value, Shard) else new

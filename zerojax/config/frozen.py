@@ -65,6 +65,11 @@ class ZeroConfig:
         group; -1 (or 0) for one group of all devices.
       zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
         step, at stage 3: those of a host; 1 for none.
+      zero_quantized_weights: Whether parameters are gathered in blocks of few bits (qwZ).
+      zero_quantized_weights_dtype: The codes of these, "int8" or "float8_e4m3fn".
+      zero_quantized_gradients: Whether gradients are reduced in such blocks (qgZ).
+      zero_quantized_gradients_dtype: The codes of these, "int8" or "int4".
+      zero_quantized_block_size: Elements of a block; None for about 256, as divides each array.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
@@ -121,6 +126,11 @@ class ZeroConfig:
     overlap_comm: bool | None = None
     mics_shard_size: int = -1
     zero_hpz_partition_size: int = 1
+    zero_quantized_weights: bool = False
+    zero_quantized_weights_dtype: str = "int8"
+    zero_quantized_gradients: bool = False
+    zero_quantized_gradients_dtype: str = "int8"
+    zero_quantized_block_size: int | None = None
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000

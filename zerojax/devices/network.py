@@ -6,10 +6,12 @@ network_speed("400gb")                            # 5e10 bytes a second
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
@@ -25,6 +27,17 @@ def nodes_of(mesh: Mesh) -> tuple[int, ...]:
     a slice of TPUs.
     """
     return tuple(map(_node, mesh.devices.flat))
+
+
+@functools.cache
+def near(mesh: Mesh, axis: str) -> int:
+    """Neighbouring devices along an axis that are in one node; 1 where the number differs."""
+    nodes = np.reshape(nodes_of(mesh), mesh.devices.shape)
+    lines = np.moveaxis(nodes, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    count = int(np.sum(lines[0] == lines[0, 0]))
+    blocks = lines.reshape(len(lines), -1, count) if lines.shape[1] % count == 0 else None
+    alike = blocks is not None and bool((blocks == blocks[:, :, :1]).all())
+    return count if alike else 1
 
 
 def _node(device: Any) -> int:

@@ -23,6 +23,7 @@ from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
+from zerojax.plan.quantized import sent
 from zerojax.step.call import Rearranged, Static, divide, join
 from zerojax.step.evaluate_body import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
@@ -101,6 +102,7 @@ class EvaluationProgram:
             keep=self._config.stage < 3,
             share=True,
             overlap=overlap,
+            sent=sent(self._config),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)

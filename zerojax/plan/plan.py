@@ -43,6 +43,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
+from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
 from zerojax.plan.stored import pad, shown, stored
 from zerojax.train_state.state_parts import Parts
@@ -240,7 +241,7 @@ class Plan:
             for note in config.notes
             if note.status in ("default", "resolved", "no effect")
         ]
-        notes += [*self._far(), *self.live.notes]
+        notes += [*self._far(), *self.live.notes, *self.quantized.notes]
         platform = self.mesh.devices.flat[0].platform
         if self.config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
@@ -287,6 +288,11 @@ class Plan:
     def live(self) -> Live:
         """Compute parameters that stay gathered over an update."""
         return Live(self.config, self.compute, self.mesh, self.axis)
+
+    @functools.cached_property
+    def quantized(self) -> QuantizedWeights:
+        """Compute parameters that are gathered in blocks of few bits (qwZ)."""
+        return QuantizedWeights(self.config, self.compute, self.mesh, self.axis)
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Compute parameters as the devices of one partition hold them during a step (hpZ)."""

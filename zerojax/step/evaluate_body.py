@@ -144,6 +144,7 @@ def enter(
       by_partition: Whether they have secondary shards (hpZ).
     """
     entered: list[Any] = []
+    quantized = plan.quantized.paths
     for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
         spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
@@ -156,8 +157,10 @@ def enter(
         if by_partition and not away and not inserter.share:
             secondary = plan.secondary_spec(leaf)
         if secondary is not None and x is not None:
-            x, spec = inserter.secondary(x, spec, secondary), secondary
-        entered.append(Shard(x, spec, host=away) if cut else x)
+            x = inserter.secondary(x, spec, secondary, quantized=leaf.path in quantized)
+            spec = secondary
+        few = leaf.path in quantized
+        entered.append(Shard(x, spec, host=away, quantized=few) if cut else x)
     stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
     live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
     return [

@@ -15,6 +15,7 @@ from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
+from zerojax.plan.quantized import sent
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Rearranged
@@ -71,6 +72,7 @@ class StepSetting:
             keep=config.stage < 3,
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
+            sent=sent(config),
         )
 
 

@@ -1,0 +1,193 @@
+"""Which arrays are sent in blocks of a few bits, and the blocks (ZeRO++)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jax.sharding import Mesh
+
+from zerojax.config import ConfigError, ZeroConfig
+from zerojax.devices.mesh import axis_size
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.rule import SMALL
+from zerojax.plan.table import size
+
+Format = Literal["int8", "int4", "float8_e4m3fn"]
+
+BLOCK = 256
+"""Elements of a block, at the least, where no size is given: the scale is 1.6% of int8 codes."""
+
+
+class Quantization(NamedTuple):
+    """How an array is sent.
+
+    Attributes:
+      format: Of the codes.
+      block_size: Elements of a block; None for about 256, as divides each array.
+    """
+
+    format: Format
+    block_size: int | None = None
+
+
+class Sent(NamedTuple):
+    """How what is sharded is sent, where it is sent quantized; None for as it is."""
+
+    weights: Quantization | None = None
+    gradients: Quantization | None = None
+
+
+AS_THEY_ARE = Sent()
+
+
+def blocks_of(
+    shape: Sequence[int], pieces: int, how: Quantization | None
+) -> tuple[int, ...] | None:
+    """The same of one of equal pieces of an array, cut along its first dimension."""
+    if how is None or len(shape) < 2 or math.prod(shape) <= SMALL or shape[0] % pieces:
+        return None
+    block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
+    return None if how.format == "int4" and block is not None and block[-1] % 2 else block
+
+
+def block_of(
+    shape: Sequence[int], spec: Spec, mesh: Mesh, axis: str, how: Quantization | None
+) -> tuple[int, ...] | None:
+    """The extent of a block in each dimension of an array; None where there is none.
+
+    A block lies in one device's piece of the array, cut over all of ``axis`` even where ``spec``
+    names a part: what was gathered between partitions has the same blocks when it is gathered
+    within one.
+    """
+    if how is None or len(shape) < 2 or math.prod(shape) <= SMALL:
+        return None
+    piece = [_piece(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)]
+    return extents(piece, how.block_size)
+
+
+def _piece(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
+    """The extent of a device's piece; 1 where the pieces are not equal."""
+    names = layout.axes(entry)
+    if any(layout.whole_axis(name) == axis for name in names):
+        others = tuple(name for name in names if layout.whole_axis(name) != axis)
+        pieces = layout.parts(others, mesh) * axis_size(mesh, axis)
+        if size % pieces == 0:
+            return size // pieces
+    pieces = layout.parts(entry, mesh)
+    return 1 if size % pieces else size // pieces
+
+
+def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | None:
+    """The extent of a block in each dimension of one device's piece.
+
+    A block takes the last dimension first. Without a size a block has at least 256 elements, and
+    fewer than twice as many where the dimensions divide so; None where none of ``block_size``
+    elements does.
+
+    Example:
+      >>> extents((512, 4096), None), extents((4096, 172), None), extents((25, 1600), None)
+      ((1, 256), (2, 172), (1, 320))
+      >>> extents((12, 40), 256) is None
+      True
+    """
+    found, left = [], block_size or BLOCK
+    for size in reversed(piece):
+        if block_size:
+            found.append(math.gcd(size, left))
+            left //= found[-1]
+        else:
+            found.append(_extent(size, left))
+            left = -(-left // found[-1])
+    return None if block_size and left > 1 else tuple(reversed(found))
+
+
+def _extent(size: int, least: int) -> int:
+    """A divisor of ``size``: the smallest of at least ``least`` elements, unless that is over twice
+    as much; the largest below ``least`` then."""
+    divisors = [k for k in range(1, min(size, 2 * least) + 1) if size % k == 0]
+    return next((k for k in divisors if k >= least), divisors[-1])
+
+
+_AS_THEY_ARE = re.compile(r"(embedding|scale|bias)\W*$")
+"""What flax calls tables, norms and biases, which are little or whose rows are looked up."""
+
+
+class QuantizedWeights:
+    """The compute parameters that are gathered in blocks (qwZ).
+
+    Args:
+      config: What the plan is made for.
+      leaves: The compute parameters.
+      mesh, axis: The devices, and the axis over which ZeRO shards.
+
+    Raises:
+      ConfigError: No block of ``zero_quantized_block_size`` elements divides one of them.
+    """
+
+    def __init__(self, config: ZeroConfig, leaves: Sequence[Leaf], mesh: Mesh, axis: str) -> None:
+        self._how, self._mesh, self._axis = sent(config).weights, mesh, axis
+        self._sharded = [leaf for leaf in leaves if leaf.sharded and self._how is not None]
+        self.leaves = [*filter(self._takes, self._sharded)]
+
+    def _takes(self, leaf: Leaf) -> bool:
+        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > SMALL
+        if not matrix or _AS_THEY_ARE.search(leaf.path):
+            return False
+        return self._block(leaf) is not None
+
+    def _block(self, leaf: Leaf) -> tuple[int, ...] | None:
+        spec = layout.full(leaf.spec, len(leaf.shape))
+        block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
+        asked = None if self._how is None else self._how.block_size
+        if asked and block is None:
+            piece = layout.piece(leaf.shape, spec, self._mesh)
+            raise ConfigError(
+                f"zero_optimization.zero_quantized_block_size = {asked} elements make no block of "
+                f"{leaf.path} {tuple(leaf.shape)}, of which a device has {piece}: set a size of "
+                f"which each dimension takes a divisor, such as {_dividing(piece, asked)}, or null"
+            )
+        return block
+
+    @functools.cached_property
+    def paths(self) -> frozenset[str]:
+        return frozenset(leaf.path for leaf in self.leaves)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What is gathered quantized, and what is not, in a sentence."""
+        if self._how is None:
+            return
+        form, others = self._how.format, [x for x in self._sharded if x.path not in self.paths]
+        yield (
+            f"zero_quantized_weights: {len(self.leaves)} parameters "
+            f"({size(sum(leaf.bytes for leaf in self.leaves))}) are gathered as {form}; "
+            f"{len(others)} ({size(sum(leaf.bytes for leaf in others))}) as they are: "
+            + (", ".join(leaf.path for leaf in others[:4]) + ", ..." * (len(others) > 4))
+        )
+
+
+def sent(config: ZeroConfig) -> Sent:
+    """How a config has what is sharded sent."""
+    if config.stage == 0:
+        return AS_THEY_ARE
+    block = config.zero_quantized_block_size
+    weights = Quantization(config.zero_quantized_weights_dtype, block)  # type: ignore[arg-type]
+    grads = Quantization(config.zero_quantized_gradients_dtype, block)  # type: ignore[arg-type]
+    return Sent(
+        weights if config.zero_quantized_weights else None,
+        grads if config.zero_quantized_gradients else None,
+    )
+
+
+def _dividing(piece: Sequence[int], asked: int) -> int:
+    """The elements of a block that divides a piece, about as many as were asked for."""
+    left = asked
+    for n in reversed(piece):
+        left //= math.gcd(n, left)
+    return asked // left

@@ -20,6 +20,7 @@ from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, 
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.gathering import plain
+from zerojax.collectives.partial_sums import is_quantized, of_all
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 
@@ -285,8 +286,11 @@ class MicroBatches:
         """The sum over all lanes; on the way in the dtype of the gradients, as with one
         micro-batch."""
         assert self.lanes is not None
-        total = self.lanes.summed(totals.astype(x.variable.aval.dtype))
-        if (spec := self._wants.get(x.variable)) is not None:
+        spec, low = self._wants.get(x.variable), totals.astype(x.variable.aval.dtype)
+        if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
+            return of_all(low, spec, self._inserter).astype(totals.dtype)
+        total = self.lanes.summed(low)
+        if spec is not None:
             total = self._inserter.scatter_parts(total, spec)
         return total.astype(totals.dtype)
 

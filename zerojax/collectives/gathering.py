@@ -107,12 +107,17 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: How parameters and gradients are sent.
+
+    Attributes:
+      as_they_are: Large gradients that are not sent quantized where others are: what makes them,
+        and their shape.
     """
 
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = AS_THEY_ARE) -> None:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._apart: frozenset[str] = frozenset()
+        self.as_they_are: list[tuple[str, tuple[int, ...]]] = []
 
     def on_lanes(self, axes: Sequence[str]) -> Self:
         """The same for a program that runs on lanes, see :mod:`zerojax.accumulation.lanes`: along
@@ -154,7 +159,7 @@ class Gatherer:
 
     def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
         """The extent of a quantized block; None for a value that has none."""
-        return block_of(value.shape, spec, self.mesh, self.axis, self.sent.weights)
+        return block_of(value.shape, tuple(spec), self.mesh, self.axis, self.sent.weights)
 
     def _as_codes(
         self,

@@ -12,12 +12,11 @@ from jax.extend.core import primitives as prims
 
 from zerojax.collectives import partial_sums
 from zerojax.collectives.gathering import Gatherer, is_sharded
-from zerojax.collectives.partial_sums import add_up, row_sum_of
+from zerojax.collectives.partial_sums import add_up, is_quantized, row_sum_of
 from zerojax.collectives.uneven import bind_padded
-from zerojax.devices.mesh import REPLICA, axis_size
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.quantized import blocks_of
 from zerojax.xla import jaxprs
 
 
@@ -59,20 +58,15 @@ def _bind_quantized(
 ) -> jax.Array | None:
     """The result of an equation, summed quantized over the devices; None where each device's own
     part cannot be told, or is not sent quantized."""
-    shape, axis, mesh = eqn.outvars[0].aval.shape, gatherer.axis, gatherer.mesh
-    cut, devices = layout.dimensions(spec, axis), axis_size(mesh, axis)
-    if len(cut) != 1:
-        return None
-    moved = shape[cut[0]], *shape[: cut[0]], *shape[cut[0] + 1 :]
-    if blocks_of(moved, devices, gatherer.sent.gradients) is None:
+    shape, devices = eqn.outvars[0].aval.shape, gatherer.mesh.size
+    if not is_quantized(shape, spec, gatherer):
         return None
     if (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
-    whole = gatherer.alone and layout.parts(spec[cut[0]], mesh) == devices
     # Of fewer rows than the table has the rows are sent, which is less.
-    if whole and can_split(eqn, mesh.size) and not _few_rows(eqn):
-        parts = jnp.moveaxis(by_group(eqn, values, mesh.size), 1 + cut[0], 1)
-        return values[0] + partial_sums.summed(partial_sums.pinned(parts, gatherer), spec, gatherer)
+    if gatherer.alone and can_split(eqn, devices) and not _few_rows(eqn):
+        return values[0] + partial_sums.of_all(by_group(eqn, values, devices), spec, gatherer)
+    gatherer.as_they_are.append((eqn.primitive.name, shape))
     return None
 
 

@@ -53,7 +53,7 @@ class RowSum(NamedTuple):
     """A sum over the rows of a batch, whose result is a gradient.
 
     Attributes:
-      eqn: The dot_general, or the reduce_sum.
+      eqn: The dot_general, the convolution, or the reduce_sum.
       rows: The dimension of rows of each operand.
       spec: Of the sum's shard.
       links: The equations that give the loop's result from it.
@@ -79,9 +79,16 @@ class RowSum(NamedTuple):
         for x, at in zip(values, self.rows, strict=True):
             x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
             apart.append(gatherer.constrain(x, [axes if d == at else None for d in range(x.ndim)]))
-        value = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+        value = self._made(apart)
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
         return PartialSum(pinned(value, gatherer), self)
+
+    def _made(self, apart: list[jax.Array]) -> jax.Array:
+        """[devices, ...] of operands whose rows are divided by device."""
+        if self.eqn.primitive is prims.conv_general_dilated_p:
+            split = jax.vmap(lambda *each: jaxprs.bind(self.eqn, each)[0], in_axes=self.rows)
+            return split(*apart)
+        return self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
 
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
         contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
@@ -115,6 +122,12 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x
+
+
+def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+    """The sum over the devices of their parts [devices, *shape], cut as ``spec`` says."""
+    (at,) = layout.dimensions(spec, gatherer.axis)
+    return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
 
 
 def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
@@ -194,9 +207,11 @@ def _exchanged(
         comes = list(lies)
         comes[source], comes[to] = None, name
         widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
-        codes = quantize(gatherer.constrain(x, lies), widths, form)
-        sent = [gatherer.constrain(gatherer.constrain(y, lies), comes) for y in codes]
-        x, lies = add_up(dequantize(*sent, form, jnp.float32), source), comes
+        codes, scales = (
+            gatherer.constrain(gatherer.constrain(y, lies), comes)
+            for y in quantize(gatherer.constrain(x, lies), widths, form)
+        )
+        x, lies = add_up(dequantize(codes, scales, form, jnp.float32), source), comes
         lies.pop(source)
         x = gatherer.constrain(x, lies)
     return x.reshape(*x.shape[: len(lies) - len(piece) - len(pieces)], *shape)
@@ -216,7 +231,8 @@ def row_sum_of(
     eqn: Any, rows: int | None, spec: Spec, gatherer: Gatherer, after: tuple[Any, ...] = ()
 ) -> RowSum | None:
     """The sum over a batch's rows that an equation is; None where rows cannot be told, or where not
-    every device could keep a piece of the sum.
+    every device could keep a piece of the sum: one that stays whole costs what it would take to
+    hide or to quantize it.
 
     Args:
       eqn: The equation.
@@ -224,18 +240,34 @@ def row_sum_of(
       spec: Of the sum's shard.
       after: The equations that give a gradient from the sum.
     """
-    axis, cut = gatherer.axis, layout.dimensions(spec, gatherer.axis)
-    if rows is None or not gatherer.alone or len(cut) != 1:
-        return None  # one that stays whole costs what it would take to hide it
-    n = axis_size(gatherer.mesh, axis)
-    if layout.parts(spec[cut[0]], gatherer.mesh) != n or eqn.outvars[0].aval.shape[cut[0]] % n:
+    shape = eqn.outvars[0].aval.shape
+    if rows is None or not gatherer.alone or cut_evenly(shape, spec, gatherer) is None:
         return None
     at = _rows_of(eqn, rows)
     return None if at is None else RowSum(eqn, at, spec, after)
 
 
+def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | None:
+    """The dimension of an array of which every device has an equal piece; None for none."""
+    cut, n = layout.dimensions(spec, gatherer.axis), axis_size(gatherer.mesh, gatherer.axis)
+    if len(cut) != 1 or layout.parts(spec[cut[0]], gatherer.mesh) != n or shape[cut[0]] % n:
+        return None
+    return cut[0]
+
+
+def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
+    """Whether :func:`summed` sends a gradient quantized."""
+    at = cut_evenly(shape, spec, gatherer)
+    if at is None:
+        return False
+    moved = shape[at], *shape[:at], *shape[at + 1 :]
+    n = axis_size(gatherer.mesh, gatherer.axis)
+    return blocks_of(moved, n, gatherer.sent.gradients) is not None
+
+
 def _rows_of(eqn: Any, rows: int) -> tuple[int, ...] | None:
     """The dimensions of rows of the operands, over which the equation sums."""
+    summed: list[tuple[int, ...]]
     if eqn.primitive is prims.reduce_sum_p:
         summed = [(d,) for d in jaxprs.param(eqn, "axes")]
     elif eqn.primitive is prims.dot_general_p:
@@ -245,6 +277,11 @@ def _rows_of(eqn: Any, rows: int) -> tuple[int, ...] | None:
         if any(batched) or any(placed):
             return None
         summed = list(zip(*contracted, strict=True))
+    elif eqn.primitive is prims.conv_general_dilated_p:
+        # A kernel's gradient takes the batch for input features.
+        numbers = jaxprs.param(eqn, "dimension_numbers")
+        groups = [jaxprs.param(eqn, f"{kind}_group_count") for kind in ("feature", "batch")]
+        summed = [] if groups != [1, 1] else [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
     else:
         return None
     sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}

@@ -97,12 +97,12 @@ def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | N
       True
     """
     found, left = [], block_size or BLOCK
-    for size in reversed(piece):
+    for extent in reversed(piece):
         if block_size:
-            found.append(math.gcd(size, left))
+            found.append(math.gcd(extent, left))
             left //= found[-1]
         else:
-            found.append(_extent(size, left))
+            found.append(_extent(extent, left))
             left = -(-left // found[-1])
     return None if block_size and left > 1 else tuple(reversed(found))
 

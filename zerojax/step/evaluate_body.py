@@ -104,6 +104,8 @@ def evaluate_body(
             return without_unused_gradients(closed), shapes
 
         sharded = config.stage >= 2
+        # Quantized gradients are no sums of a lane's own.
+        alone = config.offload_param or (sharded and config.zero_quantized_gradients)
         micro_batches = MicroBatches(
             trace_used,
             closed,
@@ -114,7 +116,7 @@ def evaluate_body(
             setting.inserter,
             want,
             sharded=sharded,
-            lanes=None if config.offload_param else Lanes.of(setting.plan.mesh, sharded=sharded),
+            lanes=None if alone else Lanes.of(setting.plan.mesh, sharded=sharded),
             dtype=DTYPES[config.grad_accum_dtype],
         )
         outs = micro_batches(given, replace)

@@ -20,7 +20,7 @@ LONG = {
     "zero_optimization": {
         "stage": 3,
         "stage3_gather_16bit_weights_on_model_save": True,
-        "zero_quantized_weights": True,
+        "legacy_stage1": True,
     },
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "fp16": {"enabled": True, "loss_scale": "big [red]"},
@@ -133,7 +133,7 @@ def test_all_keys(path):
     path.write_text("{}")
     result = run(path, "--all")
     assert result.exit_code == 0
-    assert "zero_optimization.zero_quantized_weights" in result.output
+    assert "zero_optimization.legacy_stage1" in result.output
     assert "fp16.consecutive_hysteresis" in result.output
 
 

@@ -66,6 +66,17 @@ FIELDS = {
     "overlap_comm": ({"zero_optimization": {"overlap_comm": False}}, False),
     "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
     "zero_hpz_partition_size": ({"zero_optimization": {"zero_hpz_partition_size": 8}}, 8),
+    **{
+        name: ({"zero_optimization": {name: value}}, value)
+        for name, value in {
+            "zero_quantized_weights": True,
+            "zero_quantized_nontrainable_weights": True,
+            "zero_quantized_weights_dtype": "float8_e4m3fn",
+            "zero_quantized_gradients": True,
+            "zero_quantized_gradients_dtype": "int4",
+            "zero_quantized_block_size": 128,
+        }.items()
+    },
     "offload_optimizer": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         OffloadOptimizer(ratio=0.5),
@@ -129,7 +140,14 @@ FIELDS = {
 # What a JSON has by default, and keywords do not.
 QUIET = {"gradient_clipping": 0, "steps_per_print": 0}
 # What a field is refused without.
-BESIDE = {"offload_optimizer": 1, "offload_param": 3, "zero_hpz_partition_size": 3}
+BESIDE = {
+    "offload_optimizer": 1,
+    "offload_param": 3,
+    "zero_hpz_partition_size": 3,
+    "zero_quantized_weights": 1,
+    "zero_quantized_nontrainable_weights": 1,
+    "zero_quantized_gradients": 1,
+}
 
 
 def test_every_field_is_here():

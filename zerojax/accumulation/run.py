@@ -133,6 +133,8 @@ class MicroBatches:
         try:
             divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
             self.lanes = None if divided is None else lanes
+            # Without lanes each micro-batch's gradients are summed: as shards, to be quantized.
+            self._sharded |= divided is None and inserter.sent.gradients is not None
             self._divided = divided or self._divide(trace, flat, batch)
         except UnevenError as e:
             raise ValueError(

@@ -66,6 +66,7 @@ class ZeroConfig:
       zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
         step, at stage 3: those of a host; 1 for none.
       zero_quantized_weights: Whether parameters are gathered in blocks of few bits (qwZ).
+      zero_quantized_nontrainable_weights: Whether those are that the optimizer does not update.
       zero_quantized_weights_dtype: The codes of these, "int8" or "float8_e4m3fn".
       zero_quantized_gradients: Whether gradients are reduced in such blocks (qgZ).
       zero_quantized_gradients_dtype: The codes of these, "int8" or "int4".
@@ -127,6 +128,7 @@ class ZeroConfig:
     mics_shard_size: int = -1
     zero_hpz_partition_size: int = 1
     zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
     zero_quantized_weights_dtype: str = "int8"
     zero_quantized_gradients: bool = False
     zero_quantized_gradients_dtype: str = "int8"

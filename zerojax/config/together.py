@@ -23,6 +23,13 @@ _OFFLOADS = (
 )
 """Each offload section, its first stage, and the requirement in words."""
 
+_QUANTIZED = {
+    "zero_quantized_weights": "parameters are gathered",
+    "zero_quantized_nontrainable_weights": "parameters are gathered",
+    "zero_quantized_gradients": "gradients are reduced to shards",
+}
+"""What quantized collectives need, by field."""
+
 _BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
@@ -78,6 +85,18 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     f"{hpz} keeps a second shard of the parameters on the device, and "
                     f"{name(section)} has the state elsewhere; leave out one of them"
                 )
+    for quantized, what in _QUANTIZED.items():
+        if values.get(quantized) and stage == 0:
+            yield (
+                f"{name(quantized)} needs stage 1, 2 or 3, where {what}, and the stage is 0; set "
+                f"{name('stage')} to 1 or more, or {name(quantized)} to false"
+            )
+    block = values.get("zero_quantized_block_size")
+    if values.get("zero_quantized_gradients_dtype") == "int4" and block and block % 2:
+        yield (
+            f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
+            f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
+        )
     optimizer = values.get("optimizer")
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:
@@ -124,6 +143,15 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
         reasons |= dict.fromkeys(live, "offloaded parameters come in anew for each use")
     elif not values.get(live[0]):
         reasons[live[1]] = f"{live[0]} is 0: nothing stays gathered"
+    weights = values.get("zero_quantized_weights")
+    if weights:
+        reasons["zero_quantized_nontrainable_weights"] = "zero_quantized_weights has all of them"
+    elif not values.get("zero_quantized_nontrainable_weights"):
+        reasons["zero_quantized_weights_dtype"] = "no parameter is gathered quantized"
+    if not values.get("zero_quantized_gradients"):
+        reasons["zero_quantized_gradients_dtype"] = "zero_quantized_gradients is off"
+        if "zero_quantized_weights_dtype" in reasons:
+            reasons["zero_quantized_block_size"] = "nothing is sent quantized"
     if values.get("elasticity"):
         reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
     if values.get("stage") == 0:

@@ -54,6 +54,23 @@ class TracedUpdate:
         return jax.tree.unflatten(self._results, outs)
 
 
+def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> list[bool]:
+    """For each parameter, whether ``tx`` makes neither an update nor a state of its gradient.
+
+    Args:
+      tx: The optimizer.
+      params, opt_state: Arrays or their shapes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"base": jnp.ones(3), "w": jnp.ones(2)}
+      >>> frozen_leaves(optax.set_to_zero(), params, optax.EmptyState())
+      [True, True]
+    """
+    closed = jax.make_jaxpr(tx.update)(params, opt_state, params)
+    return [not used for used in used_arguments(closed)[: len(jax.tree.leaves(params))]]
+
+
 def _as_traced(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     with jaxprs.traced_where(eqn):
         return jaxprs.bind(eqn, values)

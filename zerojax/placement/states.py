@@ -19,6 +19,7 @@ from zerojax.distributed.equality import require_same_program, require_same_valu
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
+from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     ZeroOptState,
     ZeroTransformation,
@@ -148,7 +149,13 @@ class States:
         Raises:
           ValueError: An axis of the mesh named "fsdp" is the user's own and cuts no parameter.
         """
-        plan = make_plan(opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config)
+        asks = self.config.zero_quantized_nontrainable_weights
+        frozen = (
+            frozen_leaves(opened.tx, opened.parts.params, opened.parts.opt_state) if asks else ()
+        )
+        plan = make_plan(
+            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config, frozen
+        )
         own = {
             axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
         }
@@ -158,6 +165,7 @@ class States:
                 f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
                 f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
             )
+        assert plan.quantized is not None  # which checks its blocks
         leaves = plan.all_leaves()
         held = sum(leaf.bytes_per_device for leaf in leaves)
         if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:

@@ -69,6 +69,7 @@ class Plan:
         gradients are accumulated.
       leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
       compute: the parameters as the step computes with them, in the order of ``params``.
+      frozen: the paths of those that the optimizer does not update, where that is asked for.
     """
 
     mesh: Mesh
@@ -81,6 +82,7 @@ class Plan:
     rest: Any
     leaves: dict[str, tuple[Leaf, ...]]
     compute: tuple[Leaf, ...]
+    frozen: frozenset[str] = frozenset()
 
     @property
     def bytes_per_device(self) -> int:
@@ -292,7 +294,7 @@ class Plan:
     @functools.cached_property
     def quantized(self) -> QuantizedWeights:
         """Compute parameters that are gathered in blocks of few bits (qwZ)."""
-        return QuantizedWeights(self.config, self.compute, self.mesh, self.axis)
+        return QuantizedWeights(self.config, self.compute, self.frozen, self.mesh, self.axis)
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Compute parameters as the devices of one partition hold them during a step (hpZ)."""

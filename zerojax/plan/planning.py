@@ -28,6 +28,7 @@ def make_plan(
     mesh: Mesh,
     axis: str,
     config: ZeroConfig,
+    frozen: Sequence[bool] = (),
 ) -> Plan:
     """Plans a state.
 
@@ -37,6 +38,7 @@ def make_plan(
         parameter comes from optax (``tree_map_params``), never from shapes.
       own: the user's spec of each parameter leaf.
       mesh, axis, config: see :class:`Plan`.
+      frozen: whether the optimizer does not update a parameter, one a leaf; none if unknown.
     """
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     parts_too = not offloads(config)  # sub-groups stream as rows of one mesh
@@ -95,6 +97,7 @@ def make_plan(
             _computing(leaf, place.compute, config)
             for leaf, place in zip(params, where, strict=True)
         ),
+        frozen=frozenset(leaf.path for leaf, still in zip(params, frozen, strict=False) if still),
     )
 
 

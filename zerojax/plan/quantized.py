@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
 from zerojax.devices.mesh import axis_size
-from zerojax.plan import layout
+from zerojax.plan import layout, rule
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
-from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
 
 Format = Literal["int8", "int4", "float8_e4m3fn"]
@@ -50,7 +49,7 @@ def blocks_of(
     shape: Sequence[int], pieces: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
     """The same of one of equal pieces of an array, cut along its first dimension."""
-    if how is None or len(shape) < 2 or math.prod(shape) <= SMALL or shape[0] % pieces:
+    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % pieces:
         return None
     block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
@@ -65,7 +64,7 @@ def block_of(
     names a part: what was gathered between partitions has the same blocks when it is gathered
     within one.
     """
-    if how is None or len(shape) < 2 or math.prod(shape) <= SMALL:
+    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL:
         return None
     piece = [_piece(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)]
     return extents(piece, how.block_size)
@@ -124,19 +123,33 @@ class QuantizedWeights:
     Args:
       config: What the plan is made for.
       leaves: The compute parameters.
+      frozen: The paths of those that the optimizer does not update.
       mesh, axis: The devices, and the axis over which ZeRO shards.
 
     Raises:
-      ConfigError: No block of ``zero_quantized_block_size`` elements divides one of them.
+      ConfigError: No block of ``zero_quantized_block_size`` elements divides one of them, or the
+        devices do not compute with the codes.
     """
 
-    def __init__(self, config: ZeroConfig, leaves: Sequence[Leaf], mesh: Mesh, axis: str) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        leaves: Sequence[Leaf],
+        frozen: Collection[str],
+        mesh: Mesh,
+        axis: str,
+    ) -> None:
         self._how, self._mesh, self._axis = sent(config).weights, mesh, axis
+        if self._how is not None and self._how.format == "float8_e4m3fn":
+            _check_float8(mesh.devices.flat[0])
+        self._only = None if config.zero_quantized_weights else frozenset(frozen)
         self._sharded = [leaf for leaf in leaves if leaf.sharded and self._how is not None]
         self.leaves = [*filter(self._takes, self._sharded)]
 
     def _takes(self, leaf: Leaf) -> bool:
-        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > SMALL
+        if self._only is not None and leaf.path not in self._only:
+            return False
+        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > rule.SMALL
         if not matrix or _AS_THEY_ARE.search(leaf.path):
             return False
         return self._block(leaf) is not None
@@ -164,8 +177,9 @@ class QuantizedWeights:
         if self._how is None:
             return
         form, others = self._how.format, [x for x in self._sharded if x.path not in self.paths]
+        key = "weights" if self._only is None else "nontrainable_weights"
         yield (
-            f"zero_quantized_weights: {len(self.leaves)} parameters "
+            f"zero_quantized_{key}: {len(self.leaves)} parameters "
             f"({size(sum(leaf.bytes for leaf in self.leaves))}) are gathered as {form}; "
             f"{len(others)} ({size(sum(leaf.bytes for leaf in others))}) as they are: "
             + (", ".join(leaf.path for leaf in others[:4]) + ", ..." * (len(others) > 4))
@@ -179,10 +193,21 @@ def sent(config: ZeroConfig) -> Sent:
     block = config.zero_quantized_block_size
     weights = Quantization(config.zero_quantized_weights_dtype, block)  # type: ignore[arg-type]
     grads = Quantization(config.zero_quantized_gradients_dtype, block)  # type: ignore[arg-type]
+    quantized = config.zero_quantized_weights or config.zero_quantized_nontrainable_weights
     return Sent(
-        weights if config.zero_quantized_weights else None,
+        weights if quantized else None,
         grads if config.zero_quantized_gradients else None,
     )
+
+
+def _check_float8(device: Any) -> None:
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "gpu" and float(capability or 0) < 8.9:
+        raise ConfigError(
+            'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs GPUs of compute '
+            f"capability 8.9 or more, and a {device.device_kind} has {capability}; set it to "
+            '"int8", which takes as many bytes'
+        )
 
 
 def _dividing(piece: Sequence[int], asked: int) -> int:

@@ -14,6 +14,7 @@ from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard, filled, moved_stacks
 from zerojax.collectives.host import Host, unpadded
 from zerojax.collectives.rounding import round_in_advance
+from zerojax.distributed import log
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
@@ -120,6 +121,17 @@ def evaluate_body(
             dtype=DTYPES[config.grad_accum_dtype],
         )
         outs = micro_batches(given, replace)
+    if setting.inserter.as_they_are:
+        made = ", ".join(
+            f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.as_they_are)
+        )
+        log.warning(
+            "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
+            "so that they are reduced as they are: %s.",
+            body.name,
+            made,
+        )
+        setting.inserter.as_they_are.clear()
     return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
 

@@ -5,7 +5,8 @@ every device, and lie there whole. Instead each device looks up the rows of all 
 shard, and the rows are sent. Of a table whose rows are sharded, a device has zeros for a row that
 lies elsewhere, so that the sum over the devices is the row: XLA partitions a lookup in this way
 where the table is pinned to its shard. Pieces of a table whose columns are sharded change places
-first, in an all-to-all of a shard's size.
+first, in an all-to-all of a shard's size. A table that is used whole as well (a tied head), and
+whose rows the user's own spec cuts, is looked up by columns: pieces of the rows change places.
 
 Tables that are gathered, because more rows are looked up than they have, are so one after another.
 """
@@ -46,11 +47,10 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
-    if by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
+    if id(table) in scope.used_whole and by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
         (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])
-        first = (batch_axes(gatherer.mesh), *[None] * (rows.ndim - 1))
-        columns = layout.within((None,) * rows.ndim, rows.ndim - 1, gatherer.axis)
-        rows = gatherer.constrain(gatherer.constrain(rows, columns), first)
+        columns = gatherer.constrain(rows, (None, None, gatherer.axis))
+        rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
     if scope.share or table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None

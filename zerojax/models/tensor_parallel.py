@@ -285,7 +285,7 @@ _resharded.defvjp(_resharded_fwd, _resharded_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> jax.Array:
-    """x [B, T, D] times a kernel [D, count, F] with its rows cut, as [count, B, T, F] with F cut."""
+    """x [B, T, D] times a kernel [D, count, F] with its rows cut: [count, B, T, F] with F cut."""
     columns = NamedSharding(tensor.mesh, PartitionSpec(None, None, tensor.axis))
     return jnp.einsum("btd,dnf->nbtf", x, lax.with_sharding_constraint(kernel, columns))
 
@@ -303,9 +303,7 @@ def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
     (rows,), model = batch_axes(tensor.mesh), tensor.axis
 
     def at(value: jax.Array, *spec: Any) -> jax.Array:
-        return lax.with_sharding_constraint(
-            value, NamedSharding(tensor.mesh, PartitionSpec(*spec))
-        )
+        return lax.with_sharding_constraint(value, NamedSharding(tensor.mesh, PartitionSpec(*spec)))
 
     of_x = jnp.einsum("nbtf,dnf->btd", gradient, at(kernel, None, None, model))
     split = x.reshape(*x.shape[:2], tensor.devices, -1)

@@ -42,9 +42,9 @@ ABOUT = (
     "of GPT its one kernel of q, k and v, whose pieces change places). `data MB`: over "
     '"data", and its share of the theory 3 x 2P/m x (d - 1)/d. `largest`: of the arrays that a '
     "collective moves, beside the logits of the device's rows, which none moves. GPT's data MB "
-    "have a pass more over q, k and v (7% of the theory for medium), whose gradient is "
-    "all-reduced, one over the tied table (5%), and a layer ahead (4%). Compiled by XLA:GPU for "
-    "absent devices."
+    "have beside the theory, for medium, a layer gathered ahead (2% of the theory), the rows that "
+    "are looked up in the tied table, and their gradient (3%), and pieces of the gradient of q, k "
+    "and v that change places (2%). Compiled by XLA:GPU for absent devices."
 )
 
 

@@ -5,7 +5,8 @@ every device, and lie there whole. Instead each device looks up the rows of all 
 shard, and the rows are sent. Of a table whose rows are sharded, a device has zeros for a row that
 lies elsewhere, so that the sum over the devices is the row: XLA partitions a lookup in this way
 where the table is pinned to its shard. Pieces of a table whose columns are sharded change places
-first, in an all-to-all of a shard's size.
+first, in an all-to-all of a shard's size. A table that is used whole as well (a tied head), and
+whose rows the user's own spec cuts, is looked up by columns: pieces of the rows change places.
 
 Tables that are gathered, because more rows are looked up than they have, are so one after another.
 """
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.collectives.shard import Shard
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -45,6 +46,11 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         (rows,) = jaxprs.bind(eqn, [pinned, *indices])
+        return rows.astype(table.value.dtype)
+    if id(table) in scope.used_whole and by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
+        (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])
+        columns = gatherer.constrain(rows, (None, None, gatherer.axis))
+        rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
     if scope.share or table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None
@@ -86,6 +92,31 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
         for name in names:
             spec = layout.within(spec, row, name)
     return spec if moved < size else None
+
+
+def by_columns(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> bool:
+    """Whether each device looks up the rows of all tokens in its own columns of a table, whose rows
+    the user's own spec cuts: pieces of rows change places then, and nothing is added up over the
+    axis. Not where fewer elements are moved by gathering the device's rows of the table.
+
+    Args:
+      eqn: A gather.
+      spec: Of the table, its first operand.
+      mesh, axis: The devices, and the axis over which ZeRO shards.
+    """
+    table, ids, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
+    if (
+        (table.ndim, picked, len(ids.shape), out.ndim) != (2, (0,), 3, 3)
+        or spec[0] is None
+        or axis in layout.axes(spec[0])
+        or spec[1] != axis
+        or batch_axes(mesh) != (axis,)
+        or table.shape[1] % layout.parts(axis, mesh)
+        or ids.shape[0] % batch_devices(mesh)
+    ):
+        return False
+    return out.size / batch_devices(mesh) < table.size / layout.parts(spec[0], mesh)
 
 
 def _looked_up(eqn: Any, mesh: Mesh, devices: int) -> float:

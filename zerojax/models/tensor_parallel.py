@@ -32,6 +32,7 @@ from zerojax.devices.mesh import (
     SEQUENCE,
     automatic,
     batch_axes,
+    batch_devices,
     nearest_multiples,
     sequence_size,
 )
@@ -205,6 +206,13 @@ class TensorParallel:
         # The gradient is made with F cut: else XLA gathers the activations that it is made from.
         return lax.with_sharding_constraint(_resharded(split, columns, rows), columns)
 
+    def exchanges(self, features: int) -> bool:
+        """Whether the gradient of a kernel that `side_by_side` cuts is summed over the batch before
+        its pieces change places: where one axis has the rows, and divides those of the kernel."""
+        if sequence_size(self.mesh) > 1 or len(batch_axes(self.mesh)) > 1:
+            return False
+        return features % (self.devices * batch_devices(self.mesh)) == 0
+
     def _at(self, rank: int, dimension: int = 0) -> NamedSharding:
         """A dimension cut over the axis, none where it is 0; rows as they lie. Tokens are cut over
         "seq" first, on a mesh with that axis."""
@@ -243,8 +251,11 @@ def side_by_side(
 ) -> list[jax.Array]:
     """`jnp.split(x kernel + bias, count, -1)` of x [B, T, D], each part with its features cut."""
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
-    kernel, bias = (tensor.side_by_side(w, count) for w in (kernel, bias))
-    parts = jnp.einsum("btd,dnf->nbtf", x, kernel)
+    bias = tensor.side_by_side(bias, count)
+    if tensor.exchanges(x.shape[-1]):
+        parts = _product(x, kernel.reshape(x.shape[-1], count, -1), tensor)
+    else:
+        parts = jnp.einsum("btd,dnf->nbtf", x, tensor.side_by_side(kernel, count))
     return [part + b for part, b in zip(parts, bias, strict=True)]
 
 
@@ -270,3 +281,36 @@ def _resharded_bwd(
 
 
 _resharded.defvjp(_resharded_fwd, _resharded_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> jax.Array:
+    """x [B, T, D] times a kernel [D, count, F] with its rows cut: [count, B, T, F] with F cut."""
+    columns = NamedSharding(tensor.mesh, PartitionSpec(None, None, tensor.axis))
+    return jnp.einsum("btd,dnf->nbtf", x, lax.with_sharding_constraint(kernel, columns))
+
+
+def _product_fwd(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> Any:
+    return _product(x, kernel, tensor), (x, kernel)
+
+
+def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
+    """The kernel's gradient is made with F cut, as [devices, D / devices, count, F]: a
+    reduce-scatter over the rows of the batch cuts the second dimension, and pieces of its result
+    change places. Otherwise XLA all-reduces the whole gradient, of which each device keeps a
+    part."""
+    x, kernel = kept
+    (rows,), model = batch_axes(tensor.mesh), tensor.axis
+
+    def at(value: jax.Array, *spec: Any) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(tensor.mesh, PartitionSpec(*spec)))
+
+    of_x = jnp.einsum("nbtf,dnf->btd", gradient, at(kernel, None, None, model))
+    split = x.reshape(*x.shape[:2], tensor.devices, -1)
+    of_kernel = jnp.einsum("btme,nbtf->menf", split, gradient)
+    for spec in ((None, None, None, model), (None, rows, None, model), (model, rows, None, None)):
+        of_kernel = at(of_kernel, *spec)
+    return of_x, of_kernel.reshape(kernel.shape)
+
+
+_product.defvjp(_product_fwd, _product_bwd)

@@ -22,7 +22,7 @@ from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, pinned, total
 from zerojax.collectives.shard import ReducedGradient
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import axis_size, batch_devices, sequence_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -47,8 +47,8 @@ class Behind:
         self._want = want
         self._behind: dict[int, RowSum] = {}  # by position of the stack
         self._made: set[int] = set()  # those that were made so
-        # Rows that are shared along their tokens have no part of a sum each.
-        alone = batch_devices(gatherer.mesh) == gatherer.mesh.size > 1
+        sharing = batch_devices(gatherer.mesh) * sequence_size(gatherer.mesh)
+        alone = sharing == gatherer.mesh.size > 1
         if rows is None or not alone or self._length < LEAST:
             return
         body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
@@ -177,11 +177,12 @@ class _Search:
         if len(cut) != 1 or spec[cut[0]] != axis:
             return None  # one that stays whole costs what it would take to hide it
         size = eqn.outvars[0].aval.shape[cut[0]]
-        rows = None if size % self._gatherer.mesh.shape[axis] else self._rows_of(eqn)
-        return None if rows is None else RowSum(eqn, rows, spec, after)
+        cuts = None if size % axis_size(self._gatherer.mesh, axis) else self._cuts(eqn)
+        return None if cuts is None else RowSum(eqn, cuts, spec, after)
 
-    def _rows_of(self, eqn: Any) -> tuple[int, ...] | None:
-        """The dimensions of rows of the operands, over which the equation sums."""
+    def _cuts(self, eqn: Any) -> tuple[tuple[int, ...], ...] | None:
+        """The dimensions of rows of the operands, over which the equation sums; then those of
+        tokens, where devices share those."""
         if eqn.primitive is prims.reduce_sum_p:
             summed = [(d,) for d in jaxprs.param(eqn, "axes")]
         elif eqn.primitive is prims.dot_general_p:
@@ -197,4 +198,8 @@ class _Search:
         exact = [dims for dims, size in sizes.items() if size == self._rows]
         several = [dims for dims, size in sizes.items() if size % self._rows == 0]
         rows = exact if exact else several if len(several) == 1 else []
-        return rows[0] if rows else None
+        shared = sequence_size(self._gatherer.mesh)
+        if not rows or shared == 1:
+            return (rows[0],) if rows else None
+        tokens = [dims for dims in summed if dims != rows[0] and sizes[dims] % shared == 0]
+        return (rows[0], tokens[0]) if len(tokens) == 1 else None

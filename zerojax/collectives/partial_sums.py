@@ -1,11 +1,12 @@
 """A gradient as the devices' partial sums, to be added up later.
 
-Each device has summed over its own rows of the batch. The sum over the devices is a reduce-scatter,
-which may run beside other work by then.
+Each device has summed over its own rows of the batch, and its own tokens of them. The sum over the
+devices is a reduce-scatter, which may run beside other work by then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax import lax
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.devices.mesh import batch_axes
+from zerojax.devices.mesh import SEQUENCE, batch_axes, joined_axes, sequence_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
@@ -46,17 +47,17 @@ class PartialSum:
 
 
 class RowSum(NamedTuple):
-    """A sum over the rows of a batch, whose result is a gradient.
+    """A sum over the rows of a batch, and over tokens, whose result is a gradient.
 
     Attributes:
       eqn: The dot_general, or the reduce_sum.
-      rows: The dimension of rows of each operand.
+      cuts: The dimension of rows of each operand; then that of tokens, where devices share those.
       spec: Of the sum's shard.
       links: The equations that give the loop's result from it.
     """
 
     eqn: Any
-    rows: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
     spec: Spec
     links: tuple[Any, ...]
 
@@ -70,48 +71,67 @@ class RowSum(NamedTuple):
         return gatherer.mesh.size, shape.pop(at), *shape
 
     def partial(self, values: Sequence[jax.Array], gatherer: Gatherer) -> PartialSum:
-        """Each device's sum over its own rows."""
-        n, axes, apart = gatherer.mesh.size, batch_axes(gatherer.mesh), []
-        for x, at in zip(values, self.rows, strict=True):
-            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
-            apart.append(gatherer.constrain(x, [axes if d == at else None for d in range(x.ndim)]))
+        """Each device's sum over its own rows and tokens."""
+        apart = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
         value = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+        value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
         return PartialSum(pinned(value, gatherer), self)
 
+    def _apart(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
+        """Operand ``i``, each dimension that is cut as two, the devices' and each device's own."""
+        entries: list[Any] = [None] * x.ndim
+        cuts = zip((dims[i] for dims in self.cuts), _axes(gatherer), strict=True)
+        for at, axes in sorted(cuts, reverse=True):
+            n = math.prod(gatherer.mesh.shape[name] for name in axes)
+            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
+            entries.insert(at, axes)
+        return gatherer.constrain(x, entries)
+
+    def _own(self, i: int, dims: Sequence[int]) -> list[int]:
+        """Where dimensions of operand ``i`` are afterwards, each device's own of those cut."""
+        return [d + sum(cut[i] <= d for cut in self.cuts) for d in dims]
+
+    def _devices(self, i: int) -> list[int]:
+        """Where the devices' dimensions are, in the order of the cuts."""
+        return [d - 1 for d in self._own(i, [cut[i] for cut in self.cuts])]
+
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
         contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
-        numbers = [
-            tuple(d + (d >= at) for d in dims)
-            for at, dims in zip(self.rows, contracted, strict=True)
-        ]
+        numbers = [self._own(i, dims) for i, dims in enumerate(contracted)]
         return lax.dot_general(
             one,
             other,
-            ((numbers[0], numbers[1]), ((self.rows[0],), (self.rows[1],))),
+            ((numbers[0], numbers[1]), (self._devices(0), self._devices(1))),
             precision=jaxprs.param(self.eqn, "precision"),
             preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
         )
 
     def _added(self, x: jax.Array) -> jax.Array:
-        (at,) = self.rows
-        axes = [d + (d >= at) for d in jaxprs.param(self.eqn, "axes")]
-        return jnp.moveaxis(add_up(x, *axes), at - sum(d < at for d in axes), 0)
+        summed = self._own(0, jaxprs.param(self.eqn, "axes"))
+        left = [at - sum(d < at for d in summed) for at in self._devices(0)]
+        return jnp.moveaxis(add_up(x, *summed), left, range(len(left)))
+
+
+def _axes(gatherer: Gatherer) -> list[tuple[str, ...]]:
+    """The axes of the mesh that cut rows, and those that cut tokens, if any."""
+    mesh = gatherer.mesh
+    return [batch_axes(mesh), *([(SEQUENCE,)] if sequence_size(mesh) > 1 else [])]
 
 
 def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
     """Partial sums [devices, ...], each on its device."""
-    return gatherer.constrain(value, (batch_axes(gatherer.mesh), *(None,) * (value.ndim - 1)))
+    return gatherer.constrain(value, (sum(_axes(gatherer), ()), *(None,) * (value.ndim - 1)))
 
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """The gradient, as its shard: summed and cut within each replica group, and then summed over
     the groups."""
-    axis, axes, value = gatherer.axis, batch_axes(gatherer.mesh), partial.value
-    groups = [name for name in axes if name != axis]
+    axis, axes, value = gatherer.axis, sum(_axes(gatherer), ()), partial.value
+    groups = [name for name in axes if name not in joined_axes(axis)]
     x = value.reshape(*(gatherer.mesh.shape[name] for name in axes), *value.shape[1:])
-    x = add_up(x, axes.index(axis))
-    rest = (None,) * (x.ndim - len(groups) - 1)
+    x = add_up(x, *map(axes.index, joined_axes(axis)))
+    rest = (None,) * (value.ndim - 2)
     x = gatherer.constrain(x, (*groups, None, *rest))
     x = gatherer.constrain(x, (*groups, axis, *rest))
     if groups:

@@ -13,13 +13,18 @@ from jaxprs import equations
 import zerojax
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.ahead import LEAST
+from zerojax.devices.mesh import zero_axis
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-MESHES = {"one axis": zerojax.mesh(), "replica groups": zerojax.mesh(replicas=2)}
+MESHES = {
+    "one axis": zerojax.mesh(),
+    "replica groups": zerojax.mesh(replicas=2),
+    "tokens": zerojax.mesh(axes={"data": 4, "seq": 2}),
+    "tokens in groups": zerojax.mesh(axes={"replica": 2, "data": 2, "seq": 2}),
+}
 N, ROWS, TOKENS = 16, 16, 4
-SPEC = (None, "data", None)
 X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
 
 
@@ -67,11 +72,12 @@ OTHERS = [("one axis", True), ("replica groups", False), ("replica groups", True
 def inserted(
     loss: Callable[..., Any], rows: int | None = ROWS, mesh: str = "one axis", keep: bool = False
 ) -> Callable[..., Any]:
-    inserter = Inserter(MESHES[mesh], "data", keep=keep)
+    axis = zero_axis(MESHES[mesh])
+    inserter = Inserter(MESHES[mesh], axis, keep=keep)
 
     def run(ws: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
-        spec = SPEC[: ws.ndim]
+        spec = (None, axis, None)[: ws.ndim]
         shard = Shard(inserter.constrain(ws, spec), spec)
         return tuple(inserter(closed, [shard, x], want=(None, spec), rows=rows))
 
@@ -88,7 +94,11 @@ def parts(run: Callable[..., Any], ws: np.ndarray) -> list[bool]:
     ]
 
 
-EVERYWHERE = [(name, mesh, keep) for name in ("flat", "scaled") for mesh, keep in OTHERS]
+EVERYWHERE = [
+    *((name, mesh, keep) for name in ("flat", "scaled") for mesh, keep in OTHERS),
+    *((name, "tokens", False) for name in ("once", "in reverse", "transposed", "scaled")),
+    ("once", "tokens in groups", True),
+]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +119,14 @@ def test_the_backward_loop_carries_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "mesh", "keep"), EVERYWHERE)
-def test_so_it_does_at_stage_2_and_in_replica_groups(name: str, mesh: str, keep: bool) -> None:
+def test_so_it_does_at_stage_2_in_groups_and_with_tokens_cut(
+    name: str, mesh: str, keep: bool
+) -> None:
     assert parts(inserted(CASES[name], mesh=mesh, keep=keep), weights(name)) == [False, True]
+
+
+def test_not_where_rows_and_tokens_are_one_dimension_of_shared_tokens() -> None:
+    assert not any(parts(inserted(CASES["flat"], mesh="tokens"), weights("flat")))
 
 
 def test_not_in_short_loops_nor_without_rows() -> None:

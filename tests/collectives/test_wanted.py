@@ -156,3 +156,15 @@ def test_the_spec_of_a_constraint_that_leaves_a_dimension_to_xla() -> None:
     left = NamedSharding(MESH, PartitionSpec(PartitionSpec.UNCONSTRAINED, "data"))
     jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, left))(*abstract((8, 8)))
     assert wanted.spec_of(the(jaxpr, "sharding_constraint")) == (None, "data")
+
+
+def test_a_gradients_own_constraint_has_the_axes_that_zero_takes_as_one() -> None:
+    mesh = zerojax.mesh(axes={"data": 4, "seq": 2})
+    placed = NamedSharding(mesh, PartitionSpec(None, ("data", "seq")))
+
+    def step(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(checkpoint_name(x, GRADIENT), placed)
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones((8, 8))).jaxpr
+    wants = wanted.trace_back(jaxpr, [None], mesh)
+    assert wants[jaxpr.eqns[0].outvars[0]] == (None, "data+seq")

@@ -25,7 +25,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
 from zerojax.collectives.gathering import plain
-from zerojax.collectives.partial_sums import add_up
+from zerojax.collectives.reduction import add_up
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.plan import layout

@@ -20,7 +20,7 @@ from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, 
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.gathering import plain
-from zerojax.collectives.partial_sums import is_quantized, of_all
+from zerojax.collectives.reduction import is_quantized, of_all
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 

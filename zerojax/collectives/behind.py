@@ -19,7 +19,8 @@ from jax import lax
 from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.partial_sums import PartialSum, RowSum, links, pinned, row_sum_of, total
+from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
+from zerojax.collectives.reduction import pinned
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs

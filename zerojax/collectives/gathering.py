@@ -18,7 +18,7 @@ from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import Window
-from zerojax.devices.mesh import REPLICA, batch_devices
+from zerojax.devices.mesh import REPLICA, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -128,9 +128,10 @@ class Gatherer:
 
     @property
     def alone(self) -> bool:
-        """Whether each device has rows of its own to sum over: not where some share rows along
-        their tokens or a model's dimension, nor on lanes."""
-        return batch_devices(self.mesh) == self.mesh.size > 1 and not self._apart
+        """Whether each device has rows, or tokens, of its own to sum over: not where some share a
+        model's dimension, nor on lanes."""
+        sharing = batch_devices(self.mesh) * sequence_size(self.mesh)
+        return sharing == self.mesh.size > 1 and not self._apart
 
     @property
     def near(self) -> int:

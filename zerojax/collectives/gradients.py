@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
-from zerojax.collectives import partial_sums
+from zerojax.collectives import partial_sums, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
-from zerojax.collectives.partial_sums import add_up, is_quantized, row_sum_of
+from zerojax.collectives.partial_sums import row_sum_of
+from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
@@ -65,7 +66,7 @@ def _bind_quantized(
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
     # Of fewer rows than the table has the rows are sent, which is less.
     if gatherer.alone and can_split(eqn, devices) and not _few_rows(eqn):
-        return values[0] + partial_sums.of_all(by_group(eqn, values, devices), spec, gatherer)
+        return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
     gatherer.as_they_are.append((eqn.primitive.name, shape))
     return None
 

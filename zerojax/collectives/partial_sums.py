@@ -1,7 +1,7 @@
 """A gradient as the devices' partial sums, to be added up later.
 
-Each device has summed over its own rows of the batch. The sum over the devices is a reduce-scatter,
-which may run beside other work by then.
+Each device has summed over its own rows of the batch, and its own tokens of them. The sum over the
+devices is a reduce-scatter, which may run beside other work by then.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
+from jax.sharding import PartitionSpec
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.devices.mesh import axis_size, batch_axes
+from zerojax.collectives.reduction import add_up, axes_of, cut_evenly, pinned, summed
+from zerojax.devices.mesh import sequence_size
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec, SubAxis
-from zerojax.plan.quantized import Format, blocks_of
+from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
@@ -50,17 +50,17 @@ class PartialSum:
 
 
 class RowSum(NamedTuple):
-    """A sum over the rows of a batch, whose result is a gradient.
+    """A sum over the rows of a batch, and over tokens, whose result is a gradient.
 
     Attributes:
       eqn: The dot_general, the convolution, or the reduce_sum.
-      rows: The dimension of rows of each operand.
+      cuts: The dimension of rows of each operand; then that of tokens, where devices share those.
       spec: Of the sum's shard.
       links: The equations that give the loop's result from it.
     """
 
     eqn: Any
-    rows: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
     spec: Spec
     links: tuple[Any, ...]
 
@@ -74,45 +74,62 @@ class RowSum(NamedTuple):
         return gatherer.mesh.size, shape.pop(at), *shape
 
     def partial(self, values: Sequence[jax.Array], gatherer: Gatherer) -> PartialSum:
-        """Each device's sum over its own rows."""
-        n, axes, apart = gatherer.mesh.size, batch_axes(gatherer.mesh), []
-        for x, at in zip(values, self.rows, strict=True):
-            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
-            apart.append(gatherer.constrain(x, [axes if d == at else None for d in range(x.ndim)]))
-        value = self._made(apart)
+        """Each device's sum over its own rows and tokens."""
+        if self.eqn.primitive is prims.conv_general_dilated_p:
+            value = self._convolved(values, gatherer)
+        else:
+            apart = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
+            value = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+            value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
         return PartialSum(pinned(value, gatherer), self)
 
-    def _made(self, apart: list[jax.Array]) -> jax.Array:
-        """[devices, ...] of operands whose rows are divided by device."""
-        if self.eqn.primitive is prims.conv_general_dilated_p:
-            split = jax.vmap(lambda *each: jaxprs.bind(self.eqn, each)[0], in_axes=self.rows)
-            return split(*apart)
-        return self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+    def _convolved(self, values: Sequence[jax.Array], gatherer: Gatherer) -> jax.Array:
+        """[devices, ...] of a convolution: XLA would make one of many groups of it, and for groups
+        of one row a wrong one."""
+        (axes,), (rows,) = axes_of(gatherer), self.cuts
+        specs = tuple(PartitionSpec(*(None,) * at, axes) for at in rows)
+        return jax.shard_map(
+            lambda *own: jaxprs.bind(self.eqn, own)[0][None],
+            mesh=gatherer.mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(axes),
+            check_vma=False,
+        )(*values)
+
+    def _apart(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
+        """Operand ``i``, each dimension that is cut as two, the devices' and each device's own."""
+        entries: list[Any] = [None] * x.ndim
+        cuts = zip((dims[i] for dims in self.cuts), axes_of(gatherer), strict=True)
+        for at, axes in sorted(cuts, reverse=True):
+            n = math.prod(gatherer.mesh.shape[name] for name in axes)
+            x = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
+            entries.insert(at, axes)
+        return gatherer.constrain(x, entries)
+
+    def _own(self, i: int, dims: Sequence[int]) -> list[int]:
+        """Where dimensions of operand ``i`` are afterwards, each device's own of those cut."""
+        return [d + sum(cut[i] <= d for cut in self.cuts) for d in dims]
+
+    def _devices(self, i: int) -> list[int]:
+        """Where the devices' dimensions are, in the order of the cuts."""
+        return [d - 1 for d in self._own(i, [cut[i] for cut in self.cuts])]
 
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
         contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
-        numbers = [
-            tuple(d + (d >= at) for d in dims)
-            for at, dims in zip(self.rows, contracted, strict=True)
-        ]
+        numbers = [self._own(i, dims) for i, dims in enumerate(contracted)]
         return lax.dot_general(
             one,
             other,
-            ((numbers[0], numbers[1]), ((self.rows[0],), (self.rows[1],))),
+            ((numbers[0], numbers[1]), (self._devices(0), self._devices(1))),
             precision=jaxprs.param(self.eqn, "precision"),
             preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
         )
 
     def _added(self, x: jax.Array) -> jax.Array:
-        (at,) = self.rows
-        axes = [d + (d >= at) for d in jaxprs.param(self.eqn, "axes")]
-        return jnp.moveaxis(add_up(x, *axes), at - sum(d < at for d in axes), 0)
-
-
-def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
-    """Partial sums [devices, ...], each on its device."""
-    return gatherer.constrain(value, (batch_axes(gatherer.mesh), *(None,) * (value.ndim - 1)))
+        summed = self._own(0, jaxprs.param(self.eqn, "axes"))
+        left = [at - sum(d < at for d in summed) for at in self._devices(0)]
+        return jnp.moveaxis(add_up(x, *summed), left, range(len(left)))
 
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
@@ -122,104 +139,6 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x
-
-
-def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
-    """The sum over the devices of their parts [devices, *shape], cut as ``spec`` says."""
-    (at,) = layout.dimensions(spec, gatherer.axis)
-    return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
-
-
-def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
-    """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
-    and then added up over the groups.
-
-    A large matrix is sent quantized where gradients are so (qgZ), and its sum is made on arrival,
-    in float32. Parts of the axis are summed over one after the other, the innermost first, so that
-    least is sent between hosts.
-
-    Args:
-      value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
-      spec: Of the sum's shard.
-    """
-    axis, mesh, axes = gatherer.axis, gatherer.mesh, batch_axes(gatherer.mesh)
-    (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
-    parts = [name for _, name in layout.parts_of(spec, axis)]  # the innermost first
-    how = gatherer.sent.gradients
-    block = blocks_of(value.shape[1:], n, how)
-    pieces = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
-    if block is not None and parts == [axis] and 1 < gatherer.near < n:
-        far = n // gatherer.near
-        pieces = [SubAxis(axis, 1, far).name, SubAxis(axis, far, gatherer.near).name]
-        parts = pieces[::-1]
-    devices = [p for name in axes for p in (reversed(parts) if name == axis else [name])]
-    x = value.reshape(*(layout.parts(name, mesh) for name in devices), *value.shape[1:])
-    if block is None or how is None:
-        x = _scattered(x, devices, parts, gatherer)
-    else:
-        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer)
-    groups, rest = [name for name in axes if name != axis], (None,) * (value.ndim - 2)
-    if groups:
-        x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
-    return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
-
-
-def _scattered(
-    x: jax.Array, devices: list[str], parts: Sequence[str], gatherer: Gatherer
-) -> jax.Array:
-    """Partial sums [*devices, *shape], added up over those of ``parts`` and cut by each of them."""
-    cut: tuple[str, ...] = ()
-    for name in parts:
-        x = add_up(x, devices.index(name))
-        devices = [each for each in devices if each != name]
-        rest = (None,) * (x.ndim - len(devices) - 1)
-        x = gatherer.constrain(x, (*devices, cut or None, *rest))
-        cut = (*cut, name)
-        x = gatherer.constrain(x, (*devices, cut, *rest))
-    return x
-
-
-def _exchanged(
-    x: jax.Array,
-    devices: list[str],
-    parts: Sequence[str],
-    pieces: Sequence[str],
-    block: Sequence[int],
-    form: Format,
-    gatherer: Gatherer,
-) -> jax.Array:
-    """The same, sent to those who have the piece, as codes and scales, and added up there.
-
-    Args:
-      x: [*devices, *shape], the dimension that is cut in front.
-      devices: The parts of axes that x lies on.
-      parts: Those that are summed over, one after the other.
-      pieces: The same as they cut the dimension, the outermost first.
-      block: The extent of a block in each dimension of a piece.
-      form: Of the codes.
-    """
-    sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
-    piece = shape[0] // math.prod(sizes), *shape[1:]
-    x = x.reshape(*x.shape[: len(devices)], *sizes, *piece)
-    lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
-    for name in parts:
-        source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
-        comes = list(lies)
-        comes[source], comes[to] = None, name
-        widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
-        codes, scales = (
-            gatherer.constrain(gatherer.constrain(y, lies), comes)
-            for y in quantize(gatherer.constrain(x, lies), widths, form)
-        )
-        x, lies = add_up(dequantize(codes, scales, form, jnp.float32), source), comes
-        lies.pop(source)
-        x = gatherer.constrain(x, lies)
-    return x.reshape(*x.shape[: len(lies) - len(piece) - len(pieces)], *shape)
-
-
-def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
-    """The sum over dimensions, in the dtype of ``x``."""
-    return lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dimensions)
 
 
 def links(eqn: Any) -> bool:
@@ -243,30 +162,13 @@ def row_sum_of(
     shape = eqn.outvars[0].aval.shape
     if rows is None or not gatherer.alone or cut_evenly(shape, spec, gatherer) is None:
         return None
-    at = _rows_of(eqn, rows)
-    return None if at is None else RowSum(eqn, at, spec, after)
+    cuts = _cuts_of(eqn, rows, sequence_size(gatherer.mesh))
+    return None if cuts is None else RowSum(eqn, cuts, spec, after)
 
 
-def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | None:
-    """The dimension of an array of which every device has an equal piece; None for none."""
-    cut, n = layout.dimensions(spec, gatherer.axis), axis_size(gatherer.mesh, gatherer.axis)
-    if len(cut) != 1 or layout.parts(spec[cut[0]], gatherer.mesh) != n or shape[cut[0]] % n:
-        return None
-    return cut[0]
-
-
-def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
-    """Whether :func:`summed` sends a gradient quantized."""
-    at = cut_evenly(shape, spec, gatherer)
-    if at is None:
-        return False
-    moved = shape[at], *shape[:at], *shape[at + 1 :]
-    n = axis_size(gatherer.mesh, gatherer.axis)
-    return blocks_of(moved, n, gatherer.sent.gradients) is not None
-
-
-def _rows_of(eqn: Any, rows: int) -> tuple[int, ...] | None:
-    """The dimensions of rows of the operands, over which the equation sums."""
+def _cuts_of(eqn: Any, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | None:
+    """The dimensions of rows of the operands, over which the equation sums; then those of tokens,
+    where ``shared`` devices share those."""
     summed: list[tuple[int, ...]]
     if eqn.primitive is prims.reduce_sum_p:
         summed = [(d,) for d in jaxprs.param(eqn, "axes")]
@@ -281,11 +183,15 @@ def _rows_of(eqn: Any, rows: int) -> tuple[int, ...] | None:
         # A kernel's gradient takes the batch for input features.
         numbers = jaxprs.param(eqn, "dimension_numbers")
         groups = [jaxprs.param(eqn, f"{kind}_group_count") for kind in ("feature", "batch")]
-        summed = [] if groups != [1, 1] else [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+        alone = groups == [1, 1] and shared == 1
+        summed = [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if alone else []
     else:
         return None
     sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
     exact = [dims for dims, size in sizes.items() if size == rows]
     several = [dims for dims, size in sizes.items() if size % rows == 0]
     found = exact if exact else several if len(several) == 1 else []
-    return found[0] if found else None
+    if not found or shared == 1:
+        return (found[0],) if found else None
+    tokens = [dims for dims in summed if dims != found[0] and sizes[dims] % shared == 0]
+    return (found[0], tokens[0]) if len(tokens) == 1 else None

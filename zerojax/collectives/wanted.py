@@ -15,6 +15,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
+from zerojax.devices.mesh import zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -47,7 +48,7 @@ def trace_back(
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
-            constrained[eqn.invars[0]] = spec
+            constrained[eqn.invars[0]] = layout.joined(spec, zero_axis(mesh), mesh)
         if marks.is_mark(eqn, marks.GRADIENT):
             # The step's own constraint stands right behind the mark. Those without one are the
             # user's, of activations as a rule.

@@ -204,9 +204,9 @@ def _check_float8(device: Any) -> None:
     capability = getattr(device, "compute_capability", None)
     if device.platform == "gpu" and float(capability or 0) < 8.9:
         raise ConfigError(
-            'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs GPUs of compute '
-            f"capability 8.9 or more, and a {device.device_kind} has {capability}; set it to "
-            '"int8", which takes as many bytes'
+            'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs GPUs of '
+            f"compute capability 8.9 or more, and a {device.device_kind} has {capability}; set it "
+            'to "int8", which takes as many bytes'
         )
 
 

@@ -1,0 +1,149 @@
+"""The sum over the devices of what each has summed over its own rows: a reduce-scatter, or an
+exchange of quantized pieces that are added up on arrival (qgZ of ZeRO++).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.quantization import dequantize, quantize
+from zerojax.devices.mesh import SEQUENCE, axis_size, batch_axes, joined_axes, sequence_size
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec, SubAxis
+from zerojax.plan.quantized import Format, blocks_of
+
+
+def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
+    """The axes of the mesh that cut rows, and those that cut tokens, if any."""
+    mesh = gatherer.mesh
+    return [batch_axes(mesh), *([(SEQUENCE,)] if sequence_size(mesh) > 1 else [])]
+
+
+def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
+    """Partial sums [devices, ...], each on its device."""
+    return gatherer.constrain(value, (sum(axes_of(gatherer), ()), *(None,) * (value.ndim - 1)))
+
+
+def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+    """The sum over the devices of their parts [devices, *shape], cut as ``spec`` says."""
+    (at,) = layout.dimensions(spec, gatherer.axis)
+    return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
+
+
+def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+    """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
+    and then added up over the groups.
+
+    A large matrix is sent quantized where gradients are so (qgZ), and its sum is made on arrival,
+    in float32. Parts of the axis are summed over one after the other, the innermost first, so that
+    least is sent between hosts.
+
+    Args:
+      value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
+      spec: Of the sum's shard.
+    """
+    axis, mesh, axes = gatherer.axis, gatherer.mesh, sum(axes_of(gatherer), ())
+    (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
+    parts = [name for _, name in layout.parts_of(spec, axis)]  # the innermost first
+    how = gatherer.sent.gradients
+    block = None if sequence_size(mesh) > 1 else blocks_of(value.shape[1:], n, how)
+    pieces = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
+    if block is not None and parts == [axis] and 1 < gatherer.near < n:
+        far = n // gatherer.near
+        pieces = [SubAxis(axis, 1, far).name, SubAxis(axis, far, gatherer.near).name]
+        parts = pieces[::-1]
+    devices = [p for name in axes for p in (reversed(parts) if name == axis else [name])]
+    x = value.reshape(*(layout.parts(name, mesh) for name in devices), *value.shape[1:])
+    if block is None or how is None:
+        x = _scattered(x, devices, parts, gatherer)
+    else:
+        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer)
+    groups, rest = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
+    if groups:
+        x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
+    return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
+
+
+def _scattered(
+    x: jax.Array, devices: list[str], parts: Sequence[str], gatherer: Gatherer
+) -> jax.Array:
+    """Partial sums [*devices, *shape], added up over those of ``parts`` and cut by each of them."""
+    cut: tuple[str, ...] = ()
+    for name in parts:
+        x = add_up(x, *map(devices.index, joined_axes(name)))
+        devices = [each for each in devices if each not in joined_axes(name)]
+        rest = (None,) * (x.ndim - len(devices) - 1)
+        x = gatherer.constrain(x, (*devices, cut or None, *rest))
+        cut = (*cut, name)
+        x = gatherer.constrain(x, (*devices, cut, *rest))
+    return x
+
+
+def _exchanged(
+    x: jax.Array,
+    devices: list[str],
+    parts: Sequence[str],
+    pieces: Sequence[str],
+    block: Sequence[int],
+    form: Format,
+    gatherer: Gatherer,
+) -> jax.Array:
+    """The same, sent to those who have the piece, as codes and scales, and added up there.
+
+    Args:
+      x: [*devices, *shape], the dimension that is cut in front.
+      devices: The parts of axes that x lies on.
+      parts: Those that are summed over, one after the other.
+      pieces: The same as they cut the dimension, the outermost first.
+      block: The extent of a block in each dimension of a piece.
+      form: Of the codes.
+    """
+    sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
+    piece = shape[0] // math.prod(sizes), *shape[1:]
+    x = x.reshape(*x.shape[: len(devices)], *sizes, *piece)
+    lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
+    for name in parts:
+        source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
+        comes = list(lies)
+        comes[source], comes[to] = None, name
+        widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
+        codes, scales = (
+            gatherer.constrain(gatherer.constrain(y, lies), comes)
+            for y in quantize(gatherer.constrain(x, lies), widths, form)
+        )
+        x, lies = add_up(dequantize(codes, scales, form, jnp.float32), source), comes
+        lies.pop(source)
+        x = gatherer.constrain(x, lies)
+    return x.reshape(*x.shape[: len(lies) - len(piece) - len(pieces)], *shape)
+
+
+def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
+    """The sum over dimensions, in the dtype of ``x``."""
+    return lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dimensions)
+
+
+def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | None:
+    """The dimension of an array of which every device has an equal piece; None for none."""
+    axis, mesh = gatherer.axis, gatherer.mesh
+    cut, n = layout.dimensions(spec, axis), axis_size(mesh, axis)
+    if len(cut) != 1 or layout.parts(spec[cut[0]], mesh) != n or shape[cut[0]] % n:
+        return None
+    # Of an axis that joins several nothing but the whole is summed over.
+    return cut[0] if len(joined_axes(axis)) == 1 or spec[cut[0]] == axis else None
+
+
+def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
+    """Whether :func:`summed` sends a gradient quantized."""
+    at = cut_evenly(shape, spec, gatherer)
+    if at is None or sequence_size(gatherer.mesh) > 1:
+        return False
+    moved = shape[at], *shape[:at], *shape[at + 1 :]
+    n = axis_size(gatherer.mesh, gatherer.axis)
+    return blocks_of(moved, n, gatherer.sent.gradients) is not None

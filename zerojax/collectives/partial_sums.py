@@ -7,7 +7,7 @@ which may run beside other work by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ from zerojax.plan.layout import Spec, SubAxis
 from zerojax.plan.quantized import Format, blocks_of
 from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
+
+FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
+"""``(x, lies, block)``: what is sent in the place of ``x``, which lies as ``lies`` says."""
 
 _SAME_SHAPE = LABELS | {"convert_element_type", "neg"}
 
@@ -117,7 +120,9 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     return x
 
 
-def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+def summed(
+    value: jax.Array, spec: Spec, gatherer: Gatherer, feed_back: FeedBack | None = None
+) -> jax.Array:
     """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
     and then added up over the groups.
 
@@ -128,6 +133,7 @@ def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     Args:
       value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
       spec: Of the sum's shard.
+      feed_back: Corrects what is sent quantized, each time that it is sent.
     """
     axis, mesh, axes = gatherer.axis, gatherer.mesh, batch_axes(gatherer.mesh)
     (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
@@ -144,7 +150,7 @@ def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     if block is None or how is None:
         x = _scattered(x, devices, parts, gatherer)
     else:
-        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer)
+        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer, feed_back)
     groups, rest = [name for name in axes if name != axis], (None,) * (value.ndim - 2)
     if groups:
         x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
@@ -174,6 +180,7 @@ def _exchanged(
     block: Sequence[int],
     form: Format,
     gatherer: Gatherer,
+    feed_back: FeedBack | None = None,
 ) -> jax.Array:
     """The same, sent to those who have the piece, as codes and scales, and added up there.
 
@@ -184,6 +191,7 @@ def _exchanged(
       pieces: The same as they cut the dimension, the outermost first.
       block: The extent of a block in each dimension of a piece.
       form: Of the codes.
+      feed_back: See :func:`summed`.
     """
     sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
     piece = shape[0] // math.prod(sizes), *shape[1:]
@@ -191,6 +199,8 @@ def _exchanged(
     lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
     for name in parts:
         source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
+        if feed_back is not None:
+            x = feed_back(x, lies, block)
         comes = list(lies)
         comes[source], comes[to] = None, name
         widths = [*(1 for _ in range(x.ndim - len(piece))), *block]

@@ -78,6 +78,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     f"{hpz} keeps a second shard of the parameters on the device, and "
                     f"{name(section)} has the state elsewhere; leave out one of them"
                 )
+    yield from _of_error_feedback(values, name)
     optimizer = values.get("optimizer")
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:
@@ -86,6 +87,28 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
                     f"and {name(section)} has the state elsewhere; leave out one of them"
                 )
+
+
+def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
+    if values.get("zeropp_loco_param") is None:
+        return
+    loco, gradients = name("zeropp_loco_param"), name("zero_quantized_gradients")
+    if values.get("zero_quantized_gradients") is False:
+        yield (
+            f"{loco} keeps the errors of quantized gradients, and {gradients} is false; set "
+            f"{gradients} to true, or take {loco} out"
+        )
+    if values.get("stage") == 0:
+        yield (
+            f"{loco} needs stage 1, 2 or 3, where gradients are reduced to shards, and the stage "
+            f"is 0; set {name('stage')} to 1, or take {loco} out"
+        )
+    for section in OFFLOAD:
+        if values.get(section) is not None:
+            yield (
+                f"{loco} keeps whole gradients and their errors on the device, and {name(section)} "
+                "has the state elsewhere; leave out one of them"
+            )
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard, filled, moved_stacks
+from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host, unpadded
 from zerojax.collectives.rounding import round_in_advance
 from zerojax.offload.disk.params import DiskParam, ParamReader
@@ -87,12 +88,16 @@ def evaluate_body(
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
-    if k == 1 and setting.inserter.overlap:
+    feedback = _error_feedback(setting, start)
+    if k == 1 and feedback is not None:
+        batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
+        given[-len(jax.tree.leaves(batch)) :] = jax.tree.leaves(batch)
+    elif k == 1 and setting.inserter.overlap:
         given = filled.defer(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    if k == 1:
+    if k == 1 and feedback is None:
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         outs = setting.inserter(
             closed, given, replace, want, host, rows.pop() if len(rows) == 1 else None
@@ -103,22 +108,43 @@ def evaluate_body(
             closed, shapes = trace(batch)
             return without_unused_gradients(closed), shapes
 
-        sharded = config.stage >= 2
+        sharded = config.stage >= 2 and feedback is None
         micro_batches = MicroBatches(
             trace_used,
             closed,
             batch,
             roles_of(body.name, start, batch, shapes),
             k,
-            setting.layout.leaves.blocks,
+            setting.layout.leaves.blocks if k > 1 else 1,
             setting.inserter,
             want,
             sharded=sharded,
             lanes=None if config.offload_param else Lanes.of(setting.plan.mesh, sharded=sharded),
             dtype=DTYPES[config.grad_accum_dtype],
+            feedback=feedback,
         )
         outs = micro_batches(given, replace)
-    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    made = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    return made if feedback is None else _with_errors(made, feedback)
+
+
+def _error_feedback(setting: StepSetting, start: Parts) -> ErrorFeedback | None:
+    """The errors that a step's quantized gradients are sent with; None where it has none."""
+    loco, opt = setting.config.zeropp_loco_param, start.opt_state.opt
+    if loco is None or not jax.tree.leaves(opt.error):
+        return None
+    errors = jax.tree.structure(start.params).flatten_up_to(opt.error)
+    scale = None if opt.loss_scale is None else opt.loss_scale.scale
+    return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
+
+
+def _with_errors(made: tuple[Parts, Any], feedback: ErrorFeedback) -> tuple[Parts, Any]:
+    """What a step makes, with the errors that its gradients have left."""
+    parts, out = made
+    view = parts.opt_state
+    error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
+    view = view._replace(opt=view.opt._replace(error=error))
+    return parts._replace(opt_state=view), out
 
 
 def enter(

@@ -107,6 +107,8 @@ def _once(config: ZeroConfig, accumulation: int) -> str:
     """Why a step may update only once, with the remedy; empty where it may more often."""
     if offloads(config):
         return "streamed to where the optimizer state lies: update once, or train without offload"
+    if config.zeropp_loco_param is not None:
+        return "sent with one error (zeropp_loco_param): update once, or take zeropp_loco_param out"
     if accumulation > 1:
         return (
             f"accumulated over {accumulation} micro-batches: update once, or set "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.config.errors import shown
+from zerojax.config.keys.loco import LOCO
 from zerojax.config.keys.row import (
     AMOUNT,
     ANYTHING,
@@ -252,6 +253,14 @@ SHARDING: tuple[Key, ...] = (
         auto="256 or so, as divides each array",
     ),
     setting(
+        f"{ZERO}.zeropp_loco_param",
+        optional(LOCO),
+        None,
+        "the error of a quantized gradient is kept on each device, and part of it added to the "
+        "next one (LoCo): each device holds whole gradients and their errors",
+        auto=OFF,
+    ),
+    setting(
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         FLAG,
         False,
@@ -328,7 +337,6 @@ SHARDING: tuple[Key, ...] = (
         ZERO,
         "TODO",
         zero_quantized_nontrainable_weights=FLAG_OFF,
-        zeropp_loco_param=(optional(OBJECT), None),
     ),
     *off_only(ZERO, "ZenFlow is not supported", zenflow=(optional(OBJECT), None)),
 )

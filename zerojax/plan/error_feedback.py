@@ -1,0 +1,103 @@
+"""The errors of quantized gradients that devices keep from update to update (LoCo).
+
+Each device keeps what its own quantization left out, so that an error is of the whole gradient and
+differs from device to device. Where a gradient is sent twice, within a host and between hosts, the
+second quantization has an error as well, of what a device sums up within its host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.config import ConfigError, ZeroConfig
+from zerojax.devices.mesh import axis_size, batch_axes, batch_devices
+from zerojax.devices.network import near
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.quantized import blocks_of, sent
+from zerojax.plan.table import size
+
+KEY = "zero_optimization.zeropp_loco_param"
+
+
+def errors_of(
+    config: ZeroConfig, leaves: Sequence[Leaf], mesh: Mesh, axis: str
+) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    """The errors of each parameter's gradient, one for each time that the gradient is sent; none
+    for a gradient that is not sent quantized.
+
+    An error is float32, [devices, *shape] with the dimension in front that is cut.
+
+    Raises:
+      ConfigError: The mesh has an axis over which the batch is not divided.
+    """
+    if config.zeropp_loco_param is None:
+        return [()] * len(leaves)
+    if batch_devices(mesh) != mesh.size:
+        others = {a: n for a, n in mesh.shape.items() if a not in batch_axes(mesh) and n > 1}
+        raise ConfigError(
+            f"{KEY}: the axes {others} of the mesh divide no rows of the batch, and error feedback "
+            "has each device sum up rows of its own; take the key or these axes out"
+        )
+    return [tuple(_errors(config, leaf, mesh, axis)) for leaf in leaves]
+
+
+def _errors(
+    config: ZeroConfig, leaf: Leaf, mesh: Mesh, axis: str
+) -> Iterator[jax.ShapeDtypeStruct]:
+    spec, n = layout.full(leaf.spec, len(leaf.shape)), axis_size(mesh, axis)
+    cut = layout.dimensions(spec, axis)
+    if len(cut) != 1 or layout.parts(spec[cut[0]], mesh) != n or n == 1:
+        return
+    (at,) = cut
+    extent, others = leaf.shape[at], (*leaf.shape[:at], *leaf.shape[at + 1 :])
+    if extent % n or blocks_of((extent, *others), n, sent(config).gradients) is None:
+        return
+    for parts in sends(spec, mesh, axis):
+        yield jax.ShapeDtypeStruct((mesh.size, extent, *others), jnp.float32)
+        extent //= parts
+
+
+def sends(spec: Spec, mesh: Mesh, axis: str) -> list[int]:
+    """The devices among which a gradient is exchanged, each time that it is sent quantized."""
+    parts = [layout.parts(name, mesh) for _, name in layout.parts_of(spec, axis)]
+    n, close = axis_size(mesh, axis), near(mesh, axis)
+    return [close, n // close] if len(parts) == 1 and 1 < close < n else parts
+
+
+def error_spec(mesh: Mesh, ndim: int) -> Spec:
+    """The spec of an error: each device has its own."""
+    return layout.cutting((batch_axes(mesh), *(None,) * (ndim - 1)), mesh)
+
+
+def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
+    """How an error lies at rest."""
+    return Leaf.of(path, x, error_spec(mesh, len(x.shape)), (None,) * len(x.shape), "", mesh)
+
+
+def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf]) -> Iterator[str]:
+    """What error feedback costs, in a sentence.
+
+    Args:
+      config: What the plan is made for.
+      errors: The errors.
+      gradients: As they are accumulated.
+    """
+    if config.zeropp_loco_param is None:
+        return
+    if not errors:
+        yield f"{KEY}: no gradient is sent quantized, so that there is no error to feed back"
+        return
+    held = sum(leaf.bytes_per_device for leaf in errors)
+    whole = sum(math.prod(leaf.shape) * 4 for leaf in gradients)
+    yield (
+        f"{KEY}: each device holds the errors of its own gradients, {size(held)}, and whole "
+        f"gradients until the update, {size(whole)}"
+    )

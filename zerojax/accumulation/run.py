@@ -197,12 +197,12 @@ class MicroBatches:
         try:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
         except (UnevenError, ValueError) as e:
-            why = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
+            said = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
             raise ValueError(
-                f"{apart} devices are like micro-batches: {why} Make the loss a sum or a mean over "
+                f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean over "
                 f"rows, {own_sums.REMEDY}."
             ) from e
-        own = [paths[i] for i, kind in divided.kinds.items() if not kind.rows]
+        own = [str(paths[i]) for i, kind in divided.kinds.items() if not kind.rows]
         why = own_sums.obstacle(
             divided.split, divided.analysis, lanes.obstacle(divided.split.micro.eqns)
         ) or (f"{own[0]} would be a number of each device's own" if own else None)

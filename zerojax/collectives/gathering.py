@@ -122,6 +122,12 @@ class Gatherer:
         return apart
 
     @property
+    def apart(self) -> bool:
+        """Whether the shard axis has lanes along it: parameters alone are sharded over the axis,
+        not what each lane makes."""
+        return self.axis in self._apart
+
+    @property
     def alone(self) -> bool:
         """Whether each device has rows of its own to sum over: not where some share rows along
         their tokens or a model's dimension, nor on lanes."""

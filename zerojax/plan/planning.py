@@ -144,7 +144,7 @@ def _optimizer_leaves(
     parts: Parts,
     tx: optax.GradientTransformation,
     params: Any,
-    at_rest: AtRest,
+    at_rest: Any,
     mesh: Mesh,
     moments: Mapping[str, str],
 ) -> Any:
@@ -154,7 +154,7 @@ def _optimizer_leaves(
     )
     error = getattr(parts.opt_state, "error", None)
     if error is not None:  # which no transformation knows of
-        errors = jax.tree.map(lambda x: error_leaf(*x, mesh), paths.error, is_leaf=_is_pair)
+        errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
         bare = parts._replace(opt_state=parts.opt_state._replace(error=None))
         leaves = _optimizer_leaves(bare, tx, params, at_rest, mesh, moments)
         return leaves._replace(error=errors)

@@ -133,7 +133,8 @@ def _error_feedback(setting: StepSetting, start: Parts) -> ErrorFeedback | None:
     loco, opt = setting.config.zeropp_loco_param, start.opt_state.opt
     if loco is None or not jax.tree.leaves(opt.error):
         return None
-    errors = jax.tree.structure(start.params).flatten_up_to(opt.error)
+    structure: Any = jax.tree.structure(start.params)
+    errors = structure.flatten_up_to(opt.error)
     scale = None if opt.loss_scale is None else opt.loss_scale.scale
     return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
 

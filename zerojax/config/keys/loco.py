@@ -23,7 +23,7 @@ class Loco(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     err_beta: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.8
-    reset_T: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] = 1024  # noqa: N815
+    reset_T: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] = 1024
 
 
 def _loco(value: Any) -> Any:

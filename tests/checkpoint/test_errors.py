@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -49,7 +50,7 @@ def zero_of(stage: int = 2, *, loco: bool = True, devices: int = 8) -> zerojax.Z
     return zerojax.zero(
         stage=stage,
         stage3_param_persistence_threshold=0,
-        mesh=zerojax.mesh(axes={"data": devices}, devices=jax.devices()[:devices]),
+        mesh=zerojax.mesh(devices),
         zero_quantized_gradients=True,
         zeropp_loco_param={"err_beta": 0.8} if loco else None,
     )
@@ -65,12 +66,12 @@ def test_a_restart_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
     train, state = zero(step), zero.init(create, jax.random.key(0))
     for i in range(2):
         state, _ = train(state, batch(i))
-    with zero.checkpointer(tmp_path) as ckpt:
-        ckpt.save(state, 2)
+    with Checkpointer(tmp_path, zero) as ckpt:
+        ckpt.save(2, state)
     for i in range(2, 4):
         state, _ = train(state, batch(i))
     again = zero_of(stage)
-    with again.checkpointer(tmp_path) as ckpt:
+    with Checkpointer(tmp_path, again) as ckpt:
         restored = ckpt.restore(again.abstract_state(create, jax.random.key(0)))
     assert np.abs(restored.opt_state.error["kernel"][0]).max() > 0
     train = again(step)
@@ -84,8 +85,8 @@ def test_nnx_too(tmp_path: Path) -> None:
     zero = zero_of()
     train, (model, optimizer) = zero(nnx_step), zero.init(nnx_create)
     train(model, optimizer, batch(0))
-    with zero.checkpointer(tmp_path) as ckpt:
-        ckpt.save((model, optimizer), 1)
+    with Checkpointer(tmp_path, zero) as ckpt:
+        ckpt.save(1, (model, optimizer))
         restored = ckpt.restore(zero.abstract_state(nnx_create))
     train(model, optimizer, batch(1))
     train(*restored, batch(1))
@@ -110,9 +111,9 @@ def test_errors_that_do_not_fit_start_from_zero(
 ) -> None:
     zero, again = zero_of(**before), zero_of(**after)
     state, _ = zero(step)(zero.init(create, jax.random.key(0)), batch(0))
-    with zero.checkpointer(tmp_path) as ckpt:
-        ckpt.save(state, 1)
-    with again.checkpointer(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "zerojax"):
+    with Checkpointer(tmp_path, zero) as ckpt:
+        ckpt.save(1, state)
+    with Checkpointer(tmp_path, again) as ckpt, caplog.at_level(logging.WARNING, "zerojax"):
         restored = ckpt.restore(again.abstract_state(create, jax.random.key(0)))
     for got, want in zip(leaves(restored.params), leaves(state.params), strict=True):
         np.testing.assert_array_equal(got, want)

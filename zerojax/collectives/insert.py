@@ -219,9 +219,14 @@ class Inserter(Scans):
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
         # What a lane makes of a parameter and rows of its own is no shard.
         alone = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
-        if name in ELEMENTWISE and (alone or not self.apart) and {(s.spec, s.value.shape) for s in shards} == {
-            (shards[0].spec, shape)  # not where a bias is broadcast against activations
-        }:
+        if (
+            name in ELEMENTWISE
+            and (alone or not self.apart)
+            and {(s.spec, s.value.shape) for s in shards}
+            == {
+                (shards[0].spec, shape)  # not where a bias is broadcast against activations
+            }
+        ):
             results = self._on_shards(eqn, values, shards[0].spec)
             widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
             return [replace(results[0], narrow=shards[0])] if widens else results

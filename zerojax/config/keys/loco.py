@@ -25,6 +25,9 @@ class Loco(BaseModel):
     err_beta: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.8
     reset_T: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] = 1024
 
+    def __repr__(self) -> str:
+        return self.model_dump_json()
+
 
 def _loco(value: Any) -> Any:
     return Loco(**value) if isinstance(value, Mapping) else value

@@ -121,7 +121,8 @@ def test_errors_that_do_not_fit_start_from_zero(
         assert restored.opt_state.error is None
     else:
         (error,) = restored.opt_state.error["kernel"]
-        assert error.shape[0] == after.get("devices", 8) and not np.any(error)
+        assert error.shape[0] == after.get("devices", 8)
+        assert not np.any(error)
         assert "start from zero" in caplog.text
     restored, value = again(step)(restored, batch(1))
     assert np.isfinite(value)

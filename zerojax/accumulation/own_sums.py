@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.split import Split
+from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
 
-KEY = "zero_optimization.zeropp_loco_param"
-REMEDY = f"or take {KEY} out"
+
+class Reducer(Protocol):
+    """How gradients are sent that each device sums up by itself.
+
+    Attributes:
+      key: The key that asks for it.
+      after: By parameter, the errors after the update.
+    """
+
+    key: str
+    after: list[tuple[jax.Array, ...]]
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+
+    def has(self, parameter: int) -> bool:
+        """Whether the gradient of a parameter is sent so."""
+
+    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
+        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
 
 
-def parameters_of(flat: Flat, names: Sequence[str], chosen: Collection[int]) -> dict[Any, int]:
+def remedy(key: str) -> str:
+    """The last way out."""
+    return f"or take {key} out"
+
+
+def parameters_of(
+    flat: Flat, names: Sequence[str], chosen: Collection[int], key: str
+) -> dict[Any, int]:
     """By variable, the parameter whose gradient is made of the variable, element by element.
 
     Args:
       flat: The step.
       names: Of the parameters.
       chosen: The positions of those that count.
+      key: The key that asks for it.
 
     Raises:
       ValueError: Not every parameter's gradient reaches the optimizer once, in the step itself.
@@ -32,8 +62,8 @@ def parameters_of(flat: Flat, names: Sequence[str], chosen: Collection[int]) -> 
     reach = [eqn for eqn in flat.eqns if marks.is_mark(eqn, marks.GRADIENT)]
     if len(reach) != len(names):
         raise ValueError(
-            f"{KEY}: the step updates in a branch, in a loop or more than once, and errors are fed "
-            f"back into one update: update once, in the step itself, {REMEDY}."
+            f"{key}: the step updates in a branch, in a loop or more than once, and errors are fed "
+            f"back into one update: update once, in the step itself, {remedy(key)}."
         )
     found: dict[Any, int] = {}
     for i in chosen:
@@ -56,6 +86,7 @@ def check_sums(
     analysis: Analysis,
     names: Sequence[str],
     parameters: dict[Any, int],
+    key: str,
 ) -> None:
     """Raises ValueError where a gradient is not one sum over rows, which devices could make apart
     and send with its error."""
@@ -64,9 +95,9 @@ def check_sums(
     for i in sorted({*parameters.values()}):
         if sums.count(i) > 1 or (not sums.count(i) and analysis.kind(reach[i]).needs_whole):
             raise ValueError(
-                f"{KEY}: the gradient of {names[i]} is no single sum over the rows of the batch in "
+                f"{key}: the gradient of {names[i]} is no single sum over the rows of the batch in "
                 "the parameter's own form, to which an error could be added: hand the optimizer "
-                f"what jax.grad gives, {REMEDY}."
+                f"what jax.grad gives, {remedy(key)}."
             )
 
 

@@ -27,7 +27,6 @@ from zerojax.accumulation.roles import (
 )
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
-from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.gathering import plain
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -132,7 +131,7 @@ class MicroBatches:
         sharded: bool,
         lanes: Lanes | None = None,
         dtype: Any,
-        feedback: ErrorFeedback | None = None,
+        feedback: own_sums.Reducer | None = None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
@@ -177,7 +176,7 @@ class MicroBatches:
         return divided if rows and lanes.suit(divided.split, divided.analysis) else None
 
     def _divide_for(
-        self, feedback: ErrorFeedback, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
+        self, feedback: own_sums.Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
     ) -> _Divided:
         """The step for each lane's micro-batches, whose gradients are sent with their errors.
 
@@ -187,28 +186,32 @@ class MicroBatches:
         name, paths = self._roles.name, self._roles.paths
         chosen = [i for i in range(feedback.parameters) if feedback.has(i)]
         names = paths[: feedback.parameters]
-        self._parameters = own_sums.parameters_of(flat, names, chosen)
-        apart = f"{own_sums.KEY} has each device sum up its own rows of {name}, and"
+        self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
+        remedy = own_sums.remedy(feedback.key)
+        apart = f"{feedback.key} has each device sum up its own rows of {name}, and"
         if not lanes.may_suit(flat.eqns):
+            what = own_sums.where(lanes.obstacle(flat.eqns))
             raise ValueError(
-                f"{apart} {own_sums.where(lanes.obstacle(flat.eqns))} cannot run for each device by "
-                f"itself: leave it out of the step, {own_sums.REMEDY}."
+                f"{apart} {what} cannot run for each device by itself: leave it out of the step, "
+                f"{remedy}."
             )
         try:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
         except (UnevenError, ValueError) as e:
             said = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
             raise ValueError(
-                f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean over "
-                f"rows, {own_sums.REMEDY}."
+                f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean "
+                f"over rows, {remedy}."
             ) from e
         own = [str(paths[i]) for i, kind in divided.kinds.items() if not kind.rows]
         why = own_sums.obstacle(
             divided.split, divided.analysis, lanes.obstacle(divided.split.micro.eqns)
         ) or (f"{own[0]} would be a number of each device's own" if own else None)
         if why is not None:
-            raise ValueError(f"{apart} {why}: leave it out of the step, {own_sums.REMEDY}.")
-        own_sums.check_sums(divided.split, flat, divided.analysis, names, self._parameters)
+            raise ValueError(f"{apart} {why}: leave it out of the step, {remedy}.")
+        own_sums.check_sums(
+            divided.split, flat, divided.analysis, names, self._parameters, feedback.key
+        )
         return divided
 
     def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:

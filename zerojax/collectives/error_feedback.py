@@ -15,6 +15,7 @@ from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.config.keys.loco import Loco
 from zerojax.devices.mesh import batch_axes
 from zerojax.plan import layout
+from zerojax.plan.error_feedback import KEY
 from zerojax.plan.layout import Spec
 
 
@@ -39,8 +40,11 @@ class ErrorFeedback:
         without one.
 
     Attributes:
+      key: What asks for it.
       after: The errors after the update; those of a gradient that is not sent stay as they are.
     """
+
+    key = KEY
 
     def __init__(
         self,

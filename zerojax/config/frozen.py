@@ -71,8 +71,8 @@ class ZeroConfig:
       zero_quantized_gradients: Whether gradients are reduced in such blocks (qgZ).
       zero_quantized_gradients_dtype: The codes of these, "int8" or "int4".
       zero_quantized_block_size: Elements of a block; None for about 256, as divides each array.
-      zeropp_loco_param: What is kept of a quantized gradient's error, and added to the next one; None
-        for nothing.
+      zeropp_loco_param: What is kept of a quantized gradient's error, to be sent with the next one;
+        None for nothing.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.

@@ -80,6 +80,8 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 )
     yield from _of_error_feedback(values, name)
     optimizer = values.get("optimizer")
+    if optimizer is not None and optimizer.type == "OneBitAdam":
+        yield from _of_one_bit(values, name)
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:
             if values.get(section) is not None:
@@ -109,6 +111,21 @@ def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) ->
                 f"{loco} keeps whole gradients and their errors on the device, and {name(section)} "
                 "has the state elsewhere; leave out one of them"
             )
+
+
+def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
+    one_bit, stage = 'optimizer.type = "OneBitAdam"', values.get("stage")
+    if stage:
+        yield (
+            f"{one_bit} has each device keep the momentum whole, at stage 0 as in DeepSpeed, and "
+            f"{name('stage')} is {stage}; set it to 0, or the type to AdamW with "
+            "zero_quantized_gradients"
+        )
+    if clipping := values.get("gradient_clipping"):
+        yield (
+            f"{one_bit}: no device has the whole gradient, whose norm {name('gradient_clipping')} "
+            f"= {shown(clipping)} would clip; set it to 0, or the type to AdamW"
+        )
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
 from zerojax.distributed import log
-from zerojax.plan.error_feedback import KEY, errors_of
+from zerojax.optim.one_bit import one_bit_state
+from zerojax.plan.error_feedback import errors_of, key_of
 from zerojax.plan.planning import parameter_leaves
 from zerojax.train_state.state_parts import Parts
 
@@ -27,7 +28,8 @@ def with_errors(
       own, mesh, axis, config: See :func:`zerojax.plan.planning.make_plan`.
     """
     held = parts.opt_state.error
-    if config.zeropp_loco_param is None:
+    one_bit = one_bit_state(parts.opt_state.inner) is not None
+    if config.zeropp_loco_param is None and not (one_bit and key_of(config)):
         return parts if held is None else _with(parts, None)
     leaves = parameter_leaves(parts.params, own, mesh, axis, config)
     tree = jax.tree.structure(parts.params)
@@ -35,7 +37,7 @@ def with_errors(
     if _shapes(held) == _shapes(wanted):
         return parts
     if held is not None:
-        log.warning("%s: the state's errors are of other devices, and start from zero.", KEY)
+        log.warning("%s: errors of other devices start from zero.", key_of(config))
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(parts))
     # On the host, where zeros take no memory until each device gets its own.
     zeros = jnp.zeros if traced else np.zeros

@@ -1,4 +1,4 @@
-"""The errors of quantized gradients that devices keep from update to update (LoCo).
+"""The errors of quantized gradients that devices keep from update to update (LoCo, 1-bit Adam).
 
 Each device keeps what its own quantization left out, so that an error is of the whole gradient and
 differs from device to device. Where a gradient is sent twice, within a host and between hosts, the
@@ -22,9 +22,11 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.quantized import blocks_of, sent
+from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
 
 KEY = "zero_optimization.zeropp_loco_param"
+ONE_BIT = 'optimizer.type = "OneBitAdam"'
 
 
 def errors_of(
@@ -38,15 +40,36 @@ def errors_of(
     Raises:
       ConfigError: The mesh has an axis over which the batch is not divided.
     """
-    if config.zeropp_loco_param is None:
+    if (key := key_of(config)) is None:
         return [()] * len(leaves)
     if batch_devices(mesh) != mesh.size:
         others = {a: n for a, n in mesh.shape.items() if a not in batch_axes(mesh) and n > 1}
         raise ConfigError(
-            f"{KEY}: the axes {others} of the mesh divide no rows of the batch, and error feedback "
+            f"{key}: the axes {others} of the mesh divide no rows of the batch, and error feedback "
             "has each device sum up rows of its own; take the key or these axes out"
         )
+    if config.zeropp_loco_param is None:
+        return [one_bit_errors(leaf.shape, mesh) for leaf in leaves]
     return [tuple(_errors(config, leaf, mesh, axis)) for leaf in leaves]
+
+
+def key_of(config: ZeroConfig) -> str | None:
+    """The key that has errors kept; None where none has."""
+    if config.zeropp_loco_param is not None:
+        return KEY
+    named = config.optimizer is not None and config.optimizer.type == "OneBitAdam"
+    return ONE_BIT if named else None
+
+
+def one_bit_errors(shape: Sequence[int], mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The errors of a momentum that is sent in 1 bit an element: of what each device sends,
+    [devices, size], and of the piece that each averages, [devices, size / devices]. ``size`` is
+    that of the parameter, up to whole bytes; a small parameter has none."""
+    count, n = math.prod(shape), mesh.size
+    if count <= SMALL or n == 1:
+        return ()
+    piece = -(-count // (8 * n)) * 8
+    return tuple(jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * piece, piece))
 
 
 def _errors(
@@ -90,14 +113,14 @@ def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf])
       errors: The errors.
       gradients: As they are accumulated.
     """
-    if config.zeropp_loco_param is None:
+    if (key := key_of(config)) is None:
         return
     if not errors:
-        yield f"{KEY}: no gradient is sent quantized, so that there is no error to feed back"
+        yield f"{key}: no gradient is sent quantized, so that there is no error to feed back"
         return
     held = sum(leaf.bytes_per_device for leaf in errors)
     whole = sum(math.prod(leaf.shape) * 4 for leaf in gradients)
     yield (
-        f"{KEY}: each device holds the errors of its own gradients, {size(held)}, and whole "
+        f"{key}: each device holds the errors of its own gradients, {size(held)}, and whole "
         f"gradients until the update, {size(whole)}"
     )

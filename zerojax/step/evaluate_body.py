@@ -9,13 +9,16 @@ from typing import Any
 import jax
 
 from zerojax.accumulation.lanes import Lanes
+from zerojax.accumulation.own_sums import Reducer
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard, filled, moved_stacks
 from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host, unpadded
+from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.collectives.rounding import round_in_advance
 from zerojax.offload.disk.params import DiskParam, ParamReader
+from zerojax.optim.one_bit import one_bit_state
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
@@ -128,18 +131,25 @@ def evaluate_body(
     return made if feedback is None else _with_errors(made, feedback)
 
 
-def _error_feedback(setting: StepSetting, start: Parts) -> ErrorFeedback | None:
-    """The errors that a step's quantized gradients are sent with; None where it has none."""
-    loco, opt = setting.config.zeropp_loco_param, start.opt_state.opt
-    if loco is None or not jax.tree.leaves(opt.error):
+def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
+    """The errors that a step's gradients, or momenta, are sent with; None where it has none."""
+    config, opt = setting.config, start.opt_state.opt
+    loco, adam = config.zeropp_loco_param, one_bit_state(opt.inner)
+    if not jax.tree.leaves(opt.error):
         return None
     structure: Any = jax.tree.structure(start.params)
     errors = structure.flatten_up_to(opt.error)
     scale = None if opt.loss_scale is None else opt.loss_scale.scale
-    return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
+    if loco is not None:
+        return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
+    assert adam is not None
+    assert config.optimizer is not None
+    given = config.optimizer.with_defaults()
+    beta, freeze_step = given["betas"][0], given["freeze_step"]
+    return OneBitMomentum(setting.inserter, errors, adam, beta, freeze_step, scale)
 
 
-def _with_errors(made: tuple[Parts, Any], feedback: ErrorFeedback) -> tuple[Parts, Any]:
+def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
     """What a step makes, with the errors that its gradients have left."""
     parts, out = made
     view = parts.opt_state

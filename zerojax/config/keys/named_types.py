@@ -82,6 +82,20 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         "eps_inside_sqrt": Param(FLAG, False),
         "amsgrad": _NO_AMSGRAD,
     },
+    "OneBitAdam": {
+        "lr": _LR,
+        "betas": _BETAS,
+        "eps": _EPS,
+        **_DECAY,
+        "freeze_step": Param(POSITIVE, 100_000, loud=True),
+        # DeepSpeed has the key and corrects nothing: false has its numbers.
+        "bias_correction": Param(FLAG, True),
+        "eps_inside_sqrt": Param(FLAG, False, (False,), "eps is added to the root; leave it out"),
+        "amsgrad": _NO_AMSGRAD,
+        # These choose between libraries that send.
+        "cuda_aware": _ANY_FLAG,
+        "comm_backend_name": Param(choice("nccl", "mpi", "hccl", "compressed"), "nccl"),
+    },
     "Muon": {
         # Where it is not given: this for the matrices, 3e-4 for what Adam updates.
         "lr": Param(AMOUNT, 2e-2, loud=True),
@@ -162,7 +176,7 @@ NAMED_TYPES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 """The parameters of each type, by section and type."""
 
 REFUSED = dict.fromkeys(
-    ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-    "1-bit compression is not there yet; use AdamW or Lamb",
+    ("ZeroOneAdam", "OneBitLamb"),
+    "of the 1-bit optimizers OneBitAdam alone is there; use OneBitAdam, AdamW or Lamb",
 )
 """The reason for each optimizer of DeepSpeed's that zerojax refuses."""

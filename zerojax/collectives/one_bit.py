@@ -1,0 +1,149 @@
+"""Adam's momentum, sent in 1 bit an element, with the errors of both quantizations fed back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.partial_sums import add_up, pinned
+from zerojax.devices.mesh import batch_axes
+from zerojax.optim.one_bit import OneBitAdamState
+from zerojax.plan.error_feedback import ONE_BIT
+from zerojax.plan.layout import Spec
+
+
+class OneBitMomentum:
+    r"""The gradients of one update of 1-bit Adam.
+
+    In the warm-up a gradient is the plain sum. After that each of :math:`n` devices, with the sum
+    :math:`g_i` of its own rows, the momentum :math:`m` and its error :math:`e_i`, sends the signs of
+
+    .. math:: c_i = \beta_1 m + (1 - \beta_1) n g_i + e_i
+
+    and the scale :math:`\lVert c_i \rVert / \sqrt{P}`. Each device averages what it gets of one
+    piece, adds the error of that piece, and sends signs and a scale again. All of that is the new
+    momentum :math:`m'`, and the gradient is what makes it so: :math:`(m' - \beta_1 m) / (1 -
+    \beta_1)`. Where the frozen variance is 0 the momentum is 0, for signs have no zero. Source:
+    1-bit Adam, arXiv:2102.02888, and DeepSpeed's ``compressed_allreduce``; its ``exp_avg_mask`` is
+    of the user's making.
+
+    Args:
+      gatherer: Reduces gradients.
+      errors: By parameter, see :func:`zerojax.plan.error_feedback.one_bit_errors`.
+      state: Of 1-bit Adam.
+      beta: Of the momentum.
+      freeze_step: The updates of the warm-up.
+      scale: float32 [], the loss scale; None without one.
+
+    Attributes:
+      key: What asks for it.
+      after: The errors after the update.
+    """
+
+    key = ONE_BIT
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        errors: Sequence[tuple[jax.Array, ...]],
+        state: OneBitAdamState,
+        beta: float,
+        freeze_step: int,
+        scale: jax.Array | None,
+    ) -> None:
+        self._gatherer, self._beta = gatherer, beta
+        self._momenta, self._squares = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
+        self._warm = state.count < freeze_step
+        self._scale = jnp.ones((), jnp.float32) if scale is None else scale
+        self._errors, self.after = list(errors), list(errors)
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+        return len(self._errors)
+
+    def has(self, parameter: int) -> bool:
+        """Whether the momentum of a parameter is sent in 1 bit."""
+        return bool(self._errors[parameter])
+
+    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
+        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
+        parts = pinned(parts.astype(jnp.float32), self._gatherer)
+        errors = self._errors[parameter]
+
+        def plain(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            return self._gatherer.constrain(add_up(parts, 0), spec), errors
+
+        def sent(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            return self._sent(parameter, parts, errors)
+
+        total, self.after[parameter] = lax.cond(self._warm, plain, sent, None)
+        return total
+
+    def _sent(
+        self, parameter: int, parts: jax.Array, errors: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        n, beta, momentum = len(parts), self._beta, self._momenta[parameter]
+        local = beta * momentum + (1 - beta) * n * (parts / self._scale)
+        mean, after = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
+        new = jnp.where(self._squares[parameter] > 0, mean.reshape(momentum.shape), 0.0)
+        return (new - beta * momentum) / (1 - beta) * self._scale, after
+
+
+def mean_in_one_bit(
+    local: jax.Array, errors: Sequence[jax.Array], gatherer: Gatherer
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The mean of the devices' rows of ``local``, and the errors after.
+
+    Args:
+      local: float32 [devices, size], each device's on itself.
+      errors: Of what devices send, [devices, size], and of the piece that each averages, [devices,
+        size / devices]; with zeros at the end, so that pieces are whole bytes.
+      gatherer: Of the devices.
+    """
+    axes, constrain = batch_axes(gatherer.mesh), gatherer.constrain
+    n, size = local.shape
+    piece = errors[1].shape[1]
+    rest = n * piece - size
+    there = (jnp.arange(n * piece) < size).reshape(n, piece)
+
+    whole = jnp.pad(local, ((0, 0), (0, rest))) + errors[0]
+    whole = constrain(whole, (axes, None))
+    scales = jnp.linalg.norm(whole, axis=1) / math.sqrt(size)
+    lost = jnp.where(there.reshape(-1), whole - scales[:, None] * signs(whole), 0.0)
+    codes = constrain(pack(whole.reshape(n, n, piece)), (axes, None, None))
+    codes = constrain(codes, (None, axes, None))
+    scales = constrain(constrain(scales, (axes,)), (None,))
+    own = add_up(unpack(codes) * scales[:, None, None], 0) / n + errors[1]
+
+    own = constrain(jnp.where(there, own, 0.0), (axes, None))
+    elements = jnp.maximum(there.sum(1), 1).astype(own.dtype)
+    scales = jnp.linalg.norm(own, axis=1) / jnp.sqrt(elements)
+    left = constrain(jnp.where(there, own - scales[:, None] * signs(own), 0.0), (axes, None))
+    codes = constrain(constrain(pack(own), (axes, None)), (None, None))
+    scales = constrain(constrain(scales, (axes,)), (None,))
+    mean = (unpack(codes) * scales[:, None]).reshape(-1)[:size]
+    return mean, (constrain(lost, (axes, None)), left)
+
+
+def signs(x: jax.Array) -> jax.Array:
+    """1 or -1; 1 for 0."""
+    return jnp.where(x >= 0, 1.0, -1.0)
+
+
+def pack(x: jax.Array) -> jax.Array:
+    """The signs of [..., 8 n] as bits, uint8 [..., n]."""
+    bits = (x >= 0).reshape(*x.shape[:-1], -1, 8).astype(jnp.uint8)
+    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
+
+
+def unpack(codes: jax.Array) -> jax.Array:
+    """1 or -1, float32 [..., 8 n], of bits uint8 [..., n]."""
+    bits = (codes[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
+    return (2.0 * bits.astype(jnp.float32) - 1.0).reshape(*codes.shape[:-1], -1)

@@ -152,14 +152,23 @@ def test_what_was_never_seen_stays() -> None:
     assert np.abs(state.params["first"][6] - before[6]).max() > 0
 
 
-def test_it_trains() -> None:
-    zero = zerojax.zero(config(freeze_step=10, lr=3e-3))
+KINDS = {
+    "OneBitAdam": {"freeze_step": 10},
+    "OneBitLamb": {"freeze_step": 10},
+    "ZeroOneAdam": {"var_freeze_step": 25, "var_update_scaler": 4, "local_step_clipper": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains(kind: str) -> None:
+    optimizer = {"type": kind, "params": {"lr": 3e-3, **KINDS[kind]}}
+    zero = zerojax.zero({"gradient_clipping": 0, "optimizer": optimizer})
     train, state = zero(step), create(zero.optimizer())
     values = []
     for _ in range(40):
         state, value = train(state, batch(0))
         values.append(float(value))
-    assert values[-1] < 0.5 * values[10]
+    assert values[-1] < 0.7 * values[10], values
 
 
 def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adam's momentum, sent in 1 bit an element, with the errors of both quantizations fed back."""
+"""A momentum, or a gradient, in 1 bit an element, with the errors of both quantizations."""
 
 from __future__ import annotations
 
@@ -13,55 +13,52 @@ from jax import lax
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import add_up, pinned
 from zerojax.devices.mesh import batch_axes
-from zerojax.optim.one_bit import OneBitAdamState
-from zerojax.plan.error_feedback import ONE_BIT
+from zerojax.optim.one_bit import OneBitState, Sending
 from zerojax.plan.layout import Spec
 
 
 class OneBitMomentum:
-    r"""The gradients of one update of 1-bit Adam.
+    r"""The gradients of one update of 1-bit Adam and its kin.
 
     In the warm-up a gradient is the plain sum. After that each of :math:`n` devices, with the sum
-    :math:`g_i` of its own rows, the momentum :math:`m` and its error :math:`e_i`, sends the signs of
+    :math:`g_i` of its own rows, the momentum :math:`m` and its error :math:`e_i`, sends the signs
+    of
 
     .. math:: c_i = \beta_1 m + (1 - \beta_1) n g_i + e_i
 
     and the scale :math:`\lVert c_i \rVert / \sqrt{P}`. Each device averages what it gets of one
     piece, adds the error of that piece, and sends signs and a scale again. All of that is the new
     momentum :math:`m'`, and the gradient is what makes it so: :math:`(m' - \beta_1 m) / (1 -
-    \beta_1)`. Where the frozen variance is 0 the momentum is 0, for signs have no zero. Source:
-    1-bit Adam, arXiv:2102.02888, and DeepSpeed's ``compressed_allreduce``; its ``exp_avg_mask`` is
-    of the user's making.
+    \beta_1)`. 0/1 Adam sends gradients so too, with 0 for :math:`\beta_1`. Where the variance is
+    0 the momentum is 0, for signs have no zero. Source: 1-bit Adam, arXiv:2102.02888, and
+    DeepSpeed's ``compressed_allreduce``; its ``exp_avg_mask`` is of the user's making.
 
     Args:
       gatherer: Reduces gradients.
       errors: By parameter, see :func:`zerojax.plan.error_feedback.one_bit_errors`.
-      state: Of 1-bit Adam.
-      beta: Of the momentum.
-      freeze_step: The updates of the warm-up.
+      state: Of the optimizer.
+      how: The update's gradients are sent.
       scale: float32 [], the loss scale; None without one.
+      key: What asks for it.
 
     Attributes:
-      key: What asks for it.
       after: The errors after the update.
     """
-
-    key = ONE_BIT
 
     def __init__(
         self,
         gatherer: Gatherer,
         errors: Sequence[tuple[jax.Array, ...]],
-        state: OneBitAdamState,
-        beta: float,
-        freeze_step: int,
+        state: OneBitState,
+        how: Sending,
         scale: jax.Array | None,
+        key: str,
     ) -> None:
-        self._gatherer, self._beta = gatherer, beta
+        self._gatherer, self._how, self.key = gatherer, how, key
         self._momenta, self._squares = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
-        self._warm = state.count < freeze_step
         self._scale = jnp.ones((), jnp.float32) if scale is None else scale
-        self._errors, self.after = list(errors), list(errors)
+        self._errors = [tuple(jnp.where(how.anew, 0.0, e) for e in each) for each in errors]
+        self.after = list(self._errors)
 
     @property
     def parameters(self) -> int:
@@ -83,13 +80,13 @@ class OneBitMomentum:
         def sent(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             return self._sent(parameter, parts, errors)
 
-        total, self.after[parameter] = lax.cond(self._warm, plain, sent, None)
+        total, self.after[parameter] = lax.cond(self._how.plain, plain, sent, None)
         return total
 
     def _sent(
         self, parameter: int, parts: jax.Array, errors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        n, beta, momentum = len(parts), self._beta, self._momenta[parameter]
+        n, beta, momentum = len(parts), self._how.beta, self._momenta[parameter]
         local = beta * momentum + (1 - beta) * n * (parts / self._scale)
         mean, after = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
         new = jnp.where(self._squares[parameter] > 0, mean.reshape(momentum.shape), 0.0)

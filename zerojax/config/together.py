@@ -5,6 +5,7 @@ from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import shown
+from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.sections import OFFLOAD
 
 _DYNAMIC = (
@@ -80,7 +81,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 )
     yield from _of_error_feedback(values, name)
     optimizer = values.get("optimizer")
-    if optimizer is not None and optimizer.type == "OneBitAdam":
+    if optimizer is not None and optimizer.type in ONE_BIT:
         yield from _of_one_bit(values, name)
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:
@@ -114,7 +115,7 @@ def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) ->
 
 
 def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
-    one_bit, stage = 'optimizer.type = "OneBitAdam"', values.get("stage")
+    one_bit, stage = f'optimizer.type = "{values["optimizer"].type}"', values.get("stage")
     if stage:
         yield (
             f"{one_bit} has each device keep the momentum whole, at stage 0 as in DeepSpeed, and "

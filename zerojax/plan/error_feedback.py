@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
+from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.devices.mesh import axis_size, batch_axes, batch_devices
 from zerojax.devices.network import near
 from zerojax.plan import layout
@@ -26,7 +27,6 @@ from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
 
 KEY = "zero_optimization.zeropp_loco_param"
-ONE_BIT = 'optimizer.type = "OneBitAdam"'
 
 
 def errors_of(
@@ -57,8 +57,9 @@ def key_of(config: ZeroConfig) -> str | None:
     """The key that has errors kept; None where none has."""
     if config.zeropp_loco_param is not None:
         return KEY
-    named = config.optimizer is not None and config.optimizer.type == "OneBitAdam"
-    return ONE_BIT if named else None
+    if config.optimizer is None or config.optimizer.type not in ONE_BIT:
+        return None
+    return f'optimizer.type = "{config.optimizer.type}"'
 
 
 def one_bit_errors(shape: Sequence[int], mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:

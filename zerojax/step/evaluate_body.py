@@ -18,8 +18,9 @@ from zerojax.collectives.host import Host, unpadded
 from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.collectives.rounding import round_in_advance
 from zerojax.offload.disk.params import DiskParam, ParamReader
-from zerojax.optim.one_bit import one_bit_state
+from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
+from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
 from zerojax.step.call import join
@@ -134,7 +135,7 @@ def evaluate_body(
 def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
     """The errors that a step's gradients, or momenta, are sent with; None where it has none."""
     config, opt = setting.config, start.opt_state.opt
-    loco, adam = config.zeropp_loco_param, one_bit_state(opt.inner)
+    loco = config.zeropp_loco_param
     if not jax.tree.leaves(opt.error):
         return None
     structure: Any = jax.tree.structure(start.params)
@@ -142,11 +143,12 @@ def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
     scale = None if opt.loss_scale is None else opt.loss_scale.scale
     if loco is not None:
         return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
-    assert adam is not None
+    state, key = one_bit_state(opt.inner), key_of(config)
+    assert state is not None
     assert config.optimizer is not None
-    given = config.optimizer.with_defaults()
-    beta, freeze_step = given["betas"][0], given["freeze_step"]
-    return OneBitMomentum(setting.inserter, errors, adam, beta, freeze_step, scale)
+    assert key is not None
+    how = sending(state, config.optimizer.with_defaults())
+    return OneBitMomentum(setting.inserter, errors, state, how, scale, key)
 
 
 def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:

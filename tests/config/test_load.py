@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, OptimizerConfig, ZeroConfig, load
 from zerojax.config.keys import KEYS, sections
-from zerojax.config.keys.named_types import OPTIMIZERS, REFUSED, SCHEDULERS
+from zerojax.config.keys.named_types import OPTIMIZERS, SCHEDULERS
 from zerojax.config.keys.row import ValueKind
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -335,7 +335,7 @@ LEAVES = (
     | st.booleans()
     | st.integers(-3, 10)
     | st.floats()
-    | st.sampled_from(["auto", "cpu", "x", *OPTIMIZERS, *REFUSED, *SCHEDULERS])
+    | st.sampled_from(["auto", "cpu", "x", *OPTIMIZERS, *SCHEDULERS])
 )
 TREES = st.recursive(
     LEAVES,

@@ -81,7 +81,7 @@ def match(
     errors = [path for path in wanted if whole and path[: n + 1] == (*optimizer, ERROR)]
     if new := [path for path in errors if sources[path] is None]:
         log.warning(
-            "%s: %d of %d errors of quantized gradients are missing, or of other devices, and start "
+            "%s: %d of %d errors of quantized gradients are missing or of other devices, and start "
             "from zero.", where, len(new), len(errors),
         )  # fmt: skip
     return sources

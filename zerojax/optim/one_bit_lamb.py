@@ -23,9 +23,10 @@ def scale_by_one_bit_lamb(
     with the second moment :math:`v'` that goes on, :math:`f` is :math:`\max (\sqrt v + \epsilon) /
     (\sqrt{v'} + \epsilon)`, the decay's share left out, within ``factor_min`` and ``factor_max``
     and within ``factor_threshold`` of the last. With ``bias_correction`` all is times
-    :math:`\sqrt{1 - \beta_2^n} / (1 - \beta_1^n)`, as zerojax's Lamb has it and
-    DeepSpeed's ``OnebitLamb`` has not. Source: 1-bit LAMB, arXiv:2104.06069, and DeepSpeed's ``onebit/lamb.py``, which sends all
-    momenta as one with a scale for each; here each is sent by itself.
+    :math:`\sqrt{1 - \beta_2^n} / (1 - \beta_1^n)`, as zerojax's Lamb has it and DeepSpeed's
+    ``OnebitLamb`` has not. Source: 1-bit LAMB, arXiv:2104.06069, and DeepSpeed's
+    ``onebit/lamb.py``, which sends all momenta as one with a scale for each; here each is sent by
+    itself.
 
     Args:
       given: The parameters as the JSON names them.

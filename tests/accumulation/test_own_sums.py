@@ -30,7 +30,7 @@ def start() -> TrainState:
 def batch() -> Any:
     rng = np.random.default_rng(1)
     return {
-        "x": rng.integers(256, size=(16, 3)),
+        "x": rng.integers(256, size=(16, 3), dtype=np.int32),
         "y": rng.normal(size=(16, 256)).astype(np.float32),
     }
 

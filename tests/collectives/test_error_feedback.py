@@ -37,7 +37,7 @@ def params() -> Any:
 def batch(seed: int = 1) -> Any:
     rng = np.random.default_rng(seed)
     return {
-        "x": rng.integers(192, size=(ROWS, 3)),
+        "x": rng.integers(192, size=(ROWS, 3), dtype=np.int32),
         "y": rng.normal(size=(ROWS, 192)).astype(np.float32),
         "weight": np.ones(ROWS, np.float32),
     }

@@ -11,6 +11,7 @@ from typing import Any
 from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
+from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.profiling import AutotuningConfig
 from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (
@@ -26,6 +27,7 @@ from zerojax.foresight.choice import (
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
+LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
 
@@ -155,7 +157,7 @@ def left_open(
             + nearest_multiples(total, world)
         )
     space = Space(
-        stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),
+        stages=(zero["stage"],) if "stage" in zero else _stages(rest, zero),
         remats=remats,
         offloads=_offloads(zero),
         micro=micro,
@@ -170,6 +172,15 @@ def left_open(
     return space, rest
 
 
+def _stages(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[int, ...]:
+    """The stages that agree with keys which some stages exclude."""
+    optimizer = config.get("optimizer")
+    named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
+    if named in {name.lower() for name in ONE_BIT}:
+        return (0,)
+    return (0, 1, 2, 3) if zero.get(LOCO) is None else (1, 2, 3)
+
+
 def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
     """The offloads that agree with the config's sections, or with their old switches."""
     wanted = []
@@ -182,6 +193,8 @@ def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
             del found["device"]
             found = None
         given = found.get("device", "none") != "none" if isinstance(found, dict) else None
+        if given is None and zero.get(LOCO) is not None:  # which excludes offload
+            given = False
         wanted.append(any(old) if old and given is None else given)
     tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(

@@ -86,7 +86,7 @@ def test_the_mean_of_the_original(size: int) -> None:
     run = jax.jit(lambda rows, errors: mean_in_one_bit(rows, errors, gatherer))
     for _ in range(3):
         want = compressed(rows, worker, server)
-        got, errors = run(rows, errors)
+        got, errors, _ = run(rows, errors)
         np.testing.assert_allclose(got, want, atol=1e-5)
         np.testing.assert_allclose(errors[0], worker, atol=1e-4)
         np.testing.assert_allclose(errors[1], server, atol=1e-4)
@@ -99,9 +99,9 @@ def test_bits_are_the_signs() -> None:
     np.testing.assert_array_equal(unpack(pack(jnp.asarray(x))), signs(jnp.asarray(x)))
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_warm_up_is_adamw_and_then_the_formula(k: int) -> None:
-    zero = zerojax.zero(config(k))
+@pytest.mark.parametrize(("stage", "k"), [(0, 1), (0, 4), (1, 1)])
+def test_warm_up_is_adamw_and_then_the_formula(stage: int, k: int) -> None:
+    zero = zerojax.zero(config(k) | {"zero_optimization": {"stage": stage}})
     train, state = zero(step), create(zero.optimizer())
     plain = jax.jit(step)
     want = create(optax.adamw(RATE, weight_decay=0.01))
@@ -176,8 +176,9 @@ def test_it_trains(kind: str) -> None:
     assert values[-1] < 0.7 * values[10], values
 
 
-def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(tmp_path: Path) -> None:
-    zero = zerojax.zero(config() | {"check_finite": True})
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(stage: int, tmp_path: Path) -> None:
+    zero = zerojax.zero(config() | {"check_finite": True, "zero_optimization": {"stage": stage}})
     train, state = zero(step), zero.init(lambda: create(zero.optimizer()))
     for i in range(FREEZE + 2):
         state, _ = train(state, batch(i))
@@ -199,7 +200,11 @@ def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("more", "remedy"),
     [
-        ({"zero_optimization": {"stage": 1}}, "stage is 1; set it to 0"),
+        ({"zero_optimization": {"stage": 2}}, "stage is 2; set it to 1"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "leave out one of them",
+        ),
         ({"gradient_clipping": 1.0}, "gradient_clipping = 1.0 would clip; set it to 0"),
     ],
 )

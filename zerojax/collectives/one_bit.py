@@ -57,7 +57,9 @@ class OneBitMomentum:
         self._gatherer, self._how, self.key = gatherer, how, key
         self._momenta, self._squares = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
         self._scale = jnp.ones((), jnp.float32) if scale is None else scale
-        self._errors = [tuple(jnp.where(how.anew, 0.0, e) for e in each) for each in errors]
+        self._errors = [
+            tuple(jnp.where(how.anew, jnp.zeros_like(x), x) for x in each) for each in errors
+        ]
         self.after = list(self._errors)
 
     @property
@@ -72,31 +74,58 @@ class OneBitMomentum:
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
         parts = pinned(parts.astype(jnp.float32), self._gatherer)
-        errors = self._errors[parameter]
+        errors, last = self._errors[parameter][:2], self._errors[parameter][2:]
 
         def plain(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            return self._gatherer.constrain(add_up(parts, 0), spec), errors
+            total = self._gatherer.scatter_parts(add_up(parts, 0), spec)
+            return total, (*errors, *map(jnp.zeros_like, last))
 
         def sent(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            return self._sent(parameter, parts, errors)
+            return self._sent(parameter, parts, spec, errors, last)
 
         total, self.after[parameter] = lax.cond(self._how.plain, plain, sent, None)
         return total
 
     def _sent(
-        self, parameter: int, parts: jax.Array, errors: tuple[jax.Array, ...]
+        self,
+        parameter: int,
+        parts: jax.Array,
+        spec: Spec,
+        errors: Sequence[jax.Array],
+        last: Sequence[jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         n, beta, momentum = len(parts), self._how.beta, self._momenta[parameter]
-        local = beta * momentum + (1 - beta) * n * (parts / self._scale)
-        mean, after = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
-        new = jnp.where(self._squares[parameter] > 0, mean.reshape(momentum.shape), 0.0)
-        return (new - beta * momentum) / (1 - beta) * self._scale, after
+        whole = self._whole(momentum, last)
+        local = beta * whole + (1 - beta) * n * (parts / self._scale)
+        mean, after, bits = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
+        new = self._gatherer.constrain(mean.reshape(momentum.shape), spec)
+        new = jnp.where(self._squares[parameter] > 0, new, 0.0)
+        gradient = (new - beta * momentum) / (1 - beta) * self._scale
+        kept = [jnp.where(beta > 0, x, jnp.zeros_like(x)) for x in bits] if last else []
+        return self._gatherer.constrain(gradient, spec), (*after, *kept)
+
+    def _whole(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
+        """A momentum on each device: where it is sharded, of the bits that were sent last. It is
+        gathered once, before the first of them."""
+        if not last:
+            return momentum
+        codes, scales = last
+
+        def decoded(_: Any) -> jax.Array:
+            x = (unpack(codes) * scales[:, None]).reshape(-1)[: momentum.size]
+            return x.reshape(momentum.shape)
+
+        def gathered(_: Any) -> jax.Array:
+            return self._gatherer.constrain(momentum, (None,) * momentum.ndim)
+
+        return lax.cond(jnp.any(scales > 0), decoded, gathered, None)
 
 
 def mean_in_one_bit(
     local: jax.Array, errors: Sequence[jax.Array], gatherer: Gatherer
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The mean of the devices' rows of ``local``, and the errors after.
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The mean of the devices' rows of ``local``, the errors after, and the mean as it was sent:
+    uint8 [devices, size / devices / 8] and float32 [devices].
 
     Args:
       local: float32 [devices, size], each device's on itself.
@@ -126,7 +155,7 @@ def mean_in_one_bit(
     codes = constrain(constrain(pack(own), (axes, None)), (None, None))
     scales = constrain(constrain(scales, (axes,)), (None,))
     mean = (unpack(codes) * scales[:, None]).reshape(-1)[:size]
-    return mean, (constrain(lost, (axes, None)), left)
+    return mean, (constrain(lost, (axes, None)), left), (codes, scales)
 
 
 def signs(x: jax.Array) -> jax.Array:

@@ -116,12 +116,18 @@ def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) ->
 
 def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
     one_bit, stage = f'optimizer.type = "{values["optimizer"].type}"', values.get("stage")
-    if stage:
+    if stage is not None and stage > 1:
         yield (
-            f"{one_bit} has each device keep the momentum whole, at stage 0 as in DeepSpeed, and "
-            f"{name('stage')} is {stage}; set it to 0, or the type to AdamW with "
+            f"{one_bit} has each device sum up whole gradients, at stages 0 and 1, and "
+            f"{name('stage')} is {stage}; set it to 1, or the type to AdamW with "
             "zero_quantized_gradients"
         )
+    for section in OFFLOAD:
+        if values.get(section) is not None:
+            yield (
+                f"{one_bit} keeps errors on the device, and {name(section)} has the state "
+                "elsewhere; leave out one of them"
+            )
     if clipping := values.get("gradient_clipping"):
         yield (
             f"{one_bit}: no device has the whole gradient, whose norm {name('gradient_clipping')} "

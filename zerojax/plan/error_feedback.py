@@ -49,7 +49,7 @@ def errors_of(
             "has each device sum up rows of its own; take the key or these axes out"
         )
     if config.zeropp_loco_param is None:
-        return [one_bit_errors(leaf.shape, mesh) for leaf in leaves]
+        return [one_bit_errors(leaf, mesh) for leaf in leaves]
     return [tuple(_errors(config, leaf, mesh, axis)) for leaf in leaves]
 
 
@@ -62,15 +62,23 @@ def key_of(config: ZeroConfig) -> str | None:
     return f'optimizer.type = "{config.optimizer.type}"'
 
 
-def one_bit_errors(shape: Sequence[int], mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+def one_bit_errors(leaf: Leaf, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The errors of a momentum that is sent in 1 bit an element: of what each device sends,
     [devices, size], and of the piece that each averages, [devices, size / devices]. ``size`` is
-    that of the parameter, up to whole bytes; a small parameter has none."""
-    count, n = math.prod(shape), mesh.size
+    that of the parameter, up to whole bytes; a small parameter has none.
+
+    Of a sharded one (stage 1) there is also what was sent last, bits as uint8 [devices, size /
+    devices / 8] and scales [devices], the same on all devices.
+    """
+    count, n = math.prod(leaf.shape), mesh.size
     if count <= SMALL or n == 1:
         return ()
     piece = -(-count // (8 * n)) * 8
-    return tuple(jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * piece, piece))
+    errors = (jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * piece, piece))
+    if not leaf.sharded:
+        return tuple(errors)
+    bits = jax.ShapeDtypeStruct((n, piece // 8), jnp.uint8)
+    return (*errors, bits, jax.ShapeDtypeStruct((n,), jnp.float32))
 
 
 def _errors(
@@ -102,8 +110,11 @@ def error_spec(mesh: Mesh, ndim: int) -> Spec:
 
 
 def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
-    """How an error lies at rest."""
-    return Leaf.of(path, x, error_spec(mesh, len(x.shape)), (None,) * len(x.shape), "", mesh)
+    """How an error lies at rest, and what was sent last in 1 bit."""
+    whole = (None,) * len(x.shape)
+    if x.dtype == jnp.uint8 or len(x.shape) == 1:
+        return Leaf.of(path, x, whole, whole, "is what all devices were sent", mesh)
+    return Leaf.of(path, x, error_spec(mesh, len(x.shape)), whole, "", mesh)
 
 
 def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf]) -> Iterator[str]:

@@ -156,10 +156,12 @@ def left_open(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
             + nearest_multiples(total, world)
         )
+    one_bit = _is_one_bit(rest)
+    stages = (0, 1) if one_bit else (0, 1, 2, 3) if zero.get(LOCO) is None else (1, 2, 3)
     space = Space(
-        stages=(zero["stage"],) if "stage" in zero else _stages(rest, zero),
+        stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,
-        offloads=_offloads(zero),
+        offloads=_offloads(zero, without=one_bit or zero.get(LOCO) is not None),
         micro=micro,
         accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
@@ -172,17 +174,16 @@ def left_open(
     return space, rest
 
 
-def _stages(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[int, ...]:
-    """The stages that agree with keys which some stages exclude."""
+def _is_one_bit(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer sends 1 bit an element."""
     optimizer = config.get("optimizer")
     named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
-    if named in {name.lower() for name in ONE_BIT}:
-        return (0,)
-    return (0, 1, 2, 3) if zero.get(LOCO) is None else (1, 2, 3)
+    return named in {name.lower() for name in ONE_BIT}
 
 
-def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
-    """The offloads that agree with the config's sections, or with their old switches."""
+def _offloads(zero: dict[str, Any], *, without: bool) -> tuple[Offload, ...]:
+    """The offloads that agree with the config's sections, or with their old switches; none
+    where other keys have it ``without``."""
     wanted = []
     for section in SECTIONS:
         old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
@@ -193,8 +194,7 @@ def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
             del found["device"]
             found = None
         given = found.get("device", "none") != "none" if isinstance(found, dict) else None
-        if given is None and zero.get(LOCO) is not None:  # which excludes offload
-            given = False
+        given = False if given is None and without else given
         wanted.append(any(old) if old and given is None else given)
     tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(

@@ -159,3 +159,40 @@ def test_two_replica_groups_have_the_numbers_of_the_whole_batch() -> None:
     change = np.abs(want.params["head"] - start().params["head"]).max()
     np.testing.assert_allclose(got.params["head"], want.params["head"], atol=0.05 * change)
     assert got.opt_state.error["head"][0].shape[0] == 8
+
+
+def test_a_function_of_each_devices_rows_is_refused() -> None:
+    zero = zero_of()
+
+    @zero.per_device
+    def doubled(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        return jnp.mean((doubled(embedded(p, b)) @ p["head"] - b["y"]) ** 2)
+
+    with pytest.raises(ValueError, match=r"per_device\(doubled\).*zeropp_loco_param out"):
+        zero(step_of(loss)).lower(start(), batch())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("axes", [{"replica": 4, "data": 2}, {"data": 6}, {"data": 1}], ids=str)
+def test_on_other_meshes(axes: dict[str, int], stage: int, k: int, form: str) -> None:
+    """With six devices no table divides evenly: nothing is quantized, and all is exact."""
+    devices = int(np.prod(list(axes.values())))
+    zero = zero_of(
+        stage,
+        gradient_accumulation_steps=k,
+        zero_quantized_gradients_dtype=form,
+        mesh=zerojax.mesh(devices, axes=axes),
+    )
+    rows = jax.tree.map(lambda x: np.concatenate([x, x, x]), batch())
+    got, _ = zero(step_of(mean))(start(), rows)
+    want, _ = jax.jit(step_of(mean))(start(), rows)
+    for name, x in start().params.items():
+        change = np.abs(want.params[name] - x).max()
+        atol = (0.3 if form == "int4" else 0.05) * change
+        np.testing.assert_allclose(got.params[name], want.params[name], atol=atol)

@@ -16,6 +16,7 @@ from zerojax.config import (
     load,
 )
 from zerojax.config.keys import BY_FIELD
+from zerojax.config.keys.loco import Loco
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
 ELASTIC = {
@@ -92,6 +93,10 @@ FIELDS = {
     "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
     "partition_activations": ({"activation_checkpointing": {"partition_activations": True}}, True),
     "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
+    "zeropp_loco_param": (
+        {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.5}}},
+        Loco(err_beta=0.5),
+    ),
     **{
         name: ({"xla": {name: value}}, value)
         for name, value in {
@@ -147,6 +152,7 @@ BESIDE = {
     "zero_quantized_weights": 1,
     "zero_quantized_nontrainable_weights": 1,
     "zero_quantized_gradients": 1,
+    "zeropp_loco_param": 1,
 }
 
 
@@ -159,6 +165,8 @@ def test_every_field_is_here():
 def test_three_ways_to_say_it(name):
     json, value = FIELDS[name]
     beside = {"stage": BESIDE[name]} if name in BESIDE else {}
+    if name == "zeropp_loco_param":
+        beside["zero_quantized_gradients"] = True
     typed = ZeroConfig(**{name: value}, **beside)
     zero = json.get("zero_optimization", {})
     mapping = json.get(name, zero.get(name)) if dataclasses.is_dataclass(value) else value
@@ -172,6 +180,7 @@ def test_three_ways_to_say_it(name):
 def test_all_at_once():
     names = set(FIELDS) - {
         "bf16", "check_grad_overflow", "train_batch_size", "zero_hpz_partition_size",
+        "zeropp_loco_param",
     }  # fmt: skip
     json: dict[str, object] = {}
     for name in names:

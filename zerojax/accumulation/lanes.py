@@ -118,6 +118,15 @@ class Lanes(NamedTuple):
         """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
         return add_up(value, 0)
 
+    def obstacle(self, eqns: Sequence[Any]) -> Any:
+        """The first equation that cannot run on all lanes side by side, in loops and calls too;
+        None where all can."""
+        for eqn in eqns:
+            if not self._runs_one(eqn):
+                inside = (self.obstacle(body.eqns) for body in jaxprs.inner(eqn))
+                return next((each for each in inside if each is not None), eqn)
+        return None
+
     def may_suit(self, eqns: Sequence[Any]) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
         return not any(

@@ -20,7 +20,7 @@ from zerojax.xla import jaxprs
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
-_RESULTS_REMEDY = (
+RESULTS_REMEDY = (
     "Return the sums or means that it follows from, or a number for each row, and finish it "
     "outside the step; or set gradient_accumulation_steps to 1."
 )
@@ -124,7 +124,7 @@ def per_micro_batch(
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
-            remedy = REMEDY if i in state else _RESULTS_REMEDY
+            remedy = REMEDY if i in state else RESULTS_REMEDY
             raise refusal(
                 i,
                 f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "

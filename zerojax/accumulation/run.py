@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.accumulation import own_sums
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
@@ -16,7 +17,14 @@ from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.pairs import UnevenError
 from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analyse
-from zerojax.accumulation.roles import REMEDY, Roles, carried, per_micro_batch, warn_of_differences
+from zerojax.accumulation.roles import (
+    REMEDY,
+    RESULTS_REMEDY,
+    Roles,
+    carried,
+    per_micro_batch,
+    warn_of_differences,
+)
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.gathering import plain
@@ -104,6 +112,7 @@ class MicroBatches:
       sharded: Gradients are reduce-scattered as soon as they are made.
       lanes: Those that sum up apart until the end, where the step can run on them.
       dtype: In which gradients are summed; None for their own, float32 at least.
+      feedback: The errors that quantized gradients are sent with. The step runs on lanes then.
 
     Raises:
       ValueError: Other numbers than those of the whole batch would result.
@@ -123,13 +132,20 @@ class MicroBatches:
         sharded: bool,
         lanes: Lanes | None = None,
         dtype: Any,
+        feedback: own_sums.Reducer | None = None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
         flat = flatten(whole, roles.learned)
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
-        self._sharded = sharded
+        self._sharded, self._feedback = sharded and feedback is None, feedback
+        self._parameters: dict[Any, int] = {}
+        if feedback is not None:
+            assert lanes is not None
+            self.lanes: Lanes | None = lanes
+            self._divided = self._divide_for(feedback, lanes, trace, flat, batch)
+            return
         try:
             divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
             self.lanes = None if divided is None else lanes
@@ -162,6 +178,45 @@ class MicroBatches:
         rows = all(kind.rows for kind in divided.kinds.values())
         return divided if rows and lanes.suit(divided.split, divided.analysis) else None
 
+    def _divide_for(
+        self, feedback: own_sums.Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
+    ) -> _Divided:
+        """The step for each lane's micro-batches, whose gradients are sent with their errors.
+
+        Raises:
+          ValueError: The devices cannot run the step apart.
+        """
+        name, paths = self._roles.name, self._roles.paths
+        chosen = [i for i in range(feedback.parameters) if feedback.has(i)]
+        names = paths[: feedback.parameters]
+        self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
+        remedy = own_sums.remedy(feedback.key)
+        apart = f"{feedback.key} has each device sum up its own rows of {name}, and"
+        if not lanes.may_suit(flat.eqns):
+            what = own_sums.where(lanes.obstacle(flat.eqns))
+            raise ValueError(
+                f"{apart} {what} cannot run for each device by itself: leave it out of the step, "
+                f"{remedy}."
+            )
+        try:
+            divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
+        except (UnevenError, ValueError) as e:
+            said = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
+            raise ValueError(
+                f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean "
+                f"over rows, {remedy}."
+            ) from e
+        own = [str(paths[i]) for i, kind in divided.kinds.items() if not kind.rows]
+        why = own_sums.obstacle(
+            divided.split, divided.analysis, lanes.obstacle(divided.split.micro.eqns)
+        ) or (f"{own[0]} would be a number of each device's own" if own else None)
+        if why is not None:
+            raise ValueError(f"{apart} {why}: leave it out of the step, {remedy}.")
+        own_sums.check_sums(
+            divided.split, flat, divided.analysis, names, self._parameters, feedback.key
+        )
+        return divided
+
     def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
         """The step for the micro-batches of a batch, leaves [k, rows, ...]."""
         roles = self._roles
@@ -173,7 +228,7 @@ class MicroBatches:
         if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         return _Divided(
-            split(flat, small, analysis, choices.first, stacked, carry, wants),
+            split(flat, small, analysis, choices.first, stacked, carry, wants, self._parameters),
             analysis,
             {i: analysis.kind(flat.outvars[i]).added for i in stacked},
             averaged,
@@ -251,8 +306,10 @@ class MicroBatches:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
+            if k == 1:
+                results[i] = results[i][0]
         for i in self._divided.averaged:
-            results[i] = jnp.mean(results[i], axis=0)
+            results[i] = jnp.mean(results[i], axis=0)  # none with one micro-batch
         return [results[i] for i in range(len(results))]
 
     def _as_given(self, argument: Any, value: jax.Array) -> Any:
@@ -288,7 +345,11 @@ class MicroBatches:
         """The sum over all lanes; on the way in the dtype of the gradients, as with one
         micro-batch."""
         assert self.lanes is not None
-        spec, low = self._wants.get(x.variable), totals.astype(x.variable.aval.dtype)
+        spec, of = self._wants.get(x.variable), self._parameters.get(x.variable)
+        if self._feedback is not None and of is not None:
+            total = self._feedback.reduced(of, totals, self._wants[x.variable])
+            return total.astype(totals.dtype)
+        low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
         total = self.lanes.summed(low)

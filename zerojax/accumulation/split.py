@@ -73,6 +73,7 @@ def split(
     stacked: Sequence[int],
     carry: Mapping[int, Any],
     wants: Mapping[Any, Spec],
+    prefer: Collection[Any] = (),
 ) -> Split:
     """Splits a step.
 
@@ -83,10 +84,12 @@ def split(
       stacked: Positions of results that each micro-batch makes.
       carry: By position among the arguments, the variable that holds it for the next micro-batch.
       wants: The specs of gradients, by variable.
+      prefer: Where gradients have the form of their parameters. Those are taken as early as they
+        are among these.
     """
     producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
     early = [v for v in producers if v in first]
-    chosen = _Once(whole, analysis, producers, {*early}, {*carry.values()}, wants)
+    chosen = _Once(whole, analysis, producers, {*early}, {*carry.values()}, wants, prefer)
     done = [i for i in range(len(whole.outvars)) if i not in {*stacked}]
     chosen.need(whole.outvars[i] for i in done)
     chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
@@ -138,8 +141,10 @@ class _Once:
         early: set[Any],
         passed: set[Any],
         wants: Mapping[Any, Spec],
+        prefer: Collection[Any],
     ) -> None:
         self._analysis, self._producers, self._wants = analysis, producers, wants
+        self._prefer = prefer
         self._available = {*whole.invars, *whole.constvars, *early}
         self._passed, self._outvars = passed, whole.outvars
         self._users: dict[Any, list[Any]] = {}
@@ -180,7 +185,8 @@ class _Once:
         chain = [v]
         while (before := self._one_to_one(chain[-1])) is not None:
             chain.append(before)
-        known = [i for i, x in enumerate(chain) if x in self._wants]
+        known = [i for i, x in enumerate(chain) if x in self._prefer]
+        known = known or [i for i, x in enumerate(chain) if x in self._wants]
         at = known[-1] if known else len(chain) - 1
         self.crossing[chain[at]] = None
         return [x for y in chain[:at] for x in self._take(y) if x not in chain]

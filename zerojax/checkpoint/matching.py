@@ -1,7 +1,8 @@
 """The saved array for each wanted one, where the two trees may differ.
 
-Three differences are bridged: a loss scale on one side alone (fp16 against fp32 or bf16), an
-optimizer state that zerojax has not wrapped yet, and parameters alone.
+Four differences are bridged: a loss scale on one side alone (fp16 against fp32 or bf16), errors of
+quantized gradients that the other side lacks or has of other devices, an optimizer state that
+zerojax has not wrapped yet, and parameters alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
 from zerojax.checkpoint.state_tree import Path, is_key
+from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState
 
-INNER, LOSS_SCALE = "inner", "loss_scale"
+INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
 SHOWN = 8
 
@@ -40,7 +42,8 @@ def match(
 
     Returns:
       The saved path of each wanted one; None for a new array: parts of ``ZeroOptState`` that a
-      plain optimizer state lacks, a loss scale, arrays without elements.
+      plain optimizer state lacks, a loss scale, errors that are not those of these devices, arrays
+      without elements.
 
     Raises:
       CheckpointError: other arrays are missing, too many, or differ in shape or kind.
@@ -55,7 +58,10 @@ def match(
         source, own = path, whole and path[:n] == optimizer
         if own and not wrapped and path[n] == INNER:
             source = (*optimizer, *path[n + 1 :])
-        if source in saved:
+        if own and path[n] == ERROR:
+            fits = source in saved and not _mismatch(path, leaf, saved[source])
+            sources[path] = source if fits else None
+        elif source in saved:
             sources[path] = source
             problems += _mismatch(path, leaf, saved[source])
         elif whole and (0 in leaf.shape or (own and path[n] in fresh)):
@@ -66,10 +72,18 @@ def match(
     problems += [
         f"only in the checkpoint: {_told(path, leaf)}"
         for path, leaf in saved.items()
-        if whole and path not in used and path[: n + 1] != (*optimizer, LOSS_SCALE)
+        if whole
+        and path not in used
+        and path[: n + 1] not in ((*optimizer, LOSS_SCALE), (*optimizer, ERROR))
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
+    errors = [path for path in wanted if whole and path[: n + 1] == (*optimizer, ERROR)]
+    if new := [path for path in errors if sources[path] is None]:
+        log.warning(
+            "%s: %d of %d errors of quantized gradients are missing or of other devices, and start "
+            "from zero.", where, len(new), len(errors),
+        )  # fmt: skip
     return sources
 
 

@@ -19,7 +19,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.matching import match
+from zerojax.checkpoint.matching import ERROR, match
 from zerojax.checkpoint.processes import LONGEST, agreed, told
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
@@ -375,6 +375,10 @@ def _fresh(
     fresh: dict[Path, Any] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:
+            continue
+        if path[: len(optimizer) + 1] == (*optimizer, ERROR):  # larger than all of the state
+            zeros = functools.partial(jnp.zeros, struct.shape, struct.dtype)
+            fresh[path] = jax.jit(zeros, out_shardings=struct.sharding)()
             continue
         value = values[path] if path in values else jnp.zeros(struct.shape, struct.dtype)
         if path in wanted.on_disk:

@@ -127,6 +127,12 @@ class Gatherer:
         return apart
 
     @property
+    def apart(self) -> bool:
+        """Whether the shard axis has lanes along it: parameters alone are sharded over the axis,
+        not what each lane makes."""
+        return self.axis in self._apart
+
+    @property
     def alone(self) -> bool:
         """Whether each device has rows, or tokens, of its own to sum over: not where some share a
         model's dimension, nor on lanes."""
@@ -143,6 +149,11 @@ class Gatherer:
         """``value``, sharded as a spec says."""
         if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
+        return self.placed(value, spec)
+
+    def placed(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        """The same on lanes too, for a parameter or what is made of parameters alone: one for all
+        lanes, which may lie along their axes."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
 
     def whole(self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False) -> jax.Array:
@@ -151,12 +162,12 @@ class Gatherer:
         ``quantized`` XLA gathers together."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
-        pinned = self.constrain(value, spec)
+        pinned = self.placed(value, spec)
         # XLA would gather over the innermost part first, and send all of that between hosts then.
         for _, part in layout.parts_of(spec, self.axis)[-2::-1]:
             near = layout.inside(spec, self.axis, layout.before(part))
-            pinned = self.constrain(pinned, near)
-        return self.constrain(pinned, layout.without(spec, self.axis))
+            pinned = self.placed(pinned, near)
+        return self.placed(pinned, layout.without(spec, self.axis))
 
     def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
         """The extent of a quantized block; None for a value that has none."""
@@ -172,7 +183,7 @@ class Gatherer:
         """What is gathered of a value as codes and scales."""
         assert self.sent.weights is not None
         form = self.sent.weights.format
-        codes, scales = map(gather, quantize(self.constrain(value, spec), block, form))
+        codes, scales = map(gather, quantize(self.placed(value, spec), block, form))
         return dequantize(codes, scales, form, value.dtype)
 
     def secondary(
@@ -182,8 +193,8 @@ class Gatherer:
         XLA from gathering at once."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
-        pinned = self.constrain(self.constrain(value, spec), partly)
-        return self.constrain(lax.optimization_barrier(pinned), partly)
+        pinned = self.placed(self.placed(value, spec), partly)
+        return self.placed(lax.optimization_barrier(pinned), partly)
 
     def in_advance(
         self, shards: Sequence[Any], live: Collection[int] = ()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
@@ -123,7 +124,8 @@ class Inserter(Scans):
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
         goes_on = reuse.GoesOn(jaxpr, args, self.axis, self._known)
-        wants = wanted.trace_back(jaxpr, want, self.mesh, goes_on.gradients)
+        others = {} if self.apart else goes_on.gradients
+        wants = wanted.trace_back(jaxpr, want, self.mesh, others)
         scope.used_whole |= goes_on.used_whole
         together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
         scope.summed |= together.reduced
@@ -215,9 +217,16 @@ class Inserter(Scans):
             )
         shards = [v for v in values if isinstance(v, Shard)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
-        if name in ELEMENTWISE and {(s.spec, s.value.shape) for s in shards} == {
-            (shards[0].spec, shape)  # not where a bias is broadcast against activations
-        }:
+        # What a lane makes of a parameter and rows of its own is no shard.
+        alone = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
+        if (
+            name in ELEMENTWISE
+            and (alone or not self.apart)
+            and {(s.spec, s.value.shape) for s in shards}
+            == {
+                (shards[0].spec, shape)  # not where a bias is broadcast against activations
+            }
+        ):
             results = self._on_shards(eqn, values, shards[0].spec)
             widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
             return [replace(results[0], narrow=shards[0])] if widens else results

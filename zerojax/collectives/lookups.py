@@ -40,7 +40,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     table, *indices = values
     if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
-    if table.whole is not None or (scope.share and id(table) in scope.used_whole):
+    if gatherer.apart or table.whole is not None or (scope.share and id(table) in scope.used_whole):
         return None
     stored = table.narrow or table  # half the bytes
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:

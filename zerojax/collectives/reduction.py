@@ -5,7 +5,7 @@ exchange of quantized pieces that are added up on arrival (qgZ of ZeRO++).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ from zerojax.devices.mesh import SEQUENCE, axis_size, batch_axes, joined_axes, s
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 from zerojax.plan.quantized import Format, blocks_of
+
+FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
+"""``(x, lies, block)``: what is sent in the place of ``x``, which lies as ``lies`` says."""
 
 
 def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
@@ -37,7 +40,9 @@ def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
 
 
-def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
+def summed(
+    value: jax.Array, spec: Spec, gatherer: Gatherer, feed_back: FeedBack | None = None
+) -> jax.Array:
     """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
     and then added up over the groups.
 
@@ -48,6 +53,7 @@ def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     Args:
       value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
       spec: Of the sum's shard.
+      feed_back: Corrects what is sent quantized, each time that it is sent.
     """
     axis, mesh, axes = gatherer.axis, gatherer.mesh, sum(axes_of(gatherer), ())
     (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
@@ -64,7 +70,7 @@ def summed(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     if block is None or how is None:
         x = _scattered(x, devices, parts, gatherer)
     else:
-        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer)
+        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer, feed_back)
     groups, rest = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
     if groups:
         x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
@@ -94,6 +100,7 @@ def _exchanged(
     block: Sequence[int],
     form: Format,
     gatherer: Gatherer,
+    feed_back: FeedBack | None,
 ) -> jax.Array:
     """The same, sent to those who have the piece, as codes and scales, and added up there.
 
@@ -104,6 +111,7 @@ def _exchanged(
       pieces: The same as they cut the dimension, the outermost first.
       block: The extent of a block in each dimension of a piece.
       form: Of the codes.
+      feed_back: See :func:`summed`.
     """
     sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
     piece = shape[0] // math.prod(sizes), *shape[1:]
@@ -111,6 +119,8 @@ def _exchanged(
     lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
     for name in parts:
         source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
+        if feed_back is not None:
+            x = feed_back(x, lies, block)
         comes = list(lies)
         comes[source], comes[to] = None, name
         widths = [*(1 for _ in range(x.ndim - len(piece))), *block]

@@ -8,6 +8,7 @@ from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
+from zerojax.config.keys.loco import Loco
 from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
@@ -71,6 +72,8 @@ class ZeroConfig:
       zero_quantized_gradients: Whether gradients are reduced in such blocks (qgZ).
       zero_quantized_gradients_dtype: The codes of these, "int8" or "int4".
       zero_quantized_block_size: Elements of a block; None for about 256, as divides each array.
+      zeropp_loco_param: What is kept of a quantized gradient's error, to be sent with the next one;
+        None for nothing.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
@@ -133,6 +136,7 @@ class ZeroConfig:
     zero_quantized_gradients: bool = False
     zero_quantized_gradients_dtype: str = "int8"
     zero_quantized_block_size: int | None = None
+    zeropp_loco_param: Loco | None = None
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000

@@ -13,7 +13,7 @@ from zerojax.config.errors import (
     spelled,
     suggestion,
 )
-from zerojax.config.keys.named_types import NAMED_TYPES, REFUSED
+from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import REQUIRED, Param
 
 
@@ -29,15 +29,13 @@ def known_types(section: str) -> str:
 
 def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     """The type as the table spells it, given in any case, and its problems."""
-    types = [*NAMED_TYPES[section], *(REFUSED if section == "optimizer" else ())]
+    types = NAMED_TYPES[section]
     name = {known.lower(): known for known in types}.get(given.lower())
     if name is None:
         guess = closest(given, types)
         likely = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
         foreign = f" ({letters})" if (letters := foreign_letters(given)) else ""
         return None, [f"{section}.type: unknown {section} {shown(given)}; {likely}{foreign}"]
-    if name in REFUSED:
-        return None, [f"{section}.type = {shown(name)} is not supported: {REFUSED[name]}"]
     return name, []
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import shown
+from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.sections import OFFLOAD
 
 _DYNAMIC = (
@@ -97,7 +98,10 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
             f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
         )
+    yield from _of_error_feedback(values, name)
     optimizer = values.get("optimizer")
+    if optimizer is not None and optimizer.type in ONE_BIT:
+        yield from _of_one_bit(values, name)
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         for section in OFFLOAD:
             if values.get(section) is not None:
@@ -105,6 +109,49 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
                     f"and {name(section)} has the state elsewhere; leave out one of them"
                 )
+
+
+def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
+    if values.get("zeropp_loco_param") is None:
+        return
+    loco, gradients = name("zeropp_loco_param"), name("zero_quantized_gradients")
+    if values.get("zero_quantized_gradients") is False:
+        yield (
+            f"{loco} keeps the errors of quantized gradients, and {gradients} is false; set "
+            f"{gradients} to true, or take {loco} out"
+        )
+    if values.get("stage") == 0:
+        yield (
+            f"{loco} needs stage 1, 2 or 3, where gradients are reduced to shards, and the stage "
+            f"is 0; set {name('stage')} to 1, or take {loco} out"
+        )
+    for section in OFFLOAD:
+        if values.get(section) is not None:
+            yield (
+                f"{loco} keeps whole gradients and their errors on the device, and {name(section)} "
+                "has the state elsewhere; leave out one of them"
+            )
+
+
+def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
+    one_bit, stage = f'optimizer.type = "{values["optimizer"].type}"', values.get("stage")
+    if stage is not None and stage > 1:
+        yield (
+            f"{one_bit} has each device sum up whole gradients, at stages 0 and 1, and "
+            f"{name('stage')} is {stage}; set it to 1, or the type to AdamW with "
+            "zero_quantized_gradients"
+        )
+    for section in OFFLOAD:
+        if values.get(section) is not None:
+            yield (
+                f"{one_bit} keeps errors on the device, and {name(section)} has the state "
+                "elsewhere; leave out one of them"
+            )
+    if clipping := values.get("gradient_clipping"):
+        yield (
+            f"{one_bit}: no device has the whole gradient, whose norm {name('gradient_clipping')} "
+            f"= {shown(clipping)} would clip; set it to 0, or the type to AdamW"
+        )
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:

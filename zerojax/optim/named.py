@@ -11,6 +11,8 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.distributed import log
 from zerojax.optim.decay import Mask, no_bias_and_norm
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
+from zerojax.optim.one_bit import scale_by_one_bit_adam, scale_by_zero_one_adam
+from zerojax.optim.one_bit_lamb import scale_by_one_bit_lamb
 from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
@@ -43,6 +45,9 @@ def named_optimizer(
     - Lamb: u = m / (sqrt(v) + eps) + d p, times clamp(|p| / |u|, min_coeff, max_coeff), times
       sqrt(1 - b2^n) / (1 - b1^n) with `bias_correction`. As in DeepSpeed, the correction comes
       last; `optax.lamb` corrects the moments, and clamps nothing.
+    - OneBitAdam: AdamW for `freeze_step` updates, with the v of then afterwards. ZeroOneAdam:
+      AdamW with a v that is updated ever more rarely. OneBitLamb: Lamb for `freeze_step` updates,
+      with the v and the trust ratios of then afterwards. See `zerojax.optim.one_bit`.
     - Muon: for matrices u = NS(m) sqrt(max(1, out / in)) + d p at the rate `muon_lr`, see
       `zerojax.optim.muon`; AdamW at the rate `adam_lr` for other parameters. Both rates default to
       `lr`, and without `lr` to 0.02 and 3e-4.
@@ -189,6 +194,25 @@ def _lamb(s: _Setting) -> Parts:
     ]
 
 
+def _one_bit_adam(s: _Setting) -> Parts:
+    b1, b2 = s.params["betas"]
+    correct = s.params["bias_correction"]
+    rule = scale_by_one_bit_adam(
+        b1, b2, s.params["eps"], s.params["freeze_step"], bias_correction=correct
+    )
+    return [rule, *s.decay]
+
+
+def _zero_one_adam(s: _Setting) -> Parts:
+    b1, b2 = s.params["betas"]
+    steps = (s.params[f"var_{name}"] for name in ("freeze_step", "update_scaler"))
+    correct = s.params["bias_correction"]
+    return [
+        scale_by_zero_one_adam(b1, b2, s.params["eps"], *steps, bias_correction=correct),
+        *s.decay,
+    ]
+
+
 def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
     b1, b2 = s.betas
     rates = [
@@ -215,4 +239,9 @@ _RULES: dict[str, Callable[[_Setting], Parts]] = {
     "SGD": _sgd,
     "Adagrad": lambda s: [*s.decay, scale_by_root_sum(eps=s.params["eps"])],
     "Lamb": _lamb,
+    "OneBitAdam": _one_bit_adam,
+    "OneBitLamb": lambda s: [
+        scale_by_one_bit_lamb(s.params, optax.chain(optax.identity(), *s.decay))
+    ],
+    "ZeroOneAdam": _zero_one_adam,
 }

@@ -29,6 +29,8 @@ class ZeroOptState(NamedTuple):
         without frozen parameters; inf if the step was skipped.
       learning_rate: float32 [], the rate of the last step; NaN if unknown.
       loss_scale: The state of the loss scale; None without one.
+      error: What quantized gradients left out, in the form of the parameters, see
+        :mod:`zerojax.plan.error_feedback`; None without error feedback.
     """
 
     inner: optax.OptState
@@ -37,6 +39,7 @@ class ZeroOptState(NamedTuple):
     grad_norm: jax.Array
     learning_rate: jax.Array
     loss_scale: LossScaleState | None
+    error: Any = None
 
 
 class ZeroTransformation(WithOnePass):
@@ -168,6 +171,7 @@ def wrap(
             grad_norm=norm.astype(jnp.float32),
             learning_rate=jnp.asarray(rate, jnp.float32),
             loss_scale=scale,
+            error=state.error,
         )
 
     def in_one_pass(

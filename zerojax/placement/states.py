@@ -28,6 +28,7 @@ from zerojax.optim.wrap import (
     full_precision,
     wrap,
 )
+from zerojax.placement.errors import with_errors
 from zerojax.placement.placer import Placer
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
@@ -115,10 +116,10 @@ class States:
             parts = jax.tree.map(_array, relabelled(parts, self.mesh))
             if self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
-            if wrapped:
-                return parts
-            loss_scale = features(self.config)["loss_scale"]
-            return parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
+            if not wrapped:
+                loss_scale = features(self.config)["loss_scale"]
+                parts = parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
+            return with_errors(parts, opened.specs, self.mesh, self.axis, self.config)
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)

@@ -38,7 +38,7 @@ from zerojax.devices.mesh import (
     batch_devices,
     joined_axes,
 )
-from zerojax.plan import layout, table
+from zerojax.plan import error_feedback, layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.live import Live
@@ -244,6 +244,7 @@ class Plan:
             if note.status in ("default", "resolved", "no effect")
         ]
         notes += [*self._far(), *self.live.notes, *self.quantized.notes]
+        notes += error_feedback.notes(config, self.errors, self.gradients())
         platform = self.mesh.devices.flat[0].platform
         if self.config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
@@ -295,6 +296,14 @@ class Plan:
     def quantized(self) -> QuantizedWeights:
         """Compute parameters that are gathered in blocks of few bits (qwZ)."""
         return QuantizedWeights(self.config, self.compute, self.frozen, self.mesh, self.axis)
+
+    @property
+    def errors(self) -> list[Leaf]:
+        """The errors of quantized gradients, each device's own."""
+        leaves = jax.tree.unflatten(
+            jax.tree.structure(self.opt_state, is_leaf=_is_spec), self.leaves["opt_state"]
+        )
+        return jax.tree.leaves(getattr(leaves, "error", None))
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Compute parameters as the devices of one partition hold them during a step (hpZ)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
+from zerojax.plan.error_feedback import error_leaf
 from zerojax.plan.extra_state import ExtraState, ParameterForm
 from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 from zerojax.train_state.state_parts import Parts
+
+AtRest = Callable[[str, Any, Any], Leaf]
 
 
 def make_plan(
@@ -40,6 +43,66 @@ def make_plan(
       mesh, axis, config: see :class:`Plan`.
       frozen: whether the optimizer does not update a parameter, one a leaf; none if unknown.
     """
+    at_rest = _rule(mesh, axis, config)
+    params, places = _parameters(parts.params, own, at_rest, config)
+    param_tree = jax.tree.unflatten(jax.tree.structure(parts.params), params)
+    moments = {leaf.path: place.moments for leaf, place in zip(params, places, strict=True)}
+    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
+    form = ParameterForm(
+        jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
+    )
+    rest_tree = ExtraState(form, at_rest, mesh, config.stage).leaves(parts.rest)
+
+    def specs(tree: Any, name: str = "spec") -> Any:
+        return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
+
+    whole = config.stage < 2 or config.zeropp_loco_param is not None
+    return Plan(
+        mesh=mesh,
+        axis=axis,
+        config=config,
+        params=specs(param_tree),
+        grads=specs(param_tree, "whole" if whole else "spec"),
+        opt_state=specs(opt_tree),
+        step=PartitionSpec(),
+        rest=specs(rest_tree),
+        leaves={
+            "params": tuple(params),
+            "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
+            "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
+        },
+        compute=tuple(
+            _computing(leaf, place.compute, config)
+            for leaf, place in zip(params, places, strict=True)
+        ),
+        frozen=frozenset(leaf.path for leaf, still in zip(params, frozen, strict=False) if still),
+    )
+
+
+def parameter_leaves(
+    params: Any, own: Sequence[Any], mesh: Mesh, axis: str, config: ZeroConfig
+) -> list[Leaf]:
+    """The parameters of a plan alone, see :func:`make_plan`."""
+    return _parameters(params, own, _rule(mesh, axis, config), config)[0]
+
+
+def _parameters(
+    params: Any, own: Sequence[Any], at_rest: AtRest, config: ZeroConfig
+) -> tuple[list[Leaf], Sequence[Any]]:
+    """The parameters' leaves, and the places of each parameter."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    places = choose_places(config, [math.prod(x.shape) for _, x in paths])
+    leaves = [
+        dataclasses.replace(
+            at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
+        )
+        for (path, x), spec, place in zip(paths, own, places, strict=True)
+    ]
+    return leaves, places
+
+
+def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
+    """How an array lies at rest, given its path and the user's own spec."""
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     parts_too = not offloads(config)  # sub-groups stream as rows of one mesh
 
@@ -62,43 +125,7 @@ def make_plan(
         leaf = Leaf.of(path, x, cut.spec, whole, cut.reason, mesh)
         return dataclasses.replace(leaf, whole_over=cut.whole_over)
 
-    paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
-    where = choose_places(config, [math.prod(x.shape) for _, x in paths])
-    params = [
-        dataclasses.replace(
-            at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
-        )
-        for (path, x), spec, place in zip(paths, own, where, strict=True)
-    ]
-    param_tree = jax.tree.unflatten(tree, params)
-    moments = {leaf.path: place.moments for leaf, place in zip(params, where, strict=True)}
-    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
-    form = ParameterForm(tree, tuple(tuple(x.shape) for _, x in paths), tuple(params))
-    rest_tree = ExtraState(form, at_rest, mesh, config.stage).leaves(parts.rest)
-
-    def specs(tree: Any, name: str = "spec") -> Any:
-        return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
-
-    return Plan(
-        mesh=mesh,
-        axis=axis,
-        config=config,
-        params=specs(param_tree),
-        grads=specs(param_tree, "spec" if config.stage >= 2 else "whole"),
-        opt_state=specs(opt_tree),
-        step=PartitionSpec(),
-        rest=specs(rest_tree),
-        leaves={
-            "params": tuple(params),
-            "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
-            "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
-        },
-        compute=tuple(
-            _computing(leaf, place.compute, config)
-            for leaf, place in zip(params, where, strict=True)
-        ),
-        frozen=frozenset(leaf.path for leaf, still in zip(params, frozen, strict=False) if still),
-    )
+    return at_rest
 
 
 def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
@@ -128,6 +155,12 @@ def _optimizer_leaves(
     paths = jax.tree_util.tree_map_with_path(
         lambda path, x: ("opt_state" + jax.tree_util.keystr(path), x), parts.opt_state
     )
+    error = getattr(parts.opt_state, "error", None)
+    if error is not None:  # which no transformation knows of
+        errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
+        bare = parts._replace(opt_state=parts.opt_state._replace(error=None))
+        leaves = _optimizer_leaves(bare, tx, params, at_rest, mesh, moments)
+        return leaves._replace(error=errors)
 
     def of_param(pair: Any, param: Leaf) -> Any:
         if not _is_pair(pair):

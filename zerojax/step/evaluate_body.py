@@ -9,14 +9,19 @@ from typing import Any
 import jax
 
 from zerojax.accumulation.lanes import Lanes
+from zerojax.accumulation.own_sums import Reducer
 from zerojax.accumulation.roles import roles_of
 from zerojax.accumulation.run import MicroBatches, rows_together
 from zerojax.collectives import Inserter, Shard, filled, moved_stacks
+from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host, unpadded
+from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.collectives.rounding import round_in_advance
 from zerojax.distributed import log
 from zerojax.offload.disk.params import DiskParam, ParamReader
+from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
+from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import DEVICE, DISK, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
 from zerojax.step.call import join
@@ -88,12 +93,16 @@ def evaluate_body(
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
-    if k == 1 and setting.inserter.overlap:
+    feedback = _error_feedback(setting, start)
+    if k == 1 and feedback is not None:
+        batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
+        given[-len(jax.tree.leaves(batch)) :] = jax.tree.leaves(batch)
+    elif k == 1 and setting.inserter.overlap:
         given = filled.defer(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    if k == 1:
+    if k == 1 and feedback is None:
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         outs = setting.inserter(
             closed, given, replace, want, host, rows.pop() if len(rows) == 1 else None
@@ -104,7 +113,7 @@ def evaluate_body(
             closed, shapes = trace(batch)
             return without_unused_gradients(closed), shapes
 
-        sharded = config.stage >= 2
+        sharded = config.stage >= 2 and feedback is None
         # Quantized gradients are no sums of a lane's own.
         alone = config.offload_param or (sharded and config.zero_quantized_gradients)
         micro_batches = MicroBatches(
@@ -113,26 +122,56 @@ def evaluate_body(
             batch,
             roles_of(body.name, start, batch, shapes),
             k,
-            setting.layout.leaves.blocks,
+            setting.layout.leaves.blocks if k > 1 else 1,
             setting.inserter,
             want,
             sharded=sharded,
             lanes=None if alone else Lanes.of(setting.plan.mesh, sharded=sharded),
             dtype=DTYPES[config.grad_accum_dtype],
+            feedback=feedback,
         )
         outs = micro_batches(given, replace)
     if setting.inserter.as_they_are:
-        made = ", ".join(
+        names = ", ".join(
             f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.as_they_are)
         )
         log.warning(
             "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
             "so that they are reduced as they are: %s.",
             body.name,
-            made,
+            names,
         )
         setting.inserter.as_they_are.clear()
-    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    made = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    return made if feedback is None else _with_errors(made, feedback)
+
+
+def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
+    """The errors that a step's gradients, or momenta, are sent with; None where it has none."""
+    config, opt = setting.config, start.opt_state.opt
+    loco = config.zeropp_loco_param
+    if not jax.tree.leaves(opt.error):
+        return None
+    structure: Any = jax.tree.structure(start.params)
+    errors = structure.flatten_up_to(opt.error)
+    scale = None if opt.loss_scale is None else opt.loss_scale.scale
+    if loco is not None:
+        return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
+    state, key = one_bit_state(opt.inner), key_of(config)
+    assert state is not None
+    assert config.optimizer is not None
+    assert key is not None
+    how = sending(state, config.optimizer.with_defaults())
+    return OneBitMomentum(setting.inserter, errors, state, how, scale, key)
+
+
+def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
+    """What a step makes, with the errors that its gradients have left."""
+    parts, out = made
+    view = parts.opt_state
+    error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
+    view = view._replace(opt=view.opt._replace(error=error))
+    return parts._replace(opt_state=view), out
 
 
 def enter(

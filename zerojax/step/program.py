@@ -14,6 +14,7 @@ from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
+from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent
 from zerojax.step.batch import BatchLayout
@@ -107,6 +108,8 @@ def _once(config: ZeroConfig, accumulation: int) -> str:
     """Why a step may update only once, with the remedy; empty where it may more often."""
     if offloads(config):
         return "streamed to where the optimizer state lies: update once, or train without offload"
+    if key := key_of(config):
+        return f"sent with one error ({key}): update once, or take {key} out"
     if accumulation > 1:
         return (
             f"accumulated over {accumulation} micro-batches: update once, or set "

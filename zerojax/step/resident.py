@@ -66,9 +66,10 @@ class ResidentStep:
         made, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
         after: View = made.opt_state
         done = was_done(setting, parts.opt_state, after.opt)
+        error = unless_skipped(done, after.opt.error, parts.opt_state.error)
         made = made._replace(
             params=params_after(after, made.params, parts.params, done),
-            opt_state=after.opt,
+            opt_state=after.opt._replace(error=error),
             rest=unless_skipped(done, made.rest, parts.rest),
         )
         return StepResult(

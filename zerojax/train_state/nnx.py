@@ -103,10 +103,10 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
         optimizer = objects[at]
-        if optimizer.tx is not tx:
-            return adopt(optimizer, parts, tx)
         # Not nnx.update, which passes over what it does not take for an array: one on disk.
         held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        if optimizer.tx is not tx or len(held) != len(jax.tree.leaves(parts.opt_state)):
+            return adopt(optimizer, parts, tx)
         for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
             variable.set_value(x)
         optimizer.step.set_value(parts.step)

@@ -11,6 +11,7 @@ from typing import Any
 from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
+from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.profiling import AutotuningConfig
 from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (
@@ -26,6 +27,7 @@ from zerojax.foresight.choice import (
 
 LARGEST = 1024  # rows of a device in a micro-batch
 
+LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
 
@@ -154,10 +156,12 @@ def left_open(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
             + nearest_multiples(total, world)
         )
+    one_bit = _is_one_bit(rest)
+    stages = (0, 1) if one_bit else (0, 1, 2, 3) if zero.get(LOCO) is None else (1, 2, 3)
     space = Space(
-        stages=(zero["stage"],) if "stage" in zero else (0, 1, 2, 3),
+        stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,
-        offloads=_offloads(zero),
+        offloads=_offloads(zero, without=one_bit or zero.get(LOCO) is not None),
         micro=micro,
         accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
@@ -170,8 +174,16 @@ def left_open(
     return space, rest
 
 
-def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
-    """The offloads that agree with the config's sections, or with their old switches."""
+def _is_one_bit(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer sends 1 bit an element."""
+    optimizer = config.get("optimizer")
+    named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
+    return named in {name.lower() for name in ONE_BIT}
+
+
+def _offloads(zero: dict[str, Any], *, without: bool) -> tuple[Offload, ...]:
+    """The offloads that agree with the config's sections, or with their old switches; none
+    where other keys have it ``without``."""
     wanted = []
     for section in SECTIONS:
         old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
@@ -182,6 +194,7 @@ def _offloads(zero: dict[str, Any]) -> tuple[Offload, ...]:
             del found["device"]
             found = None
         given = found.get("device", "none") != "none" if isinstance(found, dict) else None
+        given = False if given is None and without else given
         wanted.append(any(old) if old and given is None else given)
     tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(

@@ -10,7 +10,9 @@ from zerojax.config.keys.row import (
     AMOUNT,
     BETA,
     BETAS,
+    COUNT,
     FLAG,
+    FRACTION,
     INTEGER,
     NUMBER,
     POSITIVE,
@@ -52,6 +54,23 @@ _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
 # AdamW decouples the decay by name, whatever the mode says.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
 
+_ONE_BIT: dict[str, Param] = {
+    "lr": _LR,
+    "betas": _BETAS,
+    "eps": _EPS,
+    **_DECAY,
+    # DeepSpeed has the key and corrects nothing: false has its numbers.
+    "bias_correction": Param(FLAG, True),
+    "eps_inside_sqrt": Param(FLAG, False, (False,), "eps is added to the root; leave it out"),
+    "amsgrad": _NO_AMSGRAD,
+    # These choose between libraries that send.
+    "cuda_aware": _ANY_FLAG,
+    "comm_backend_name": Param(choice("nccl", "mpi", "hccl", "compressed"), "nccl"),
+}
+
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+"""Those whose devices send 1 bit an element."""
+
 OPTIMIZERS: dict[str, dict[str, Param]] = {
     "Adam": _ADAM,
     "AdamW": _ADAMW,
@@ -81,6 +100,30 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         "min_coeff": Param(AMOUNT, 0.01),
         "eps_inside_sqrt": Param(FLAG, False),
         "amsgrad": _NO_AMSGRAD,
+    },
+    "OneBitAdam": {**_ONE_BIT, "freeze_step": Param(COUNT, 100_000, loud=True)},
+    "OneBitLamb": {
+        **_ONE_BIT,
+        "freeze_step": Param(COUNT, 100_000, loud=True),
+        "max_coeff": Param(ABOVE_ZERO, 10.0),
+        "min_coeff": Param(AMOUNT, 0.01),
+        "coeff_beta": Param(BETA, 0.9),
+        "factor_max": Param(ABOVE_ZERO, 4.0),
+        "factor_min": Param(AMOUNT, 0.5),
+        "factor_threshold": Param(FRACTION, 0.1),
+    },
+    "ZeroOneAdam": {
+        **_ONE_BIT,
+        "var_freeze_step": Param(COUNT, 100_000, loud=True),
+        "var_update_scaler": Param(COUNT, 16, loud=True),
+        "local_step_scaler": Param(COUNT, 32_678),
+        "local_step_clipper": Param(
+            POSITIVE,
+            16,
+            (1,),
+            "local steps, with parameters that differ from device to device, are not there; set it "
+            "to 1, which sends 1 bit in every update",
+        ),
     },
     "Muon": {
         # Where it is not given: this for the matrices, 3e-4 for what Adam updates.
@@ -160,9 +203,3 @@ SCHEDULERS: dict[str, dict[str, Param]] = {
 
 NAMED_TYPES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 """The parameters of each type, by section and type."""
-
-REFUSED = dict.fromkeys(
-    ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-    "1-bit compression is not there yet; use AdamW or Lamb",
-)
-"""The reason for each optimizer of DeepSpeed's that zerojax refuses."""

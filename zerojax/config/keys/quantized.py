@@ -1,14 +1,13 @@
 """Keys of quantized collectives (ZeRO++)."""
 
+from zerojax.config.keys.loco import LOCO
 from zerojax.config.keys.row import (
     FLAG,
-    OBJECT,
     OFF,
     POSITIVE,
     ZERO,
     Key,
     choice,
-    off_only,
     optional,
     setting,
 )
@@ -56,9 +55,12 @@ QUANTIZED: tuple[Key, ...] = (
         "zerojax's own key: elements that share a scale; null is 256 or so, as divides each array",
         auto="256 or so, as divides each array",
     ),
-    *off_only(
-        ZERO,
-        "a quantized gradient's error is not kept yet; leave out",
-        zeropp_loco_param=(optional(OBJECT), None),
+    setting(
+        f"{ZERO}.zeropp_loco_param",
+        optional(LOCO),
+        None,
+        "the error of a quantized gradient is kept on each device, and part of it added to the "
+        "next one (LoCo): each device holds whole gradients and their errors",
+        auto=OFF,
     ),
 )

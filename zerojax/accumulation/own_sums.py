@@ -1,0 +1,120 @@
+"""The gradients of a step whose devices each sum up their own rows until the update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.split import Split
+from zerojax.plan.layout import Spec
+from zerojax.trace import marks
+from zerojax.trace.elementwise import ELEMENTWISE, LABELS
+from zerojax.xla import jaxprs
+
+
+class Reducer(Protocol):
+    """How gradients are sent that each device sums up by itself.
+
+    Attributes:
+      key: The key that asks for it.
+      after: By parameter, the errors after the update.
+    """
+
+    key: str
+    after: list[tuple[jax.Array, ...]]
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+
+    def has(self, parameter: int) -> bool:
+        """Whether the gradient of a parameter is sent so."""
+
+    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
+        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
+
+
+def remedy(key: str) -> str:
+    """The last way out."""
+    return f"or take {key} out"
+
+
+def parameters_of(
+    flat: Flat, names: Sequence[str], chosen: Collection[int], key: str
+) -> dict[Any, int]:
+    """By variable, the parameter whose gradient is made of the variable, element by element.
+
+    Args:
+      flat: The step.
+      names: Of the parameters.
+      chosen: The positions of those that count.
+      key: The key that asks for it.
+
+    Raises:
+      ValueError: Not every parameter's gradient reaches the optimizer once, in the step itself.
+    """
+    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    reach = [eqn for eqn in flat.eqns if marks.is_mark(eqn, marks.GRADIENT)]
+    if len(reach) != len(names):
+        raise ValueError(
+            f"{key}: the step updates in a branch, in a loop or more than once, and errors are fed "
+            f"back into one update: update once, in the step itself, {remedy(key)}."
+        )
+    found: dict[Any, int] = {}
+    for i in chosen:
+        left = [reach[i].outvars[0]]
+        while left:
+            v = left.pop()
+            if v in found:
+                continue
+            found[v] = i
+            eqn = made.get(v)
+            if eqn is not None and eqn.primitive.name in ELEMENTWISE | LABELS:
+                same = [x for x in jaxprs.variables(eqn.invars) if x.aval.shape == v.aval.shape]
+                left += same
+    return found
+
+
+def check_sums(
+    split: Split,
+    flat: Flat,
+    analysis: Analysis,
+    names: Sequence[str],
+    parameters: dict[Any, int],
+    key: str,
+) -> None:
+    """Raises ValueError where a gradient is not one sum over rows, which devices could make apart
+    and send with its error."""
+    sums = [parameters.get(x.variable) for x in split.crossing if x.how == "sum"]
+    reach = [eqn.outvars[0] for eqn in flat.eqns if marks.is_mark(eqn, marks.GRADIENT)]
+    for i in sorted({*parameters.values()}):
+        if sums.count(i) > 1 or (not sums.count(i) and analysis.kind(reach[i]).needs_whole):
+            raise ValueError(
+                f"{key}: the gradient of {names[i]} is no single sum over the rows of the batch in "
+                "the parameter's own form, to which an error could be added: hand the optimizer "
+                f"what jax.grad gives, {remedy(key)}."
+            )
+
+
+def obstacle(split: Split, analysis: Analysis, eqn: Any) -> str | None:
+    """Why devices cannot run a step apart; None where they can.
+
+    Args:
+      split: The step.
+      analysis: Of the step.
+      eqn: The first equation that cannot run side by side; None where all can.
+    """
+    if eqn is not None:
+        return f"{where(eqn)} cannot run for each device by itself"
+    if analysis.drawn:
+        return f"noise in the batch's shape ({analysis.drawn[0]}) would be the same on all devices"
+    if analysis.owners:
+        return f"each device would have statistics of its own rows ({analysis.owners[0]})"
+    if split.carry or split.n_last:
+        return "state that the batch changes would differ from device to device"
+    return None

@@ -1,0 +1,118 @@
+"""Error feedback: what a device's quantization leaves out of its gradient is sent with the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.quantization import dequantize, quantize
+from zerojax.collectives.reduction import pinned, summed
+from zerojax.config.keys.loco import Loco
+from zerojax.devices.mesh import batch_axes
+from zerojax.plan import layout
+from zerojax.plan.error_feedback import KEY
+from zerojax.plan.layout import Spec
+
+
+class ErrorFeedback:
+    r"""The errors of one update's gradients.
+
+    With the device's own gradient :math:`g`, the error :math:`e` and the codes
+    :math:`Q(\cdot)`, each device sends :math:`Q(g + e)` and keeps
+
+    .. math:: e \leftarrow \beta e + (1 - \beta) (g + e - Q(g + e))
+
+    which is zero again every ``reset_T`` updates. Source: LoCo, arXiv:2407.04480, and DeepSpeed's
+    ``loco_swizzle_quant`` and ``loco_quantized_reduction``; there errors are fed back in each
+    micro-batch and kept in 8 bits, here once an update and in float32.
+
+    Args:
+      loco: Beta and the period.
+      gatherer: Reduces gradients.
+      errors: By parameter, see :mod:`zerojax.plan.error_feedback`.
+      updates: int [], the updates made so far.
+      scale: float32 [], the loss scale, with which gradients come and errors are not kept; None
+        without one.
+
+    Attributes:
+      key: What asks for it.
+      after: The errors after the update; those of a gradient that is not sent stay as they are.
+    """
+
+    key = KEY
+
+    def __init__(
+        self,
+        loco: Loco,
+        gatherer: Gatherer,
+        errors: Sequence[tuple[jax.Array, ...]],
+        updates: jax.Array,
+        scale: jax.Array | None,
+    ) -> None:
+        self._beta, self._gatherer = loco.err_beta, gatherer
+        self._scale = jnp.ones((), jnp.float32) if scale is None else scale
+        self._ends = (updates + 1) % loco.reset_T == 0
+        self._errors, self.after = list(errors), list(errors)
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+        return len(self._errors)
+
+    def has(self, parameter: int) -> bool:
+        """Whether the gradient of a parameter has errors."""
+        return bool(self._errors[parameter])
+
+    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
+        """The sum over the devices of their parts [devices, *shape] of a parameter's gradient, cut
+        as ``spec`` says, float32."""
+        (at,) = layout.dimensions(spec, self._gatherer.axis)
+        value = pinned(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
+        before, after = iter(self._errors[parameter]), []
+
+        def feed_back(x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
+            old = self._as_sent(next(before), x.shape, lies)
+            whole = x + old * self._scale
+            new = self._beta * old + (1 - self._beta) * self._lost(whole, lies, block)
+            kept = self._at_rest(new, lies, value.ndim)
+            after.append(jnp.where(self._ends, jnp.zeros_like(kept), kept))
+            return whole
+
+        total = summed(value, spec, self._gatherer, feed_back)
+        self.after[parameter] = tuple(after)
+        return total
+
+    def _lost(self, x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
+        """What quantization leaves out of ``x``, without the loss scale."""
+        assert self._gatherer.sent.gradients is not None
+        form = self._gatherer.sent.gradients.format
+        widths = [*(1 for _ in range(x.ndim - len(block))), *block]
+        sent = dequantize(*quantize(self._gatherer.constrain(x, lies), widths, form), form, x.dtype)
+        return self._gatherer.constrain(x - sent, lies) / self._scale
+
+    def _as_sent(self, error: jax.Array, shape: Sequence[int], lies: Sequence[Any]) -> jax.Array:
+        """An error as the gradient lies that is sent."""
+        order = self._devices_first(lies)
+        x = error.reshape([shape[d] for d in order])
+        x = self._gatherer.constrain(x, [lies[d] for d in order])
+        return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), lies)
+
+    def _at_rest(self, x: jax.Array, lies: Sequence[Any], ndim: int) -> jax.Array:
+        """The reverse: [devices, ...] of ``ndim`` dimensions."""
+        order = self._devices_first(lies)
+        x = lax.reshape(x, [x.shape[d] for d in order], order)
+        x = self._gatherer.constrain(x, [lies[d] for d in order])
+        rest = x.shape[x.ndim - (ndim - 2) :]
+        return pinned(x.reshape(self._gatherer.mesh.size, -1, *rest), self._gatherer)
+
+    def _devices_first(self, lies: Sequence[Any]) -> list[int]:
+        """The dimensions, those that devices share in front, in the order of the devices."""
+        axes = batch_axes(self._gatherer.mesh)
+        named = [d for d, name in enumerate(lies) if name is not None]
+        named.sort(key=lambda d: (axes.index(layout.whole_axis(lies[d])), layout.before(lies[d])))
+        return [*named, *(d for d, name in enumerate(lies) if name is None)]

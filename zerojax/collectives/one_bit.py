@@ -1,0 +1,175 @@
+"""A momentum, or a gradient, in 1 bit an element, with the errors of both quantizations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.reduction import add_up, pinned
+from zerojax.devices.mesh import batch_axes
+from zerojax.optim.one_bit import OneBitState, Sending
+from zerojax.plan.layout import Spec
+
+
+class OneBitMomentum:
+    r"""The gradients of one update of 1-bit Adam and its kin.
+
+    In the warm-up a gradient is the plain sum. After that each of :math:`n` devices, with the sum
+    :math:`g_i` of its own rows, the momentum :math:`m` and its error :math:`e_i`, sends the signs
+    of
+
+    .. math:: c_i = \beta_1 m + (1 - \beta_1) n g_i + e_i
+
+    and the scale :math:`\lVert c_i \rVert / \sqrt{P}`. Each device averages what it gets of one
+    piece, adds the error of that piece, and sends signs and a scale again. All of that is the new
+    momentum :math:`m'`, and the gradient is what makes it so: :math:`(m' - \beta_1 m) / (1 -
+    \beta_1)`. 0/1 Adam sends gradients so too, with 0 for :math:`\beta_1`. Where the variance is
+    0 the momentum is 0, for signs have no zero. Source: 1-bit Adam, arXiv:2102.02888, and
+    DeepSpeed's ``compressed_allreduce``; its ``exp_avg_mask`` is of the user's making.
+
+    Args:
+      gatherer: Reduces gradients.
+      errors: By parameter, see :func:`zerojax.plan.error_feedback.one_bit_errors`.
+      state: Of the optimizer.
+      how: The update's gradients are sent.
+      scale: float32 [], the loss scale; None without one.
+      key: What asks for it.
+
+    Attributes:
+      after: The errors after the update.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        errors: Sequence[tuple[jax.Array, ...]],
+        state: OneBitState,
+        how: Sending,
+        scale: jax.Array | None,
+        key: str,
+    ) -> None:
+        self._gatherer, self._how, self.key = gatherer, how, key
+        self._momenta, self._squares = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
+        self._scale = jnp.ones((), jnp.float32) if scale is None else scale
+        self._errors = [
+            tuple(jnp.where(how.anew, jnp.zeros_like(x), x) for x in each) for each in errors
+        ]
+        self.after = list(self._errors)
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+        return len(self._errors)
+
+    def has(self, parameter: int) -> bool:
+        """Whether the momentum of a parameter is sent in 1 bit."""
+        return bool(self._errors[parameter])
+
+    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
+        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
+        parts = pinned(parts.astype(jnp.float32), self._gatherer)
+        errors, last = self._errors[parameter][:2], self._errors[parameter][2:]
+
+        def plain(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            total = self._gatherer.scatter_parts(add_up(parts, 0), spec)
+            return total, (*errors, *map(jnp.zeros_like, last))
+
+        def sent(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            return self._sent(parameter, parts, spec, errors, last)
+
+        total, self.after[parameter] = lax.cond(self._how.plain, plain, sent, None)
+        return total
+
+    def _sent(
+        self,
+        parameter: int,
+        parts: jax.Array,
+        spec: Spec,
+        errors: Sequence[jax.Array],
+        last: Sequence[jax.Array],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        n, beta, momentum = len(parts), self._how.beta, self._momenta[parameter]
+        whole = self._whole(momentum, last)
+        local = beta * whole + (1 - beta) * n * (parts / self._scale)
+        mean, after, bits = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
+        new = self._gatherer.constrain(mean.reshape(momentum.shape), spec)
+        new = jnp.where(self._squares[parameter] > 0, new, 0.0)
+        gradient = (new - beta * momentum) / (1 - beta) * self._scale
+        kept = [jnp.where(beta > 0, x, jnp.zeros_like(x)) for x in bits] if last else []
+        return self._gatherer.constrain(gradient, spec), (*after, *kept)
+
+    def _whole(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
+        """A momentum on each device: where it is sharded, of the bits that were sent last. It is
+        gathered once, before the first of them."""
+        if not last:
+            return momentum
+        codes, scales = last
+
+        def decoded(_: Any) -> jax.Array:
+            x = (unpack(codes) * scales[:, None]).reshape(-1)[: momentum.size]
+            return x.reshape(momentum.shape)
+
+        def gathered(_: Any) -> jax.Array:
+            return self._gatherer.constrain(momentum, (None,) * momentum.ndim)
+
+        return lax.cond(jnp.any(scales > 0), decoded, gathered, None)
+
+
+def mean_in_one_bit(
+    local: jax.Array, errors: Sequence[jax.Array], gatherer: Gatherer
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The mean of the devices' rows of ``local``, the errors after, and the mean as it was sent:
+    uint8 [devices, size / devices / 8] and float32 [devices].
+
+    Args:
+      local: float32 [devices, size], each device's on itself.
+      errors: Of what devices send, [devices, size], and of the piece that each averages, [devices,
+        size / devices]; with zeros at the end, so that pieces are whole bytes.
+      gatherer: Of the devices.
+    """
+    axes, constrain = batch_axes(gatherer.mesh), gatherer.constrain
+    n, size = local.shape
+    piece = errors[1].shape[1]
+    rest = n * piece - size
+    there = (jnp.arange(n * piece) < size).reshape(n, piece)
+
+    whole = jnp.pad(local, ((0, 0), (0, rest))) + errors[0]
+    whole = constrain(whole, (axes, None))
+    scales = jnp.linalg.norm(whole, axis=1) / math.sqrt(size)
+    lost = jnp.where(there.reshape(-1), whole - scales[:, None] * signs(whole), 0.0)
+    codes = constrain(pack(whole.reshape(n, n, piece)), (axes, None, None))
+    codes = constrain(codes, (None, axes, None))
+    scales = constrain(constrain(scales, (axes,)), (None,))
+    own = add_up(unpack(codes) * scales[:, None, None], 0) / n + errors[1]
+
+    own = constrain(jnp.where(there, own, 0.0), (axes, None))
+    elements = jnp.maximum(there.sum(1), 1).astype(own.dtype)
+    scales = jnp.linalg.norm(own, axis=1) / jnp.sqrt(elements)
+    left = constrain(jnp.where(there, own - scales[:, None] * signs(own), 0.0), (axes, None))
+    codes = constrain(constrain(pack(own), (axes, None)), (None, None))
+    scales = constrain(constrain(scales, (axes,)), (None,))
+    mean = (unpack(codes) * scales[:, None]).reshape(-1)[:size]
+    return mean, (constrain(lost, (axes, None)), left), (codes, scales)
+
+
+def signs(x: jax.Array) -> jax.Array:
+    """1 or -1; 1 for 0."""
+    return jnp.where(x >= 0, 1.0, -1.0)
+
+
+def pack(x: jax.Array) -> jax.Array:
+    """The signs of [..., 8 n] as bits, uint8 [..., n]."""
+    bits = (x >= 0).reshape(*x.shape[:-1], -1, 8).astype(jnp.uint8)
+    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
+
+
+def unpack(codes: jax.Array) -> jax.Array:
+    """1 or -1, float32 [..., 8 n], of bits uint8 [..., n]."""
+    bits = (codes[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
+    return (2.0 * bits.astype(jnp.float32) - 1.0).reshape(*codes.shape[:-1], -1)

@@ -1,0 +1,192 @@
+"""Optimizers whose devices send 1 bit an element: 1-bit Adam, 1-bit Lamb, 0/1 Adam.
+
+Here are their rules on the gradient that :mod:`zerojax.collectives.one_bit` makes: with it the
+momentum becomes what was sent. In any other program they run on whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree: TypeAlias = Any
+"""A tree in the form of the parameters."""
+
+
+class OneBitAdamState(NamedTuple):
+    """State of 1-bit Adam.
+
+    Attributes:
+      count: int32 [], updates made.
+      mu, nu: The moments.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: Tree
+    nu: Tree
+
+
+class OneBitLambState(NamedTuple):
+    """State of 1-bit Lamb.
+
+    Attributes:
+      count, mu, nu: As of 1-bit Adam.
+      fresh: The second moment that goes on after the warm-up.
+      ratio: float32 [] each, the running average of the warm-up's trust ratio.
+      factor: float32 [] each, the last factor on that.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: Tree
+    nu: Tree
+    fresh: Tree
+    ratio: Tree
+    factor: Tree
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of 0/1 Adam.
+
+    Attributes:
+      count, mu, nu: As of 1-bit Adam.
+      squares: int32 [], updates of ``nu``.
+      interval: int32 [], updates from one of those to the next.
+      since: int32 [], updates of ``nu`` since the interval grew.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: Tree
+    nu: Tree
+    squares: jax.Array
+    interval: jax.Array
+    since: jax.Array
+
+
+OneBitState: TypeAlias = OneBitAdamState | OneBitLambState | ZeroOneAdamState
+
+
+class Sending(NamedTuple):
+    """How the gradients of the next update are sent.
+
+    Attributes:
+      plain: bool [], as they are.
+      beta: float32 [], the share of the old momentum in what is sent in 1 bit: 0 for the gradient
+        itself.
+      anew: bool [], errors start from zero.
+    """
+
+    plain: jax.Array
+    beta: jax.Array
+    anew: jax.Array
+
+
+def sending(state: OneBitState, given: Mapping[str, Any]) -> Sending:
+    """How gradients are sent with the parameters that the JSON has of the optimizer."""
+    beta, never = jnp.float32(given["betas"][0]), jnp.zeros((), bool)
+    if not isinstance(state, ZeroOneAdamState):
+        return Sending(state.count < given["freeze_step"], beta, never)
+    frozen = state.count > given["var_freeze_step"]
+    plain = ~frozen & ((state.count + 1) % state.interval == 0)
+    first = state.count == given["var_freeze_step"] + 1
+    return Sending(plain, jnp.where(frozen, beta, 0.0), first)
+
+
+def one_bit_state(opt_state: Any) -> OneBitState | None:
+    """The state of one of these in an optimizer's; None where there is none."""
+    kinds = OneBitAdamState, OneBitLambState, ZeroOneAdamState
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, kinds)
+
+    return next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)), None)
+
+
+def scale_by_one_bit_adam(
+    b1: float, b2: float, eps: float, freeze_step: int, *, bias_correction: bool
+) -> optax.GradientTransformation:
+    r"""Adam's direction, with the variance of the first ``freeze_step`` updates from then on.
+
+    .. math::
+
+        m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+        u = \hat m / (\sqrt{\hat v} + \epsilon)
+
+    The first ``freeze_step`` updates are Adam's; without ``bias_correction`` :math:`\hat m = m` and
+    :math:`\hat v = v`, as in DeepSpeed's ``OnebitAdam``. Source: 1-bit Adam, arXiv:2102.02888.
+    """
+
+    def init(params: optax.Params) -> OneBitAdamState:
+        return OneBitAdamState(jnp.zeros((), jnp.int32), *_zeros(params, 2))
+
+    def update(
+        grads: optax.Updates, state: OneBitAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, OneBitAdamState]:
+        del params
+        count = optax.safe_increment(state.count)
+        mu = _average(grads, state.mu, b1)
+        nu = _squares(grads, state.nu, b2, count <= freeze_step)
+        seen = jnp.minimum(count, freeze_step)
+        of_mean, of_square = _corrections(b1, count, b2, seen) if bias_correction else (1.0, 1.0)
+        updates = jax.tree.map(lambda m, v: (m / of_mean) / (jnp.sqrt(v / of_square) + eps), mu, nu)
+        return updates, OneBitAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_zero_one_adam(
+    b1: float,
+    b2: float,
+    eps: float,
+    var_freeze_step: int,
+    var_update_scaler: int,
+    *,
+    bias_correction: bool,
+) -> optax.GradientTransformation:
+    """Adam's direction, with a variance that is updated more and more rarely, and not at all after
+    ``var_freeze_step`` updates: after each ``var_update_scaler`` of them the interval doubles.
+
+    Source: 0/1 Adam, arXiv:2202.06009, and DeepSpeed's ``ZeroOneAdam``, without local steps.
+    """
+
+    def init(params: optax.Params) -> ZeroOneAdamState:
+        zero, one = (jnp.full((), x, jnp.int32) for x in (0, 1))
+        mu, nu = _zeros(params, 2)
+        return ZeroOneAdamState(zero, mu, nu, squares=zero + 0, interval=one, since=zero + 0)
+
+    def update(
+        grads: optax.Updates, state: ZeroOneAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ZeroOneAdamState]:
+        del params
+        count = optax.safe_increment(state.count)
+        due = (state.count <= var_freeze_step) & (count % state.interval == 0)
+        mu, nu = _average(grads, state.mu, b1), _squares(grads, state.nu, b2, due)
+        squares, since = state.squares + due, state.since + due
+        grows = since == var_update_scaler
+        interval = state.interval * jnp.where(grows, 2, 1)
+        of_mean, of_square = _corrections(b1, count, b2, squares) if bias_correction else (1.0, 1.0)
+        updates = jax.tree.map(lambda m, v: (m / of_mean) / (jnp.sqrt(v / of_square) + eps), mu, nu)
+        since = jnp.where(grows, 0, since)
+        return updates, ZeroOneAdamState(count, mu, nu, squares, interval, since)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _zeros(params: Tree, n: int) -> list[Tree]:
+    # Separate arrays: a state that is donated may contain a buffer only once.
+    return [jax.tree.map(jnp.zeros_like, params) for _ in range(n)]
+
+
+def _average(grads: Tree, mu: Tree, b1: float) -> Tree:
+    return jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, mu)
+
+
+def _squares(grads: Tree, nu: Tree, b2: float, goes_on: jax.Array) -> Tree:
+    return jax.tree.map(lambda g, v: jnp.where(goes_on, b2 * v + (1 - b2) * g * g, v), grads, nu)
+
+
+def _corrections(b1: float, count: jax.Array, b2: float, seen: jax.Array) -> tuple[Any, Any]:
+    return 1 - b1 ** count.astype(jnp.float32), 1 - b2 ** seen.astype(jnp.float32)

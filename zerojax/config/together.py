@@ -24,7 +24,7 @@ _OFFLOADS = (
 )
 """Each offload section, its first stage, and the requirement in words."""
 
-_QUANTIZED = {
+QUANTIZED = {
     "zero_quantized_weights": "parameters are gathered",
     "zero_quantized_nontrainable_weights": "parameters are gathered",
     "zero_quantized_gradients": "gradients are reduced to shards",
@@ -86,7 +86,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     f"{hpz} keeps a second shard of the parameters on the device, and "
                     f"{name(section)} has the state elsewhere; leave out one of them"
                 )
-    for quantized, what in _QUANTIZED.items():
+    for quantized, what in QUANTIZED.items():
         if values.get(quantized) and stage == 0:
             yield (
                 f"{name(quantized)} needs stage 1, 2 or 3, where {what}, and the stage is 0; set "

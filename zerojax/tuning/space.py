@@ -13,6 +13,7 @@ from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
 from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.profiling import AutotuningConfig
+from zerojax.config.together import QUANTIZED
 from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (
     LIVE,
@@ -157,7 +158,8 @@ def left_open(
             + nearest_multiples(total, world)
         )
     one_bit = _is_one_bit(rest)
-    stages = (0, 1) if one_bit else (0, 1, 2, 3) if zero.get(LOCO) is None else (1, 2, 3)
+    shards = zero.get(LOCO) is not None or any(zero.get(key) for key in QUANTIZED)
+    stages = (0, 1) if one_bit else (1, 2, 3) if shards else (0, 1, 2, 3)
     space = Space(
         stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,

@@ -18,7 +18,7 @@ import zerojax
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.plan.quantized import Quantization, block_of, blocks_of
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "quick_processes")
 
 DEVICES, ROWS, WIDTH = 8, 32, 128
 INT8 = Quantization("int8")
@@ -266,6 +266,28 @@ def test_beside_others(axes: dict[str, int], keywords: dict[str, Any]) -> None:
     assert losses[1] != losses[0]
     assert losses[1][-1] < 0.9 * losses[1][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.01)
+
+
+def losses_of(process: int, keywords: dict[str, Any]) -> list[float]:
+    """Four steps, each with the process's own rows."""
+    zero, (create, step) = zero_of(3, **keywords), linen(optax.adam(3e-3))
+    state, one, own = zero.init(create), zero(step), zerojax.process_rows(ROWS)
+    losses = []
+    for i in range(4):
+        state, value = one(state, {name: x[own] for name, x in batch(i).items()})
+        losses.append(float(value))
+    return losses
+
+
+def test_two_processes(in_processes: Callable[..., list[Any]]) -> None:
+    """Gradients are added up inside a process first; both see the same losses."""
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    one, other = in_processes(2, losses_of, both)
+    assert one == other
+    plain, single = losses_of(0, {}), losses_of(0, both)
+    assert one != single  # which quantizes once, not twice
+    np.testing.assert_allclose(one, plain, rtol=0.02)
+    np.testing.assert_allclose(one, single, rtol=0.02)
 
 
 def test_what_goes_the_plain_way_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 import zerojax
-from zerojax.devices.network import network_speed, nodes_of
+from zerojax.devices.network import near, network_speed, nodes_of
 from zerojax.devices.topology import device_kinds
 
 
@@ -32,3 +32,13 @@ def test_every_network_has_a_source() -> None:
 
 def test_devices_of_a_process_that_are_no_gpus_share_a_node() -> None:
     assert nodes_of(zerojax.mesh()) == (0,) * 8
+
+
+def test_devices_of_an_axis_in_one_node() -> None:
+    assert near(zerojax.mesh(), "data") == 8
+    assert near(zerojax.topology("h100", devices=16), "data") == 8
+    groups = zerojax.topology("h100", devices=16, axes={"replica": 2, "data": 8})
+    assert (near(groups, "data"), near(groups, "replica")) == (8, 1)
+    across = zerojax.topology("h100", devices=16, axes={"replica": 4, "data": 4})
+    assert near(across, "data") == 4
+    assert near(across, "replica") == 2

@@ -16,6 +16,7 @@ ONE_BIT = {"gradient_clipping": 0, "optimizer": {"type": "onebitadam", "params":
     [
         ({}, (0, 1, 2, 3), 3),
         ({"zero_optimization": LOCO}, (1, 2, 3), 1),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, (1, 2, 3), 3),
         ({"zero_optimization": LOCO | {"stage": 3}}, (3,), 1),
         (ONE_BIT, (0, 1), 1),
     ],

@@ -64,8 +64,9 @@ def _bind_quantized(
         return None
     if (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
-    # Of fewer rows than the table has the rows are sent, which is less.
-    if gatherer.alone and can_split(eqn, devices) and not _few_rows(eqn):
+    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
+        return None  # the rows are sent, which is less
+    if gatherer.alone and can_split(eqn, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
     gatherer.as_they_are.append((eqn.primitive.name, shape))
     return None

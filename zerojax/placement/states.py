@@ -166,7 +166,6 @@ class States:
                 f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
                 f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
             )
-        assert plan.quantized is not None  # which checks its blocks
         leaves = plan.all_leaves()
         held = sum(leaf.bytes_per_device for leaf in leaves)
         if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:

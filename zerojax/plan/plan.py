@@ -69,7 +69,7 @@ class Plan:
         gradients are accumulated.
       leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
       compute: the parameters as the step computes with them, in the order of ``params``.
-      frozen: the paths of those that the optimizer does not update, where that is asked for.
+      quantized: those of them that are gathered in blocks of few bits (qwZ).
     """
 
     mesh: Mesh
@@ -82,7 +82,7 @@ class Plan:
     rest: Any
     leaves: dict[str, tuple[Leaf, ...]]
     compute: tuple[Leaf, ...]
-    frozen: frozenset[str] = frozenset()
+    quantized: QuantizedWeights
 
     @property
     def bytes_per_device(self) -> int:
@@ -291,11 +291,6 @@ class Plan:
     def live(self) -> Live:
         """Compute parameters that stay gathered over an update."""
         return Live(self.config, self.compute, self.mesh, self.axis)
-
-    @functools.cached_property
-    def quantized(self) -> QuantizedWeights:
-        """Compute parameters that are gathered in blocks of few bits (qwZ)."""
-        return QuantizedWeights(self.config, self.compute, self.frozen, self.mesh, self.axis)
 
     @property
     def errors(self) -> list[Leaf]:

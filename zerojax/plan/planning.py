@@ -18,6 +18,7 @@ from zerojax.plan.error_feedback import error_leaf
 from zerojax.plan.extra_state import ExtraState, ParameterForm
 from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.plan import DTYPES, Leaf, Plan
+from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 from zerojax.train_state.state_parts import Parts
 
@@ -56,6 +57,10 @@ def make_plan(
     def specs(tree: Any, name: str = "spec") -> Any:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
 
+    compute = tuple(
+        _computing(leaf, place.compute, config) for leaf, place in zip(params, places, strict=True)
+    )
+    still = {leaf.path for leaf, each in zip(params, frozen, strict=False) if each}
     whole = config.stage < 2 or config.zeropp_loco_param is not None
     return Plan(
         mesh=mesh,
@@ -71,11 +76,8 @@ def make_plan(
             "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
             "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
         },
-        compute=tuple(
-            _computing(leaf, place.compute, config)
-            for leaf, place in zip(params, places, strict=True)
-        ),
-        frozen=frozenset(leaf.path for leaf, still in zip(params, frozen, strict=False) if still),
+        compute=compute,
+        quantized=QuantizedWeights(config, compute, still, mesh, axis),
     )
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
@@ -45,16 +46,6 @@ class Sent(NamedTuple):
 AS_THEY_ARE = Sent()
 
 
-def blocks_of(
-    shape: Sequence[int], pieces: int, how: Quantization | None
-) -> tuple[int, ...] | None:
-    """The same of one of equal pieces of an array, cut along its first dimension."""
-    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % pieces:
-        return None
-    block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
-    return None if how.format == "int4" and block is not None and block[-1] % 2 else block
-
-
 def block_of(
     shape: Sequence[int], spec: Spec, mesh: Mesh, axis: str, how: Quantization | None
 ) -> tuple[int, ...] | None:
@@ -68,6 +59,16 @@ def block_of(
         return None
     piece = [_piece(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)]
     return extents(piece, how.block_size)
+
+
+def blocks_of(
+    shape: Sequence[int], pieces: int, how: Quantization | None
+) -> tuple[int, ...] | None:
+    """The same of one of ``pieces`` equal pieces of an array, cut along its first dimension."""
+    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % pieces:
+        return None
+    block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
+    return None if how.format == "int4" and block is not None and block[-1] % 2 else block
 
 
 def _piece(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
@@ -150,6 +151,7 @@ class QuantizedWeights:
         if self._only is not None and leaf.path not in self._only:
             return False
         matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > rule.SMALL
+        matrix = matrix and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not matrix or _AS_THEY_ARE.search(leaf.path):
             return False
         return self._block(leaf) is not None

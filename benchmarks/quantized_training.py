@@ -153,7 +153,7 @@ def run(
     unseen = data.Batches(text.held_out, EVALUATION_ROWS, model.block_size)
     state = zero.init(create_state, jax.random.key(variant.start))
     weights = sorted(zero.plan(state).quantized.paths)
-    gathered, exchanged = codes_in(step.lower(state, batches.batch_at(0)).compile().as_text())
+    gathered, exchanged = codes_in(step.lower(state, batches.batch_at(0)).compile().as_text() or "")
     check(name, sizes_of(state.params), weights, gathered, exchanged)
     train, held_out, every = [], [], max(1, steps // evaluations)
     for done in range(1, steps + 1):

@@ -241,7 +241,8 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """A panel for each run but the first: its losses' distance from the first's."""
+    """A panel for each run but the first: its losses' distance from the first's, up to 1.5 times
+    ``ALLOWED``."""
     figure, panels = plt.subplots(
         3, 3, sharex=True, sharey=True, figsize=(10, 7.5), dpi=110, layout="constrained"
     )
@@ -260,6 +261,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
         panel.set_title(f"{each.name}: {distances[-1]:+.2f}%", fontsize=10)
     if len(runs) > 1:
         panels.flat[0].legend(frameon=False, fontsize=8)
+    panels.flat[0].set_ylim(-150 * ALLOWED, 150 * ALLOWED)  # of all, as they share the axis
     for panel in panels[:, 0]:
         panel.set_ylabel("% from bf16's loss")
     for panel in panels[-1]:

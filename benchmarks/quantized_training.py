@@ -1,7 +1,7 @@
 """A GPT trained with quantized collectives (ZeRO++), beside bf16 and fp32: how far losses part.
 
     python -m benchmarks.quantized_training                          # 1000 steps each, 20 minutes
-    python -m benchmarks.quantized_training --steps 100              # 3 minutes
+    python -m benchmarks.quantized_training --steps 20               # 3 minutes
     python -m benchmarks.quantized_training --text shakespeare.txt --record benchmarks/records
 
 The model is the main job's in small, with plain attention and no dropout, on 8 devices at stage 3;

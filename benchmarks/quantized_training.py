@@ -1,0 +1,342 @@
+"""A GPT trained with quantized collectives (ZeRO++), beside bf16 and fp32: how far losses part.
+
+    python -m benchmarks.quantized_training                          # 1000 steps each, 20 minutes
+    python -m benchmarks.quantized_training --steps 20               # 3 minutes
+    python -m benchmarks.quantized_training --text shakespeare.txt --record benchmarks/records
+
+The model is the main job's in small, with plain attention and no dropout, on 8 devices at stage 3;
+the config is configs/zero3.json with precision and quantization switched on. Batches are the same
+for all, and so is the start but for the last run, whose start is another: how far that run parts
+shows what chance does. To expect: with weights and gradients in int8 and error feedback the
+held-out loss at the end lies within 1% of bf16's; else the exit status is 1.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+from matplotlib import pyplot as plt
+
+import zerojax
+from benchmarks.report import console, console_table, markdown_table, write_dated
+from examples.run_clm import data
+from examples.run_clm.devices import data_mesh
+from examples.run_clm.job import DEFAULT_CONFIG
+from zerojax.hlo.traffic import collectives
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.plan.rule import SMALL
+
+MODEL = GPTConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=128)
+ROWS = 16
+STEPS = 1000
+EVALUATIONS = 5
+EVALUATION_ROWS, EVALUATION_BATCHES = 128, 8
+WINDOW = 20  # steps that a mean of the training loss covers
+ALLOWED = 0.01
+BASE, CLAIM = "bf16", "qwZ + qgZ, LoCo"
+CODES = ("s8", "u8")  # dtypes of int8, and of two int4 in a byte
+
+_QWZ = {"zero_quantized_weights": True}
+_QGZ = {"zero_quantized_gradients": True}
+_INT4 = _QGZ | {"zero_quantized_gradients_dtype": "int4"}
+_LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What one run switches on.
+
+    Attributes:
+      zero: Keys of ``zero_optimization``.
+      start: The seed of the parameters at the start.
+    """
+
+    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bf16: bool = True
+    start: int = 0
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a gradient's element as sent; 0 where no gradient is sent quantized."""
+        int4 = self.zero.get("zero_quantized_gradients_dtype") == "int4"
+        return (4 if int4 else 8) * ("zero_quantized_gradients" in self.zero)
+
+
+VARIANTS: Mapping[str, Variant] = {
+    BASE: Variant(),
+    "fp32": Variant(bf16=False),
+    "qwZ": Variant(zero=_QWZ),
+    "qgZ": Variant(zero=_QGZ),
+    "qwZ + qgZ": Variant(zero=_QWZ | _QGZ),
+    "qgZ, LoCo": Variant(zero=_QGZ | _LOCO),
+    CLAIM: Variant(zero=_QWZ | _QGZ | _LOCO),
+    "qgZ int4": Variant(zero=_INT4),
+    "qgZ int4, LoCo": Variant(zero=_INT4 | _LOCO),
+    "bf16, other start": Variant(start=1),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training; losses in nats a character.
+
+    Attributes:
+      weights: Paths of the parameters that are gathered quantized, as the plan says.
+      gathered, exchanged: Bytes of codes in the compiled step's all-gathers and all-to-alls, of
+        whole arrays.
+      train: The loss of every step.
+      held_out: (steps, loss) at each evaluation.
+      seconds: Of compilation, steps and evaluations.
+    """
+
+    name: str
+    weights: list[str]
+    gathered: int
+    exchanged: int
+    train: list[float]
+    held_out: list[tuple[int, float]]
+    seconds: float
+
+    def apart(self, other: "Run") -> float:
+        """How much larger the held-out loss at the end is than the other's, relative to that."""
+        return self.held_out[-1][1] / other.held_out[-1][1] - 1
+
+    def ending(self, steps: int) -> float:
+        """The mean training loss of the last steps."""
+        return float(np.mean(self.train[-steps:]))
+
+
+def run(
+    name: str,
+    text: data.Text,
+    steps: int,
+    mesh: Mesh,
+    model: GPTConfig = MODEL,
+    evaluations: int = EVALUATIONS,
+) -> Run:
+    """Trains one variant, after a look at its compiled step.
+
+    Raises:
+      ValueError: Something is not sent as the variant says.
+    """
+    variant, began = VARIANTS[name], time.perf_counter()
+    zero = zerojax.zero(config_of(variant), mesh=mesh)
+    gpt = GPT(model)
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = gpt.init(key, jnp.zeros((1, model.block_size), jnp.int32))["params"]
+        return TrainState.create(apply_fn=gpt.apply, params=params, tx=zero.optimizer())
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        losses: Any = gpt.apply({"params": params}, inputs, targets=targets)
+        return losses.mean()
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        loss, grads = zerojax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    step = zero(train_step)
+    evaluate = zero.evaluate(lambda state, batch: loss_fn(state.params, batch))
+    batches = data.Batches(text.train, ROWS, model.block_size)
+    unseen = data.Batches(text.held_out, EVALUATION_ROWS, model.block_size)
+    state = zero.init(create_state, jax.random.key(variant.start))
+    weights = sorted(zero.plan(state).quantized.paths)
+    gathered, exchanged = codes_in(step.lower(state, batches.batch_at(0)).compile().as_text() or "")
+    check(name, sizes_of(state.params), weights, gathered, exchanged)
+    train, held_out, every = [], [], max(1, steps // evaluations)
+    for done in range(1, steps + 1):
+        state, loss = step(state, batches.batch_at(done - 1))
+        train.append(float(loss))
+        if done % every == 0 or done == steps:
+            losses = [float(evaluate(state, b)) for b in unseen.spread(EVALUATION_BATCHES)]
+            held_out.append((done, float(np.mean(losses))))
+    return Run(
+        name=name,
+        weights=weights,
+        gathered=gathered,
+        exchanged=exchanged,
+        train=train,
+        held_out=held_out,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def config_of(variant: Variant) -> dict[str, Any]:
+    """The main job's config with what the variant switches on."""
+    config: dict[str, Any] = json.loads(DEFAULT_CONFIG.read_text())
+    config["zero_optimization"] |= variant.zero
+    return config | ({"bf16": {"enabled": True}} if variant.bf16 else {})
+
+
+def sizes_of(params: Any) -> dict[str, int]:
+    """Elements of each parameter, by its path in the plan."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {f"params{jax.tree_util.keystr(path)}": math.prod(x.shape) for path, x in leaves}
+
+
+def codes_in(hlo: str) -> tuple[int, int]:
+    """Bytes of codes in the all-gathers and in the all-to-alls of a compiled step."""
+    sent = {"all-gather": 0, "all-to-all": 0}
+    for each in collectives(hlo):
+        codes = sum(each.bytes_by_dtype.get(dtype, 0) for dtype in CODES)
+        if codes:
+            sent[each.kind] += each.times * codes
+    return sent["all-gather"], sent["all-to-all"]
+
+
+def check(
+    name: str, sizes: Mapping[str, int], weights: Sequence[str], gathered: int, exchanged: int
+) -> None:
+    """What a variant says is sent in codes, and nothing else is.
+
+    The gradients of all arrays above ``SMALL`` elements are exchanged, each at least once, and what
+    the plan names is gathered for the forward pass at least: kernels above that size.
+
+    Raises:
+      ValueError: Some of that goes as it is, or something goes in codes that should not.
+    """
+    variant = VARIANTS[name]
+    large = {path for path, size in sizes.items() if size > SMALL}
+    kernels = {path for path in large if "kernel" in path} if variant.zero.keys() & _QWZ else set()
+    if {*weights} != kernels:
+        raise ValueError(f"{name}: the plan gathers {[*weights]} in codes, not {sorted(kernels)}")
+    least = sum(sizes[path] for path in kernels)
+    if gathered < least or bool(gathered) != bool(least):
+        raise ValueError(f"{name}: {gathered} bytes are gathered in codes, for at least {least}")
+    least = sum(sizes[path] for path in large) * variant.code_bits // 8
+    if exchanged < least or bool(exchanged) != bool(least):
+        raise ValueError(f"{name}: {exchanged} bytes are exchanged in codes, for at least {least}")
+
+
+def table(runs: Sequence[Run]) -> list[list[str]]:
+    """Headings, and a row for each run beside the first, which is bf16's."""
+    last = min(100, len(runs[0].train))
+    rows = [["run", "held-out loss", "from bf16's", f"training, last {last} steps", "from bf16's",
+             "gathered in codes", "exchanged in codes"]]  # fmt: skip
+    for each in runs:
+        base = each is runs[0]
+        training = each.ending(last)
+        rows.append([
+            each.name,
+            f"{each.held_out[-1][1]:.4f}",
+            "" if base else f"{each.apart(runs[0]):+.2%}",
+            f"{training:.4f}",
+            "" if base else f"{training / runs[0].ending(last) - 1:+.2%}",
+            f"{each.gathered / 1e3:,.0f} kB" if each.gathered else "",
+            f"{each.exchanged / 1e3:,.0f} kB" if each.exchanged else "",
+        ])  # fmt: skip
+    return rows
+
+
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """A panel for each run but the first: its losses' distance from the first's, up to 1.5 times
+    ``ALLOWED``."""
+    figure, panels = plt.subplots(
+        3, 3, sharex=True, sharey=True, figsize=(10, 7.5), dpi=110, layout="constrained"
+    )
+    base = runs[0]
+    for panel, each in zip(panels.flat, runs[1:], strict=False):
+        means, of_base = _means(each.train), _means(base.train)
+        ends = np.arange(1, len(means) + 1) * WINDOW
+        panel.plot(ends, 100 * (means / of_base - 1), linewidth=1, label="training")
+        steps = [step for step, _ in each.held_out]
+        losses = zip(each.held_out, base.held_out, strict=True)
+        distances = [100 * (a / b - 1) for (_, a), (_, b) in losses]
+        panel.plot(steps, distances, marker="o", markersize=4, label="held-out")
+        panel.axhline(0, color="grey", linewidth=0.8)
+        for sign in (-1, 1):
+            panel.axhline(sign * 100 * ALLOWED, color="grey", linewidth=0.8, linestyle="--")
+        panel.set_title(f"{each.name}: {distances[-1]:+.2f}%", fontsize=10)
+    if len(runs) > 1:
+        panels.flat[0].legend(frameon=False, fontsize=8)
+    panels.flat[0].set_ylim(-150 * ALLOWED, 150 * ALLOWED)  # of all, as they share the axis
+    for panel in panels[:, 0]:
+        panel.set_ylabel("% from bf16's loss")
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def write(folder: Path, runs: Sequence[Run], sizes: Mapping[str, int], unit: str) -> None:
+    """A dated record with a picture."""
+    named = {name: size for name, size in sizes.items() if size > SMALL}
+    small = sum(size for size in sizes.values() if size <= SMALL)
+    how = (
+        f"{len(runs[0].train)} steps of {ROWS} rows of {MODEL.block_size} {unit} at stage 3 on 8 "
+        f"virtual CPU devices, beside other work. GPT of {MODEL.n_layer} layers, width "
+        f"{MODEL.n_embd}, {sum(sizes.values()):,} parameters, plain attention, no dropout; "
+        "configs/zero3.json with bf16 (but for fp32) and what the row names. Held-out loss: "
+        f"{EVALUATION_ROWS * EVALUATION_BATCHES} windows of text that training never sees, "
+        "parameters gathered as in the step."
+    )
+    what = (
+        f"Gradients of {len(named)} arrays ({sum(named.values()):,} elements) are sent in codes: "
+        f"{_listed(named)}. Of these qwZ gathers the kernels. The {len(sizes) - len(named)} others "
+        f"({small:,} elements) have at most {SMALL} elements each and go as they are. Bytes of "
+        "codes are those of whole arrays in the compiled step."
+    )
+    results = {"device": jax.devices()[0].device_kind, "devices": jax.device_count(),
+               "rows": ROWS, "model": dataclasses.asdict(MODEL) | {"dtype": None},
+               "sizes": sizes, "runs": [dataclasses.asdict(each) for each in runs]}  # fmt: skip
+    stem = f"{datetime.date.today()}-quantized_training"
+    picture = f"![distance from bf16's loss]({stem}.png)"
+    title = "Training with quantized collectives"
+    parts = [how, markdown_table(table(runs)), what, picture]
+    write_dated(folder, "quantized_training", title, results, *parts)
+    draw(folder / f"{stem}.png", runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantized_training",
+        description="Quantized collectives beside bf16 and fp32.",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="default: the standard library's sources"
+    )
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record there")
+    options = parser.parse_args()
+    if options.steps < WINDOW:
+        parser.error(f"--steps: at least {WINDOW}")
+    mesh = data_mesh(8)
+    documents = [data.read_text(options.text)] if options.text else data.python_sources()
+    text = data.split(documents, MODEL.block_size)
+    tokens = jnp.zeros((1, MODEL.block_size), jnp.int32)
+    shapes = jax.eval_shape(GPT(MODEL).init, jax.random.key(0), tokens)["params"]
+    runs: list[Run] = []
+    for name in VARIANTS:
+        runs.append(run(name, text, options.steps, mesh))
+        console().print(f"{name}: {runs[-1].held_out} in {runs[-1].seconds:.0f} s")
+        if options.record:  # after each: a long run that is ended leaves what was measured
+            write(options.record, runs, sizes_of(shapes), "bytes")
+    console().print(console_table(table(runs)))
+    (claimed,) = (each for each in runs if each.name == CLAIM)
+    if abs(claimed.apart(runs[0])) > ALLOWED:
+        raise SystemExit(f"{CLAIM} parts from bf16 by {claimed.apart(runs[0]):+.2%}")
+
+
+def _means(losses: Sequence[float]) -> np.ndarray:
+    whole = len(losses) // WINDOW * WINDOW
+    return np.array(losses[:whole]).reshape(-1, WINDOW).mean(1)
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"`{path}` {size:,}" for path, size in sizes.items())
+
+
+if __name__ == "__main__":
+    main()

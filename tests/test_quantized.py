@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax.checkpoint import Checkpointer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.plan.quantized import Quantization, block_of, blocks_of
 
@@ -135,9 +137,16 @@ def assert_near(got: Any, want: Any) -> None:
         np.testing.assert_allclose(one, other, atol=0.02 * scale)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize(("form", "conv"), [("int8", True), ("int8", False), ("int4", True)])
+@pytest.mark.parametrize(
+    ("stage", "k", "form", "conv"),
+    [
+        *((stage, k, "int8", True) for stage in (1, 2, 3) for k in (1, 4)),
+        (1, 4, "int8", False),  # on lanes
+        (3, 4, "int8", False),
+        (1, 4, "int4", False),
+        (3, 1, "int4", True),
+    ],
+)
 def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, conv: bool) -> None:
     keywords = {"zero_quantized_gradients": True, "zero_quantized_gradients_dtype": form}
     got, value, plan = gradient_of(stage, k, tuple(keywords.items()), conv)
@@ -150,9 +159,14 @@ def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, co
         np.testing.assert_array_equal(got[name]["bias"].shape, exact[name]["bias"].shape)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("stage", "k", "form"),
+    [
+        *((stage, k, "int8") for stage in (1, 2, 3) for k in (1, 4)),
+        (1, 4, "float8_e4m3fn"),
+        (3, 1, "float8_e4m3fn"),
+    ],
+)
 def test_parameters_are_gathered_quantized(stage: int, k: int, form: Any) -> None:
     """The gradient at the parameters as they arrive; straight through."""
     keywords = {"zero_quantized_weights": True, "zero_quantized_weights_dtype": form}
@@ -266,6 +280,23 @@ def test_beside_others(axes: dict[str, int], keywords: dict[str, Any]) -> None:
     assert losses[1] != losses[0]
     assert losses[1][-1] < 0.9 * losses[1][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.01)
+
+
+def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    zero, (create, step) = zero_of(3, **both), linen(optax.adam(3e-3))
+    one, state = zero(step), zero.init(create)
+    state, _ = one(state, batch(0))
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        again = checkpointer.restore(zero.abstract_state(create))
+    for i in (1, 2):
+        state, value = one(state, batch(i))
+        again, other = one(again, batch(i))
+        assert value == other
+    for x, y in zip(*map(jax.tree.leaves, (state.params, again.params)), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def losses_of(process: int, keywords: dict[str, Any]) -> list[float]:

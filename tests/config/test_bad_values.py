@@ -153,6 +153,44 @@ def test_partitions_without_what_they_need(section, says):
     assert caught.value.problems == (says,)
 
 
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"stage": 0, "zero_quantized_weights": True},
+            "zero_optimization.zero_quantized_weights needs stage 1, 2 or 3, where parameters are "
+            "gathered, and the stage is 0; set zero_optimization.stage to 1 or more, or "
+            "zero_optimization.zero_quantized_weights to false",
+        ),
+        (
+            {"stage": 0, "zero_quantized_gradients": True},
+            "zero_optimization.zero_quantized_gradients needs stage 1, 2 or 3, where gradients are "
+            "reduced to shards, and the stage is 0; set zero_optimization.stage to 1 or more, or "
+            "zero_optimization.zero_quantized_gradients to false",
+        ),
+        (
+            {"stage": 3, "zero_quantized_gradients_dtype": "int3"},
+            'zero_optimization.zero_quantized_gradients_dtype: expected one of "int8", "int4", '
+            'got "int3"',
+        ),
+        (
+            {
+                "stage": 3,
+                "zero_quantized_gradients": True,
+                "zero_quantized_gradients_dtype": "int4",
+                "zero_quantized_block_size": 255,
+            },
+            "zero_optimization.zero_quantized_block_size = 255: blocks of int4 take an even number "
+            "of elements; set 256, or zero_optimization.zero_quantized_gradients_dtype to int8",
+        ),
+    ],
+)
+def test_quantized_collectives_without_what_they_need(section, says):
+    with pytest.raises(ConfigError) as caught:
+        load({"zero_optimization": section})
+    assert caught.value.problems == (says,)
+
+
 @pytest.mark.parametrize(("devices", "known"), [(4, "1, 2, 4"), (12, "1, 2, 3, 4, 6, 12")])
 def test_partitions_that_do_not_divide_the_devices(devices, known):
     config = load({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})

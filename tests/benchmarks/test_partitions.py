@@ -52,7 +52,9 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
     # the backward one, which reduces behind, reduces one more.
     layer = 12 * flat.n_embd**2 / once
     ahead = 3 * flat.accumulate * layer if flat.scan else 0
-    for case, theory in ((flat, 3 * flat.accumulate + ahead), (near, passes)):
+    # With hpZ only reductions cross, behind where each device has one piece of one dimension.
+    behind = flat.accumulate * layer if flat.scan and flat.devices == 16 else 0
+    for case, theory in ((flat, 3 * flat.accumulate + ahead), (near, passes + behind)):
         assert sum(sent[case].values()) / once == pytest.approx(theory + tables, rel=0.01)
         assert sent[case]["reduce-scatter"] / once > 0.95 * case.accumulate
     record = measure(near, found[near])
@@ -65,10 +67,10 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_memory_rises_by_the_secondary_shard():
-    """2P/8 bytes of bf16, in place of the 2P/16 of which the other case gathers at each use; that
-    one carries a layer's gradients, 12 d^2 in bf16, whole into the next iteration."""
+    """2P/8 bytes of bf16, in place of the 2P/16 of which the other case gathers at each use; both
+    carry a layer's gradients whole into the next iteration."""
     flat, near = (measure(case, compiled(case)) for case in (FLAT, NEAR))
-    theory = 2 * flat.parameters * (1 / 8 - 1 / 16) - 2 * 12 * FLAT.n_embd**2
+    theory = 2 * flat.parameters * (1 / 8 - 1 / 16)
     assert near.temporary_bytes - flat.temporary_bytes == pytest.approx(theory, rel=0.15)
     # The shards live from the forward to the backward pass, and nothing else that is gathered.
     assert near.crossing_bytes == pytest.approx(2 * near.parameters / 8, rel=0.02)

@@ -66,12 +66,19 @@ def bytes_by_stage(
 
 
 def at_stage(config: zerojax.ZeroConfig, stage: int) -> zerojax.ZeroConfig:
-    """The config at another stage, with as much of its offload as that stage can have."""
+    """The config at another stage, with as much of its offload, its partitions and its quantized
+    collectives as that stage can have."""
+    some = stage >= 1
     return dataclasses.replace(
         config,
         stage=stage,
-        offload_optimizer=config.offload_optimizer if stage >= 1 else None,
+        offload_optimizer=config.offload_optimizer if some else None,
         offload_param=config.offload_param if stage >= 3 else None,
+        zero_hpz_partition_size=config.zero_hpz_partition_size if stage >= 3 else 1,
+        zero_quantized_weights=config.zero_quantized_weights and some,
+        zero_quantized_nontrainable_weights=config.zero_quantized_nontrainable_weights and some,
+        zero_quantized_gradients=config.zero_quantized_gradients and some,
+        zeropp_loco_param=config.zeropp_loco_param if some else None,
     )
 
 

@@ -347,8 +347,8 @@ class MicroBatches:
         assert self.lanes is not None
         spec, of = self._wants.get(x.variable), self._parameters.get(x.variable)
         if self._feedback is not None and of is not None:
-            total = self._feedback.reduced(of, totals, self._wants[x.variable])
-            return total.astype(totals.dtype)
+            assert spec is not None  # an error goes with a gradient that is cut
+            return self._feedback.reduced(of, totals, spec).astype(totals.dtype)
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)

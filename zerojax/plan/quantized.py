@@ -61,7 +61,7 @@ def block_of(
     return extents(piece, how.block_size)
 
 
-def blocks_of(
+def block_of_piece(
     shape: Sequence[int], pieces: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
     """The same of one of ``pieces`` equal pieces of an array, cut along its first dimension."""
@@ -114,7 +114,7 @@ def _extent(size: int, least: int) -> int:
     return next((k for k in divisors if k >= least), divisors[-1])
 
 
-_AS_THEY_ARE = re.compile(r"(embedding|scale|bias)\W*$")
+_NOT_QUANTIZED = re.compile(r"(embedding|scale|bias)\W*$")
 """What flax calls tables, norms and biases, which are little or whose rows are looked up."""
 
 
@@ -152,7 +152,7 @@ class QuantizedWeights:
             return False
         matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > rule.SMALL
         matrix = matrix and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not matrix or _AS_THEY_ARE.search(leaf.path):
+        if not matrix or _NOT_QUANTIZED.search(leaf.path):
             return False
         return self._block(leaf) is not None
 

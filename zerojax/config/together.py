@@ -80,12 +80,9 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
                 f"set {name('stage')} to 3, or the partition size to 1"
             )
-        for section in OFFLOAD:
-            if values.get(section) is not None:
-                yield (
-                    f"{hpz} keeps a second shard of the parameters on the device, and "
-                    f"{name(section)} has the state elsewhere; leave out one of them"
-                )
+        yield from _beside_offload(
+            values, name, f"{hpz} keeps a second shard of the parameters on the device"
+        )
     for quantized, what in QUANTIZED.items():
         if values.get(quantized) and stage == 0:
             yield (
@@ -103,12 +100,20 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
     if optimizer is not None and optimizer.type in ONE_BIT:
         yield from _of_one_bit(values, name)
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
-        for section in OFFLOAD:
-            if values.get(section) is not None:
-                yield (
-                    'optimizer.params.implementation: "mosaic_gpu" updates what is on the device, '
-                    f"and {name(section)} has the state elsewhere; leave out one of them"
-                )
+        yield from _beside_offload(
+            values,
+            name,
+            'optimizer.params.implementation: "mosaic_gpu" updates what is on the device',
+        )
+
+
+def _beside_offload(
+    values: Mapping[str, Any], name: Callable[[str], str], on_device: str
+) -> Iterator[str]:
+    """One problem for each offload section, beside what stays ``on_device``, in words."""
+    for section in OFFLOAD:
+        if values.get(section) is not None:
+            yield f"{on_device}, and {name(section)} has the state elsewhere; leave out one of them"
 
 
 def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
@@ -125,12 +130,9 @@ def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) ->
             f"{loco} needs stage 1, 2 or 3, where gradients are reduced to shards, and the stage "
             f"is 0; set {name('stage')} to 1, or take {loco} out"
         )
-    for section in OFFLOAD:
-        if values.get(section) is not None:
-            yield (
-                f"{loco} keeps whole gradients and their errors on the device, and {name(section)} "
-                "has the state elsewhere; leave out one of them"
-            )
+    yield from _beside_offload(
+        values, name, f"{loco} keeps whole gradients and their errors on the device"
+    )
 
 
 def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
@@ -141,12 +143,7 @@ def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterat
             f"{name('stage')} is {stage}; set it to 1, or the type to AdamW with "
             "zero_quantized_gradients"
         )
-    for section in OFFLOAD:
-        if values.get(section) is not None:
-            yield (
-                f"{one_bit} keeps errors on the device, and {name(section)} has the state "
-                "elsewhere; leave out one of them"
-            )
+    yield from _beside_offload(values, name, f"{one_bit} keeps errors on the device")
     if clipping := values.get("gradient_clipping"):
         yield (
             f"{one_bit}: no device has the whole gradient, whose norm {name('gradient_clipping')} "

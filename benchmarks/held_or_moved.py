@@ -47,7 +47,7 @@ EQUAL = (
     "The same steps, small and on eight virtual devices, have the numbers of plain jit to 1e-9 in "
     "float64 (1e-6 where each of several micro-batches rounds its gradient), or are refused by "
     "name: linen and NNX, 1 and 4 micro-batches, stages 1 to 3, both offloads. In fp16 they have "
-    "those of stage 0, and steps that overflow are skipped. `tests/test_held_or_moved.py` has all, "
+    "those of stage 0, and steps that overflow are skipped. `tests/programs/reused.py` has all, "
     "and these more:"
 )
 TESTS = {

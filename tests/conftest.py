@@ -30,6 +30,22 @@ os.environ.setdefault(
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 from processes import joined
+from tiers import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_setup,
+    resident,
+)
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_makereport",
+    "pytest_runtest_setup",
+]
 
 # Programs are many small objects, few of them garbage: collecting more rarely saves a tenth.
 gc.set_threshold(50_000, 20, 100)
@@ -65,10 +81,35 @@ def require_gpu_compiler(full_compile: None) -> None:
     pytest.skip(missing)
 
 
+MUCH = 1.0
+"""Gigabytes that a process may hold when the tests of a file are done."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Frees what only the tests of one file use: compiled programs, and their cached results."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    module = getattr(item, "module", None)
+    for value in [*vars(module).values()] if module else ():
+        own = getattr(value, "__module__", None) == module.__name__
+        if own and hasattr(value, "cache_clear"):
+            value.cache_clear()
+    if resident() > MUCH:
+        jax.clear_caches()
+        gc.collect()
+
+
+COMPILED = 4 * 10**9
+"""Bytes of compiled programs that are kept; a number, so that jax locks the folder."""
+SOON = 0.1
+"""Seconds: what compiles sooner is not kept, as jax looks through all that it keeps."""
+
+
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What this process has compiled; not to be shared, as jax does not write it atomically."""
-    return tmp_path_factory.mktemp("compiled")
+def compiled(request: pytest.FixtureRequest) -> Path:
+    """Folder of compiled programs, shared by processes and runs; jax locks and bounds it."""
+    return Path(request.config.cache.mkdir("compiled"))
 
 
 def configure(**options: Any) -> None:
@@ -88,15 +129,15 @@ def quick_compile(compiled: Path) -> Iterator[None]:
     configure(
         disable_most_optimizations=True,
         compilation_cache_dir=str(compiled),
-        persistent_cache_min_compile_time_secs=0.0,
-        persistent_cache_min_entry_size_bytes=-1,
+        compilation_cache_max_size=COMPILED,
+        persistent_cache_min_compile_time_secs=SOON,
     )
     yield
     configure(
         disable_most_optimizations=False,
         compilation_cache_dir=None,
+        compilation_cache_max_size=-1,
         persistent_cache_min_compile_time_secs=1.0,
-        persistent_cache_min_entry_size_bytes=0,
     )
 
 

@@ -1,7 +1,5 @@
 """A step on a number of devices that divides nothing computes what the plain one computes."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES, Case
-from flax import nnx
+from equal import assert_near, host
 from flax.training.train_state import TrainState
 from jax import lax
-from test_equality import assert_near, host, start, taken_apart
 
 import zerojax
 from zerojax.plan import rule
@@ -29,71 +25,12 @@ OPTIMIZERS = {
     "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "sm3": optax.sm3(1e-2),
 }
-STEPS = 6
-# Devices, and rows of a batch that divide among them.
-DEVICES = {3: 30, 5: 30, 6: 30, 7: 28}
-COMMON = {("mlp", 7, 3), ("mlp", 6, 2), ("mlp", 5, 1), ("tied", 5, 3), ("nnx_mlp", 7, 2)} | {
-    ("gpt_scan_remat", 7, 3), ("odd", 6, 3),
-}  # fmt: skip
-# Every case on every number of devices, at stages 2 and 3 in turn.
-IN_TURN = {
-    (name, devices, 2 + (i + j) % 2)
-    for i, name in enumerate(CASES)
-    for j, devices in enumerate(DEVICES)
-}
 
 
 @pytest.fixture
 def padded_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays, which otherwise stay whole where no dimension divides, are padded too."""
     monkeypatch.setattr(rule, "SMALL", 0)
-
-
-@functools.cache
-def plain(name: str, rows: int) -> tuple[Any, Any]:
-    case = CASES[name]
-    jitted = (nnx.jit if case.nnx else jax.jit)(case.step)
-    return follow(case, jitted, start(name, "float64"), rows)
-
-
-def follow(case: Case, step: Callable[..., Any], state: Any, rows: int) -> tuple[Any, Any]:
-    """Runs a case on the first rows of its batches: losses; parameters and the other state."""
-
-    def first(x: Any) -> Any:
-        return x[:rows] if isinstance(x, np.ndarray) and x.ndim else x
-
-    losses = []
-    for arguments in case.arguments("float64")[:STEPS]:
-        arguments = jax.tree.map(first, arguments)
-        if case.nnx:
-            metrics = step(*state, *arguments)
-        else:
-            state, metrics = step(state, *arguments)
-        losses.append(float(metrics["loss"]))
-    return np.array(losses), tuple(map(host, taken_apart(case, state)))
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "stage"),
-    [
-        pytest.param(*each, marks=() if each in COMMON else pytest.mark.sweep)
-        for each in sorted(COMMON | IN_TURN)
-    ],
-)
-def test_equal_to_plain_jit(name: str, devices: int, stage: int) -> None:
-    case, rows = CASES[name], DEVICES[devices]
-    want = plain(name, rows)
-    zero = zerojax.zero(
-        stage=stage,
-        mesh=zerojax.mesh(devices=devices),
-        **{"stage3_param_persistence_threshold": 0} if stage == 3 else {},
-    )
-    state = start(name, "float64")
-    plan = zero.plan(*state) if case.nnx else zero.plan(state)
-    assert not plan.lost
-    got = follow(case, zero(case.step), state, rows)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-9)
-    assert_near(got[1], want[1], 1e-9)
 
 
 @pytest.mark.parametrize(

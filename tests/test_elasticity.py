@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cases import CASES
+from equal import arguments, start
+from programs import PROGRAMS
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -27,20 +28,20 @@ SIZES = {8: (1, 3), 4: (2, 3), 6: (4, 1)}
 
 
 def test_the_losses_are_those_of_a_run_that_never_changed(tmp_path: Path) -> None:
-    case = CASES["mlp"]
+    program = PROGRAMS["mlp"]
     with jax.enable_x64(True):
-        batches = [jax.tree.map(lambda x: x[:24], batch) for batch, *_ in case.arguments("float64")]
+        batches = [batch for batch, *_ in arguments("mlp", "float64", 6, rows=24)]
 
         def go_on(devices: int, first: int, last: int) -> list[float]:
             """The losses from one step to another, from the last checkpoint to the next."""
             zero = zerojax.zero(CONFIG, mesh=zerojax.mesh(devices))
             assert zero.config.batch(devices) == (24, *SIZES[devices])
-            create: Any = lambda key: case.create(key, "float64")  # noqa: E731
-            step, losses = zero(case.step), []
+            create: Any = lambda: start("mlp", "float64")  # noqa: E731
+            step, losses = zero(program.step), []
             with Checkpointer(tmp_path, zero) as checkpointer:
-                state = zero.init(create, jax.random.key(0))
+                state = zero.init(create)
                 if first:
-                    state = checkpointer.restore(zero.abstract_state(create, jax.random.key(0)))
+                    state = checkpointer.restore(zero.abstract_state(create))
                 for batch in batches[first:last]:
                     state, metrics = step(state, batch)
                     losses.append(float(metrics["loss"]))
@@ -59,6 +60,6 @@ def test_a_number_that_does_not_share_the_batch_is_refused_at_once() -> None:
 
 def test_the_plan_says_what_was_resolved() -> None:
     zero = zerojax.zero(CONFIG)
-    state = zero.abstract_state(lambda key: CASES["mlp"].create(key, "float32"), jax.random.key(0))
+    state = zero.abstract_state(PROGRAMS["mlp"].create, jax.random.key(0))
     says = "elasticity = 24 (resolved: rows per update, on 1, 2, 3, 4, 6, 8 data-parallel devices)"
     assert says in str(zero.plan(state)).splitlines()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rooms import ROOMS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerojax", "pallas_kernels", "examples", "benchmarks", "tests")
@@ -17,38 +18,6 @@ DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_field_defaults", "_ex
 
 # Further attributes that JAX promises nothing of.
 UNPROMISED = {"ctx", "get_bind_params", "compile_args", "source_info"}
-
-# The rooms of zerojax, from the ground up: each imports only from those before it and from itself.
-ROOMS = (
-    "config",
-    "xla",
-    "devices",
-    "distributed",
-    "hlo",
-    "train_state",
-    "plan",
-    "optim",
-    "trace",
-    "collectives",
-    "accumulation",
-    "offload.disk",
-    "offload",
-    "placement",
-    "monitor",
-    "foresight",
-    "step",
-    "evaluation",
-    "api",
-    "weights",
-    "checkpoint",
-    "models",
-    "trainer",
-    "tuning",
-    "doctor",
-    "launch",
-    "cli",
-    "__main__",
-)
 
 
 def modules(package: str) -> list[Path]:

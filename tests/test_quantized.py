@@ -20,7 +20,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.plan.quantized import Quantization, block_of, block_of_piece
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "quick_processes")
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 DEVICES, ROWS, WIDTH = 8, 32, 128
 INT8 = Quantization("int8")
@@ -310,7 +310,7 @@ def losses_of(process: int, keywords: dict[str, Any]) -> list[float]:
     return losses
 
 
-def test_two_processes(in_processes: Callable[..., list[Any]]) -> None:
+def test_two_processes(in_processes: Callable[..., list[Any]], quick_processes: None) -> None:
     """Gradients are added up inside a process first; both see the same losses."""
     both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     one, other = in_processes(2, losses_of, both)

@@ -8,72 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES
+from equal import arguments, start, zero_for
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
-from test_equality import assert_equal_runs, follow, plain, start
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
-MESHES = ({"replica": 2, "data": 4}, {"replica": 4, "data": 2})
-# The sweep has all of these, at every stage, on one mesh and the other in turn.
-NAMES = ("mlp", "gpt_scan_remat", "convnet", "tied", "odd", "masked", "nnx_mlp", "nnx_gpt")
-COMMON = {("mlp", stage, 1, 0) for stage in range(4)} | {
-    ("mlp", 2, 4, 0), ("mlp", 3, 4, 1), ("gpt_scan_remat", 3, 1, 1)
-}  # fmt: skip
-IN_TURN = {
-    (name, stage, accumulation, (i + stage + accumulation // 4) % 2)
-    for i, name in enumerate(NAMES)
-    for stage in range(4)
-    for accumulation in (1, 4)
-    if accumulation == 1 or CASES[name].averages
-}
+AXES = {"replica": 2, "data": 4}
 
 
-def zero_for(axes: dict[str, int], stage: int, **keywords: Any) -> zerojax.Zero:
-    keywords = {"stage3_param_persistence_threshold": 0} | keywords
-    return zerojax.zero(stage=stage, mesh=zerojax.mesh(axes=axes), **keywords)
-
-
-def born(zero: zerojax.Zero, name: str, dtype: str = "float64") -> Any:
+def created(zero: zerojax.Zero, name: str, dtype: str = "float64") -> Any:
     state = start(name, dtype)
     return zero.init(lambda: state)
 
 
-def follows_plain(zero: zerojax.Zero, name: str) -> None:
-    got = follow(name, zero(CASES[name].step), start(name, "float64"), "float64")
-    want = plain(name, "float64")
-    if zero.config.gradient_accumulation_steps in (None, 1):
-        assert_equal_runs(got, want, "float64")
-    else:  # metrics of a row each come stacked
-        assert_equal_runs((got[0], {}, *got[2:]), (want[0], {}, *want[2:]), "float64")
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "accumulation", "mesh"),
-    [
-        pytest.param(*case, marks=() if case in COMMON else pytest.mark.sweep)
-        for case in sorted(COMMON | IN_TURN)
-    ],
-)
-def test_a_step_computes_what_the_plain_one_computes(
-    name: str, stage: int, accumulation: int, mesh: int
-) -> None:
-    follows_plain(zero_for(MESHES[mesh], stage, gradient_accumulation_steps=accumulation), name)
-
-
 def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
-    zero = zero_for(MESHES[0], 3)
-    state = born(zero, "mlp")
+    zero = zero_for(3, axes=AXES)
+    state = created(zero, "mlp")
     for x in jax.tree.leaves(state.params):
         assert len(x.addressable_shards) == 8
         assert len({str(shard.index) for shard in x.addressable_shards}) == 4
     title = str(zero.plan(state)).splitlines()[0]
     assert title == "ZeRO stage 3 over 4 devices (axis 'data') in each of 2 replica groups"
-    title = str(zero_for(MESHES[0], 0).plan(state)).splitlines()[0]
+    title = str(zero_for(0, axes=AXES).plan(state)).splitlines()[0]
     assert title == "ZeRO stage 0: a whole state on each of 8 devices"
 
 
@@ -86,8 +46,8 @@ def test_fp16_takes_the_steps_of_one_group(stage: int) -> None:
             stage=stage, mesh=mesh, fp16=True, initial_scale_power=30, hysteresis=1,
             stage3_param_persistence_threshold=0, gradient_accumulation_steps=2,
         )  # fmt: skip
-        state, step, told = born(zero, "momentum", "float32"), zero(scaled_step), []
-        for (batch,) in CASES["momentum"].arguments("float32"):
+        state, step, told = created(zero, "momentum", "float32"), zero(scaled_step), []
+        for (batch,) in arguments("momentum", "float32", steps=20):
             state, loss = step(state, batch)
             seen = zerojax.telemetry(state)
             told.append([float(loss), float(seen["loss_scale"]), int(seen["skipped_steps"])])
@@ -108,8 +68,8 @@ def scaled_step(state: TrainState, batch: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [32, 13])
 def test_an_evaluation_is_spread_over_both_axes(rows: int) -> None:
-    zero = zero_for(MESHES[0], 3, train_micro_batch_size_per_gpu=2)
-    state = born(zero, "mlp")
+    zero = zero_for(3, axes=AXES, train_micro_batch_size_per_gpu=2)
+    state = created(zero, "mlp")
     x = np.random.default_rng(0).normal(size=(rows, 16))
 
     @zero.evaluate
@@ -129,7 +89,7 @@ def test_a_function_per_device_has_its_own_rows() -> None:
         assert x.shape == (2, 4)
         return jnp.tanh(x * w)
 
-    over = zero_for(MESHES[0], 0).per_device(own, whole=[1])
+    over = zero_for(0, axes=AXES).per_device(own, whole=[1])
     x, w = np.random.default_rng(0).normal(size=(16, 4)), np.arange(4.0)
     np.testing.assert_allclose(jax.jit(over)(x, w), np.tanh(x * w), rtol=1e-9)
     grad = jax.jit(jax.grad(lambda w: jnp.sum(over(x, w))))(w)
@@ -179,7 +139,7 @@ def test_a_checkpoint_goes_to_any_other_mesh(tmp_path: Path) -> None:
     for step, place in enumerate(places):
         zero = zero_on(*place)
         with Checkpointer(tmp_path, zero) as checkpointer:
-            checkpointer.save(step, born(zero, "mlp"))
+            checkpointer.save(step, created(zero, "mlp"))
     state = start("mlp", "float64")
     want = jax.tree.map(np.asarray, state.params)
     for place in places[:2]:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES, PARTITIONED, ROWS, Case
+from equal import arguments as several
+from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
+from programs import PROGRAMS, ROWS, Program
 
 import zerojax
 
@@ -22,18 +24,13 @@ DEVICES = 8
 P = PartitionSpec
 
 
-def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
-    return zerojax.zero(stage=stage, **{"stage3_param_persistence_threshold": 0} | keywords)
-
-
 def create(name: str) -> Any:
     """The state's maker, of a key."""
-    case = (CASES | PARTITIONED)[name]
-    return lambda key: case.create(key, "float32")
+    return PROGRAMS[name].create
 
 
 def arguments(name: str, step: int = 0) -> tuple[Any, ...]:
-    return (CASES | PARTITIONED)[name].arguments("float32")[step]
+    return several(name, "float32", step + 1)[step]
 
 
 KEY = jax.random.key(1)
@@ -41,7 +38,7 @@ KEY = jax.random.key(1)
 
 @functools.cache
 def made(name: str) -> Any:
-    case = (CASES | PARTITIONED)[name]
+    case = PROGRAMS[name]
     state = (nnx.jit if case.nnx else jax.jit)(create(name))(KEY)
     return nnx.split(state) if case.nnx else state
 
@@ -49,7 +46,7 @@ def made(name: str) -> Any:
 def unplaced(name: str) -> Any:
     """A state on one device, as a user has it before zerojax."""
     state = jax.tree.map(lambda x: x.copy(), made(name))
-    return nnx.merge(*state) if (CASES | PARTITIONED)[name].nnx else state
+    return nnx.merge(*state) if PROGRAMS[name].nnx else state
 
 
 def arrays(state: Any) -> list[jax.Array]:
@@ -194,7 +191,7 @@ class TestAbstract:
     def test_lowers_and_compiles(self, name: str) -> None:
         """From shapes alone; with abstract batches and concrete ones."""
         zero = zero_for(3)
-        step = zero(CASES[name].step)
+        step = zero(PROGRAMS[name].step)
         abstract = zero.abstract_state(create(name), KEY)
         state = abstract if isinstance(abstract, tuple) else (abstract,)
         batch, *others = arguments(name)
@@ -206,7 +203,7 @@ class TestAbstract:
 
 
 def mesh_of(name: str) -> Any:
-    return zerojax.mesh(axes={"data": 2, "model": 4}) if name in PARTITIONED else zerojax.mesh()
+    return zerojax.mesh(axes={"data": 2, "model": 4}) if PROGRAMS[name].axes else zerojax.mesh()
 
 
 class TestPlaced:
@@ -218,7 +215,7 @@ class TestPlaced:
         state = unplaced(name)
         readable = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
         before = [np.array(jax.random.key_data(x) if is_key(x) else x) for x in readable]
-        step = zero_for(stage)(CASES[name].step)
+        step = zero_for(stage)(PROGRAMS[name].step)
         new = step(state, *arguments(name))[0]
         step(new, *arguments(name, 1))
         for x, old in zip(readable, before, strict=True):
@@ -230,14 +227,14 @@ class TestPlaced:
         state = unplaced("mlp")
         before = copy(state)
         zero = zero_for(1, mesh=zerojax.mesh(devices))
-        zero(CASES["mlp"].step)(state, *arguments("mlp"))
+        zero(PROGRAMS["mlp"].step)(state, *arguments("mlp"))
         assert_same(state, before)
 
     def test_host_arrays_as_state(self) -> None:
         """As a restored checkpoint may come."""
         state = jax.device_get(unplaced("odd"))
         before = copy(state)
-        step = zero_for(3)(CASES["odd"].step)
+        step = zero_for(3)(PROGRAMS["odd"].step)
         new, _ = step(state, *arguments("odd"))
         step(new, *arguments("odd", 1))
         assert_same(state, before)
@@ -251,7 +248,7 @@ class TestPlaced:
             return state.replace(average=state.params)
 
         zero = zero_for(stage)
-        step = zero(CASES["average_in_state"].step)
+        step = zero(PROGRAMS["average_in_state"].step)
         for state in (make(KEY), zero.init(make, KEY)):
             for i in range(2):
                 state, _ = step(state, *arguments("average_in_state", i))
@@ -263,7 +260,7 @@ class TestPlaced:
     def test_a_step_counter_that_is_an_array(self) -> None:
         """As one comes from a checkpoint. The count of updates goes on from there."""
         state = unplaced("mlp").replace(step=jnp.int32(41))
-        step = zero_for(1)(CASES["mlp"].step)
+        step = zero_for(1)(PROGRAMS["mlp"].step)
         for i in range(2):
             state, _ = step(state, *arguments("mlp", i))
         assert int(state.step) == int(zerojax.telemetry(state)["step"]) == 43
@@ -271,7 +268,7 @@ class TestPlaced:
     def test_the_state_may_be_passed_again(self) -> None:
         """Nothing remains of the first call: a plain state gives the same step twice."""
         state = unplaced("mlp")
-        step = zero_for(3)(CASES["mlp"].step)
+        step = zero_for(3)(PROGRAMS["mlp"].step)
         (first, a), (second, b) = (step(state, *arguments("mlp")) for _ in range(2))
         assert float(a["loss"]) == float(b["loss"])
         jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
@@ -279,21 +276,21 @@ class TestPlaced:
     def test_a_state_from_init_is_donated(self) -> None:
         zero = zero_for(3)
         state = zero.init(create("mlp"), KEY)
-        zero(CASES["mlp"].step)(state, *arguments("mlp"))
+        zero(PROGRAMS["mlp"].step)(state, *arguments("mlp"))
         assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
     def test_unless_told_otherwise(self) -> None:
         zero = zero_for(3, donate=False)
         state = zero.init(create("mlp"), KEY)
         before = copy(state)
-        zero(CASES["mlp"].step)(state, *arguments("mlp"))
+        zero(PROGRAMS["mlp"].step)(state, *arguments("mlp"))
         assert_same(state, before)
 
     def test_nnx_objects_are_brought_up_to_date_in_place(self) -> None:
         model, optimizer = unplaced("nnx_mlp")
         kernel = model.first.kernel[...]
         before = np.array(kernel)
-        step = zero_for(3)(CASES["nnx_mlp"].step)
+        step = zero_for(3)(PROGRAMS["nnx_mlp"].step)
         for i in range(2):
             step(model, optimizer, *arguments("nnx_mlp", i))
         assert int(optimizer.step[...]) == 2
@@ -314,7 +311,7 @@ class TestKept:
         zero = zero_for(stage, gradient_accumulation_steps=accumulation)
         state = zero.init(create("average_in_state"), KEY)
         born = specs(state)
-        step = zero(CASES["average_in_state"].step)
+        step = zero(PROGRAMS["average_in_state"].step)
         for i in range(3):
             state, _ = step(state, *arguments("average_in_state", i))
             assert specs(state) == born
@@ -323,7 +320,7 @@ class TestKept:
     @pytest.mark.parametrize("born", [True, False])
     def test_compiles_once(self, name: str, born: bool) -> None:
         """Steps after the first trace nothing, however the state came."""
-        case, traces = CASES[name], []
+        case, traces = PROGRAMS[name], []
 
         def counted(*args: Any) -> Any:
             traces.append(1)
@@ -342,7 +339,7 @@ class TestKept:
     def test_a_state_changed_by_hand_goes_on(self) -> None:
         """``replace`` makes a new state, and a host array in it is placed."""
         zero = zero_for(3)
-        step = zero(CASES["mlp"].step)
+        step = zero(PROGRAMS["mlp"].step)
         state, _ = step(zero.init(create("mlp"), KEY), *arguments("mlp"))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.params)
         state, metrics = step(state.replace(params=zeros), *arguments("mlp"))
@@ -490,7 +487,7 @@ class TestPlan:
         assert P("data", "model") in jax.tree.leaves(plan.params, is_leaf=is_spec)
 
 
-def last_gradient(case: Case, state: Any, batch: Any) -> Any:
+def last_gradient(case: Program, state: Any, batch: Any) -> Any:
     """The plain gradient of a regression."""
 
     def loss(params: Any) -> jax.Array:
@@ -506,11 +503,11 @@ class TestTelemetry:
     def test_values(self, stage: int, accumulation: int) -> None:
         zero = zero_for(stage, gradient_accumulation_steps=accumulation)
         plain = unplaced("mlp")
-        state, _ = zero(CASES["mlp"].step)(plain, *arguments("mlp"))
+        state, _ = zero(PROGRAMS["mlp"].step)(plain, *arguments("mlp"))
         told = zerojax.telemetry(state)
         assert tuple(told) == self.KEYS
         assert all(isinstance(x, jax.Array) and x.shape == () for x in told.values())
-        norm = optax.tree.norm(last_gradient(CASES["mlp"], plain, arguments("mlp")[0]))
+        norm = optax.tree.norm(last_gradient(PROGRAMS["mlp"], plain, arguments("mlp")[0]))
         np.testing.assert_allclose(told["grad_norm"], norm, rtol=1e-5)
         assert float(told["loss_scale"]) == 1
         assert int(told["skipped_steps"]) == 0
@@ -522,7 +519,7 @@ class TestTelemetry:
 
     def test_nnx(self) -> None:
         model, optimizer = zero_for(3).init(create("nnx_mlp"), KEY)
-        zero_for(3)(CASES["nnx_mlp"].step)(model, optimizer, *arguments("nnx_mlp"))
+        zero_for(3)(PROGRAMS["nnx_mlp"].step)(model, optimizer, *arguments("nnx_mlp"))
         for holder in (optimizer, (model, optimizer)):
             told = zerojax.telemetry(holder)
             assert tuple(told) == self.KEYS
@@ -538,7 +535,7 @@ class TestTelemetry:
         params = unplaced("mlp").params
         apply = unplaced("mlp").apply_fn
         state = zero.init(lambda: TrainState.create(apply_fn=apply, params=params, tx=tx))
-        step = zero(CASES["mlp"].step)
+        step = zero(PROGRAMS["mlp"].step)
         for i in range(3):
             state, _ = step(state, *arguments("mlp", i))
             np.testing.assert_allclose(
@@ -568,11 +565,11 @@ class TestTelemetry:
         plain = unplaced("mlp")
         plain = plain.replace(tx=sgd, opt_state=sgd.init(plain.params))
         batch = arguments("mlp")[0]
-        grads = last_gradient(CASES["mlp"], plain, batch)
+        grads = last_gradient(PROGRAMS["mlp"], plain, batch)
         assert optax.tree.norm(grads) > limit
         clipped, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
         want = optax.apply_updates(plain.params, jax.tree.map(jnp.negative, clipped))
-        state, _ = zero(CASES["mlp"].step)(plain, batch)
+        state, _ = zero(PROGRAMS["mlp"].step)(plain, batch)
         for a, b in zip(parameters(state), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(

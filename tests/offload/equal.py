@@ -393,9 +393,9 @@ def stateful(tx: Any) -> Any:
 def in_nnx(tx: Any) -> Any:
     """A model and an optimizer that are updated in place."""
     import jax
-    from cases.nnx import MLP
     from flax import nnx
     from jax import numpy as jnp
+    from programs.basic_nnx import MLP
 
     import zerojax
 

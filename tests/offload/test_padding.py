@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import assert_near, host
 from flax.training.train_state import TrainState
-from test_equality import assert_near, host
 
 import zerojax
 from zerojax.plan import rule

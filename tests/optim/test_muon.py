@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases.linen import MLP, MLP_INPUT, regression_step
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from optim.formulas import adam, muon, newton_schulz
+from programs.basic import INPUT, MLP
+from programs.program import regression_step
 
 import zerojax
 from zerojax.config import OptimizerConfig, SchedulerConfig
@@ -153,7 +154,7 @@ def test_what_muon_takes_of_a_gpt(scan):
 
 def make(zero):
     def create(key):
-        params = MLP().init(key, MLP_INPUT)["params"]
+        params = MLP().init(key, INPUT)["params"]
         return TrainState.create(apply_fn=MLP().apply, params=params, tx=zero.optimizer())
 
     return create

@@ -1,12 +1,17 @@
 """Training programs as users write them, each with what comes of it, by name."""
 
 from programs import (
+    basic,
+    basic_nnx,
     generative,
     guards,
     language,
+    layouts,
     losses,
     optimizers,
     reinforcement,
+    reused,
+    sequences,
     shapes,
     tables,
     teachers,
@@ -15,6 +20,8 @@ from programs import (
 from programs.program import ROWS, Kind, Outcome, Program
 
 FAMILIES = (
+    basic,
+    basic_nnx,
     vision,
     language,
     generative,
@@ -25,6 +32,9 @@ FAMILIES = (
     guards,
     shapes,
     tables,
+    reused,
+    sequences,
+    layouts,
 )
 PROGRAMS = {program.name: program for family in FAMILIES for program in family.PROGRAMS}
 

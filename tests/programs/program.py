@@ -66,6 +66,11 @@ class Program:
       call: ``call(step, state, arguments)`` gives ``(state, results)``; None for the usual one.
       dtypes: float64, or float32 where the model insists on it; and bfloat16 for the parameters
         that the step computes with, where numbers do not hang on the last bit.
+      near: tolerance under accumulation in place of that of the dtype.
+      axes: mesh axes that the user's own specs name.
+      specs: ``specs(params)`` gives those that are passed to ``zerojax.zero``.
+      tokens: whether every array of the batch is [ROWS, tokens, ...], as the axis "seq" needs.
+      step_on: ``step_on(zero)`` is the step as written for a ``Zero``, where it uses one.
     """
 
     name: str
@@ -79,6 +84,11 @@ class Program:
     zero: Mapping[str, Any] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
     dtypes: tuple[str, ...] = ("float64", "bfloat16")
+    near: float | None = None
+    axes: tuple[str, ...] = ()
+    specs: Callable[[Any], Any] | None = None
+    tokens: bool = False
+    step_on: Callable[[Any], Callable[..., Any]] | None = None
 
 
 class MLP(nn.Module):

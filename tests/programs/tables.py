@@ -147,7 +147,29 @@ def nnx_hessian_step(model: Any, optimizer: Any, batch: Any) -> Any:
     return {"loss": loss}
 
 
+class Convolved(nn.Module):
+    """A table, a convolution and two dense layers, [B, 64] tokens -> [B]: large enough for
+    quantized collectives."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(96, WIDE)(tokens)
+        x = nn.tanh(nn.Conv(WIDE, (3,), name="conv")(x))
+        x = nn.tanh(nn.Dense(2 * WIDE, name="first")(x))
+        return nn.Dense(WIDE, name="second")(x).mean((1, 2))
+
+
+def sentences(rng: np.random.Generator) -> tuple[Any, ...]:
+    ids = rng.integers(0, 96, size=(ROWS, 64), dtype=np.int32)
+    return ({"ids": ids, "y": rng.normal(size=ROWS)},)
+
+
 PROGRAMS = (
+    Program(
+        "tables_convolved",
+        creator(Convolved(), jnp.zeros((1, 64), jnp.int32), tx=optax.adam(3e-3)),
+        tables_step, sentences,
+    ),
     Program("tables", creator(Tables(), jnp.zeros((1, 2), jnp.int32), tx=SGD), tables_step, clicks),
     Program(
         "tables_nnx", nnx_tables, nnx_tables_step, clicks, nnx=True, dtypes=("float64",)

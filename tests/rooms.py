@@ -1,0 +1,33 @@
+"""The order of the rooms of zerojax."""
+
+# From the ground up: each imports only from those before it and from itself.
+ROOMS = (
+    "config",
+    "xla",
+    "devices",
+    "distributed",
+    "hlo",
+    "train_state",
+    "plan",
+    "optim",
+    "trace",
+    "collectives",
+    "accumulation",
+    "offload.disk",
+    "offload",
+    "placement",
+    "monitor",
+    "foresight",
+    "step",
+    "evaluation",
+    "api",
+    "weights",
+    "checkpoint",
+    "models",
+    "trainer",
+    "tuning",
+    "doctor",
+    "launch",
+    "cli",
+    "__main__",
+)

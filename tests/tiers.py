@@ -1,0 +1,226 @@
+"""How long tests may take and how long they took; which sweeps of a change are run.
+
+A test belongs to one tier: "fast" (no mark), "slow" or "sweep". ``conftest.py`` imports the hooks.
+"""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rooms import ROOMS
+
+BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 30.0}
+"""CPU seconds of a test, with its fixtures and the processes that it waits for."""
+SLACK = 2.0
+"""A busy or slow machine may take so many times the bound before it is an error."""
+REMEDY = {
+    "fast": "mark it slow",
+    "slow": "make it smaller, or a sweep",
+    "sweep": "make it smaller, or split it",
+}
+GREW = 1.3, 5.0
+"""A file is reported whose CPU seconds grew by this factor and by so many seconds."""
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / ".ci" / "durations.json"
+"""CPU seconds of each file by tier, and the commit at which all tests were last run."""
+
+# A change in one of these can change what any step computes.
+CORE = {
+    "xla", "train_state", "plan", "optim", "trace", "collectives", "accumulation", "placement",
+    "step", "evaluation", "api",
+}  # fmt: skip
+SHARED = {"conftest.py", "equal.py", "pairwise.py", "groups.py", "jaxprs.py", "programs"}
+# Benchmarks at toy size and examples end to end; tests that start processes by these fixtures.
+SLOW_FOLDERS = {"benchmarks", "examples"}
+SLOW_FIXTURES = {"in_processes", "in_two_processes", "quick_processes"}
+STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--bounds", action="store_true", help="a test over its tier's bound fails")
+    group.addoption("--record", metavar="FILE", help="write CPU seconds a file to this JSON")
+    group.addoption(
+        "--changed-since", metavar="COMMIT",
+        help="of the sweeps run those that a change since this commit can affect, and a sample",
+    )  # fmt: skip
+    group.addoption("--sample", type=int, default=60, help="size of that sample")
+    group.addoption("--seed", default="", help="of that sample; default the commit's name")
+
+
+def tier(item: pytest.Item) -> str:
+    return next((name for name in ("sweep", "slow") if item.get_closest_marker(name)), "fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is slow by its folder or fixtures, before the mark expression is applied. Leaves
+    out sweeps that the expression does not name, or that no change affects."""
+    for item in items:
+        folder = item.path.relative_to(ROOT).parts[1]
+        if folder in SLOW_FOLDERS or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+    expression, since = config.getoption("markexpr"), config.getoption("changed_since")
+    keep = set(items)
+    if expression and "sweep" not in expression:
+        keep = {item for item in items if tier(item) != "sweep"}
+    elif since:
+        sweeps = {item.nodeid: item for item in items if tier(item) == "sweep"}
+        names = chosen(
+            sweeps, changed(since), config.getoption("sample"), config.getoption("seed") or head()
+        )
+        keep -= {item for name, item in sweeps.items() if name not in names}
+    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = [item for item in items if item in keep]
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=RECORD.parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def head() -> str:
+    return git("rev-parse", "HEAD").strip()
+
+
+def changed(since: str) -> list[str]:
+    """Paths of files that differ from those of a commit."""
+    return git("diff", "--name-only", since).split()
+
+
+def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) -> set[str]:
+    """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
+
+    A room of zerojax can affect the tests of its own and of all rooms above it; a room of the core,
+    the kernels, and what tests share can affect all.
+    """
+    sweeps = sorted(sweeps)
+    affected = {name for name in sweeps if affects(paths, name)}
+    rest = [name for name in sweeps if name not in affected]
+    draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
+    return affected | set(draw.sample(rest, min(sample, len(rest))))
+
+
+def affects(paths: Iterable[str], test: str) -> bool:
+    of_test = floor(Path(test.partition("::")[0]))
+    for path in map(Path, paths):
+        package, inner = path.parts[0], path.parts[1] if len(path.parts) > 1 else ""
+        if package == "pallas_kernels" or path.name == "pyproject.toml":
+            return True
+        if package == "tests" and (inner in SHARED or path == Path(test.partition("::")[0])):
+            return True
+        if package == "zerojax" and (inner in CORE or floor(path) <= of_test):
+            return True
+        if package in ("examples", "benchmarks") and f"tests/{package}/" in test:
+            return True
+    return False
+
+
+def floor(path: Path) -> int:
+    """The position of a file's room among ``ROOMS``; above all for what is in none."""
+    rooms = [room.partition(".")[0] for room in ROOMS]
+    name = path.parts[1] if len(path.parts) > 2 else path.stem
+    return rooms.index(name) if name in rooms else len(rooms)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def resident() -> float:
+    """Gigabytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def peak() -> float:
+    """Gigabytes of memory that this process held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[STARTED] = cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Tells the controlling process, by the report of the end of a test, what it took."""
+    if call.when == "teardown" and STARTED in item.stash:
+        cpu = cpu_seconds() - item.stash[STARTED]
+        item.user_properties += [("tier", tier(item)), ("cpu", cpu), ("peak", peak())]
+    return (yield)
+
+
+class Durations:
+    """What the tests of a run took, in the process that reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.over: list[tuple[float, str]] = []
+        self.peak = 0.0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = dict(report.user_properties)
+        if report.when != "teardown" or "cpu" not in told:
+            return
+        name, cpu = str(told["tier"]), float(str(told["cpu"]))
+        self.files[name][report.nodeid.partition("::")[0]] += cpu
+        self.peak = max(self.peak, float(str(told["peak"])))
+        if cpu > BOUNDS[name] * SLACK:
+            bound = f"{cpu:.1f} CPU s, the bound of {name} tests is {BOUNDS[name]:.0f}"
+            self.over.append((cpu, f"{report.nodeid}: {bound}; {REMEDY[name]}"))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.over and self.config.getoption("bounds") and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def write(self, record: Path) -> None:
+        """Replaces the figures of the tiers that ran."""
+        known = json.loads(record.read_text()) if record.exists() else {}
+        for name, files in self.files.items():
+            known[name] = {file: round(files[file], 1) for file in sorted(files)}
+        record.write_text(json.dumps(known, indent=1) + "\n")
+
+    def grown(self, record: Path) -> list[str]:
+        """Files that took longer than in the run that a record is of."""
+        before = json.loads(record.read_text()) if record.exists() else {}
+        factor, seconds = GREW
+        return [
+            f"{file} ({name}) {old:.0f} -> {cpu:.0f} CPU s"
+            for name, files in self.files.items()
+            for file, cpu in files.items()
+            if cpu > max(factor * (old := before.get(name, {}).get(file, 0.0)), old + seconds)
+        ]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        write = terminalreporter.write_line
+        for name, files in self.files.items():
+            slowest = sorted(files, key=lambda file: -files[file])[:10]
+            total = f"{name}: {sum(files.values()):.0f} CPU s; slowest files: "
+            write(total + ", ".join(f"{file} {files[file]:.0f}" for file in slowest))
+        for line in self.grown(RECORD):
+            write(f"grew: {line}")
+        if path := self.config.getoption("record"):
+            self.write(Path(path))
+        write(f"largest resident memory of a process: {self.peak:.1f} GB")
+        for _, line in sorted(self.over, reverse=True):
+            write(f"over its bound: {line}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config), "durations")

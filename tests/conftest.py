@@ -107,9 +107,12 @@ SOON = 0.1
 
 
 @pytest.fixture(scope="session")
-def compiled(request: pytest.FixtureRequest) -> Path:
+def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of compiled programs, shared by processes and runs; jax locks and bounds it."""
-    return Path(request.config.cache.mkdir("compiled"))
+    cache = getattr(pytestconfig, "cache", None)  # None under -p no:cacheprovider
+    if cache is None:
+        return tmp_path_factory.mktemp("compiled")
+    return Path(cache.mkdir("compiled"))
 
 
 def configure(**options: Any) -> None:

@@ -6,6 +6,7 @@ computed once a process.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,8 @@ def zero_for(stage: int = 3, k: int = 1, *, axes: Any = None, **keywords: Any) -
       keywords: further ones of ``zerojax.zero``.
     """
     if axes is not None:
-        on_axes = {"axes": dict(axes)} if not isinstance(axes, int) else {"devices": axes}
-        keywords["mesh"] = zerojax.mesh(**on_axes)
+        axes = {"data": axes} if isinstance(axes, int) else dict(axes)
+        keywords["mesh"] = zerojax.mesh(math.prod(axes.values()), axes=axes)
     keywords = {"stage3_param_persistence_threshold": 0} | keywords
     return zerojax.zero(stage=stage, gradient_accumulation_steps=k, **keywords)
 

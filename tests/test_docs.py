@@ -16,7 +16,7 @@ import optax
 import pytest
 import typer
 from flax.training.train_state import TrainState
-from test_imports import ROOMS
+from rooms import ROOMS
 
 import zerojax
 

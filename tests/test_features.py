@@ -37,6 +37,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """``live``: how many parameters may stay gathered over a step at stage 3."""
 
 
+# They compute with the parameters that they have just updated, which offload refuses.
+UPDATED_IN_STEP = {"mean_teacher"}
+
+
 def axes_of(mesh: str) -> dict[str, int]:
     return {name: int(n) for name, _, n in (axis.partition("=") for axis in mesh.split(","))}
 
@@ -58,14 +62,20 @@ def valid(row: Row) -> bool:
         return False
     if row.get("stage") == 0 and row.get("offload", "none") != "none":
         return False
-    if row.get("hpz", 1) > 1 and axes and (axes["data"] % 4 or "replica" in axes):
+    if row.get("hpz", 1) > 1 and (
+        row.get("offload", "none") != "none" or (axes and (axes["data"] % 4 or "replica" in axes))
+    ):
         return False
     if program:
         if axes and not {*program.axes} <= {*axes}:
             return False
+        if axes and axes.get("fsdp", 1) > 1 and "fsdp" not in program.axes:
+            return False
         if axes and "seq" in axes and not program.tokens:
             return False
         if row.get("bf16") and "bfloat16" not in program.dtypes:
+            return False
+        if row.get("offload", "none") != "none" and program.name in UPDATED_IN_STEP:
             return False
         if row.get("k", 1) > 1 and program.accumulated.kind is not Kind.EQUAL:
             return False

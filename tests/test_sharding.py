@@ -163,7 +163,7 @@ class TestAbstract:
     @pytest.mark.parametrize(
         ("name", "bf16"),
         [
-            ("mlp", True), ("convnet", False), ("key_in_state", True), ("partitioned", True),
+            ("mlp", True), ("convnet", False), ("vae_key_in_state", True), ("partitioned", True),
             ("frozen", False), ("frozen", True),
         ],
     )  # fmt: skip
@@ -208,7 +208,7 @@ def mesh_of(name: str) -> Any:
 
 class TestPlaced:
     @pytest.mark.parametrize(
-        ("name", "stage"), [("mlp", 0), ("mlp", 3), ("odd", 3), ("key_in_state", 3)]
+        ("name", "stage"), [("mlp", 0), ("mlp", 3), ("odd", 3), ("vae_key_in_state", 3)]
     )
     def test_the_users_own_arrays_stay_readable(self, name: str, stage: int) -> None:
         """A plain state is copied on to the devices, and what was passed is still there."""
@@ -308,7 +308,7 @@ class TestKept:
         ("stage", "accumulation"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 4), (3, 4)]
     )
     def test_shardings_stay_over_steps(self, stage: int, accumulation: int) -> None:
-        zero = zero_for(stage, gradient_accumulation_steps=accumulation)
+        zero = zero_for(stage, k=accumulation)
         state = zero.init(create("average_in_state"), KEY)
         born = specs(state)
         step = zero(PROGRAMS["average_in_state"].step)
@@ -316,7 +316,7 @@ class TestKept:
             state, _ = step(state, *arguments("average_in_state", i))
             assert specs(state) == born
 
-    @pytest.mark.parametrize("name", ["mlp", "key_in_state", "nnx_norm"])
+    @pytest.mark.parametrize("name", ["mlp", "vae_key_in_state", "nnx_norm"])
     @pytest.mark.parametrize("born", [True, False])
     def test_compiles_once(self, name: str, born: bool) -> None:
         """Steps after the first trace nothing, however the state came."""
@@ -501,7 +501,7 @@ class TestTelemetry:
 
     @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 4), (3, 1)])
     def test_values(self, stage: int, accumulation: int) -> None:
-        zero = zero_for(stage, gradient_accumulation_steps=accumulation)
+        zero = zero_for(stage, k=accumulation)
         plain = unplaced("mlp")
         state, _ = zero(PROGRAMS["mlp"].step)(plain, *arguments("mlp"))
         told = zerojax.telemetry(state)
@@ -560,7 +560,7 @@ class TestTelemetry:
     def test_clipping_is_that_of_optax(self, stage: int, accumulation: int) -> None:
         """Up to the 1e-6 that DeepSpeed adds to the norm."""
         limit = 0.1
-        zero = zero_for(stage, gradient_clipping=limit, gradient_accumulation_steps=accumulation)
+        zero = zero_for(stage, gradient_clipping=limit, k=accumulation)
         sgd = optax.sgd(1.0)
         plain = unplaced("mlp")
         plain = plain.replace(tx=sgd, opt_state=sgd.init(plain.params))

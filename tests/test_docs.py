@@ -31,6 +31,9 @@ NOT_RUN = 'python title="Not run by the tests: '
 COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
+SLOW = {"checkpoints.md", "kernels.md", "long-sequences.md", "models.md", "trainer.md"}
+"""Pages whose code trains or compiles for seconds."""
+
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -81,7 +84,10 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(
             page,
             id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.gpu_compile] if COMPILES in page.read_text() else [],
+            marks=[
+                *([pytest.mark.gpu_compile] if COMPILES in page.read_text() else []),
+                *([pytest.mark.slow] if page.name in SLOW else []),
+            ],
         )
         for page in PAGES
     ],

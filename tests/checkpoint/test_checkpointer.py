@@ -302,6 +302,7 @@ def test_restores_into_a_state_that_is_there(tmp_path: Path, zero: Any, state: A
         assert got.params["embed"].sharding == state.params["embed"].sharding
 
 
+@pytest.mark.slow
 def test_pieces_in_the_order_of_partitions(tmp_path: Path) -> None:
     """From hpZ to none and other partitions, numbers of devices and meshes, and back."""
 

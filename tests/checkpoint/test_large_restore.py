@@ -58,6 +58,7 @@ class Watch(threading.Thread):
             self.looks += 1
 
 
+@pytest.mark.slow
 def test_no_device_holds_it_whole(large: Path) -> None:
     zero = zerojax.zero(stage=3)
     abstract = zero.abstract_state(together.create_large, KEY)

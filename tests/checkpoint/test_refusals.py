@@ -264,6 +264,7 @@ def test_two_in_one_process(tmp_path: Path, zero: zerojax.Zero) -> None:
         second.save(2, state)
 
 
+@pytest.mark.slow
 def test_one_that_was_forgotten_lets_the_folder_go(tmp_path: Path, zero: zerojax.Zero) -> None:
     Checkpointer(tmp_path, zero)
     gc.collect()

@@ -23,6 +23,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 @bucket.require
 def test_a_bucket(url: str) -> None:
     zero = zero_of(3)

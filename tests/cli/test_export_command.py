@@ -89,6 +89,7 @@ def test_out_must_be_empty(folder, tmp_path):
     assert "is not empty, it holds a.txt: choose another folder" in result.output
 
 
+@pytest.mark.slow
 def test_no_gpu_is_touched(folder, tmp_path):
     """A platform that is not there fails where JAX is let to choose it."""
     command = [sys.executable, "-m", "zerojax", "export", str(folder / "1"), str(tmp_path / "out")]

@@ -42,6 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "best.json"
     made = run(10**9, "--batch", "16", "--out", str(out))

@@ -228,6 +228,7 @@ def test_a_terminal_has_its_own_width(
     assert 70 < max(len(line) for line in plain if "─" in line) <= 90
 
 
+@pytest.mark.slow
 def test_the_module_runs(made: Path) -> None:
     """Without the devices that training uses, and with nothing but the answer on stdout."""
     done = subprocess.run(

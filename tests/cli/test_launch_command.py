@@ -139,6 +139,7 @@ def test_one_machine_s_part(folder: Path) -> None:
     assert "ZEROJAX_LOCAL_PROCESSES=4 ZEROJAX_LOCAL_PROCESS_ID=0" in shown[1]
 
 
+@pytest.mark.slow
 def test_it_starts_at_once_and_without_jax(tmp_path: Path) -> None:
     """Less than half of the CPU time of ``import flax.linen``, the script's Python included."""
     script = tmp_path / "script.py"

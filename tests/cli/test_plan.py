@@ -79,6 +79,7 @@ def refused(result: Any) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_and_then_does_not(config: Path, on_cpus: Any) -> None:
     result = run(config, "--batch", 16, "--json", model="named-model")
     assert result.exit_code == 0, result.output
@@ -179,6 +180,7 @@ def test_what_stands_in_for_auto(config: Path) -> None:
     assert "unknown model" in refused(run(config, "--auto", f"{key}=10", model="none-such"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpus")
 def test_axes_of_the_mesh(config: Path) -> None:
     """A model that "model" cuts is planned on pairs of devices, another one is refused."""
@@ -315,6 +317,7 @@ def test_missing_wheels(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"pip install 'zerojax[{extra}]'" in refused(run(config, devices=devices))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_the_module_runs(config: Path) -> None:
@@ -339,6 +342,7 @@ def test_the_module_runs(config: Path) -> None:
     assert {"parameters", "gradients", "total", "headroom", "all-reduce", "predicted"} <= {*first}
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_1024_gpus(config: Path) -> None:

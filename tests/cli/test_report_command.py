@@ -85,6 +85,7 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys: pytest.CaptureFixture[
     assert lines(MADE, capsys)["monitor"][:2] == ["no", "pip install 'zerojax[monitor]'"]
 
 
+@pytest.mark.slow
 def test_here() -> None:
     result = CliRunner().invoke(app, ["report", "--json"])
     assert result.exit_code == 0, result.output
@@ -114,6 +115,7 @@ def run(platforms: str | None, *command: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_no_devices() -> None:
     done = run("abacus", "-m", "zerojax", "report")
     assert done.returncode == 1
@@ -125,6 +127,7 @@ def test_no_devices() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_where_jax_is_not_told_of_the_cpu() -> None:

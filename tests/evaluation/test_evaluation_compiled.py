@@ -75,6 +75,7 @@ def test_every_parameter_is_gathered_once(case: Case) -> None:
     assert found.kinds == {"all-gather", "all-reduce"}
 
 
+@pytest.mark.slow
 def test_every_micro_batch_gathers_once_at_stage_3() -> None:
     found = cost(SMALL, 20)  # the third with copies of the last row
     assert found.gathers == pytest.approx(3, abs=0.15)
@@ -82,6 +83,7 @@ def test_every_micro_batch_gathers_once_at_stage_3() -> None:
     assert found.temporaries < cost(SMALL, 8).temporaries + LAYER
 
 
+@pytest.mark.slow
 def test_all_micro_batches_gather_once_at_stage_2() -> None:
     found = cost(dataclasses.replace(SMALL, stage=2), 20)
     assert found.gathers == pytest.approx(1, abs=0.05)

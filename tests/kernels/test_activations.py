@@ -193,6 +193,7 @@ def test_a_second_call_traces_nothing(name: str, width: int) -> None:
     assert 0 < first == second
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("devices", [1, 8])

@@ -183,6 +183,7 @@ def test_labels_that_are_ignored_or_wrong(implementation: str) -> None:
     assert np.isnan(d_weight).all()
 
 
+@pytest.mark.slow
 def test_shapes_and_vmap() -> None:
     h, w, _, y, _ = arrays(6, 8, 150)
     wanted = whole(h, w, y)

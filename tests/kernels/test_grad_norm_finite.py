@@ -53,6 +53,7 @@ def test_extremes(implementation: str) -> None:
     assert small.square_sum == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("devices", [1, 8])

@@ -224,6 +224,7 @@ def test_the_gradient_of_a_shared_scale_is_summed_over_devices() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("devices", [1, 8])

@@ -137,6 +137,7 @@ def test_it_is_a_tree_and_has_no_gradient() -> None:
     assert jax.vmap(dequantize_blockwise)(many).shape == (3, 512)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(("devices", "bits"), [(1, 8), (8, 4)])

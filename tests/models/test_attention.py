@@ -40,6 +40,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("number", [0, 1], ids=["Llama", "GPT"])
 def test_fused_attention_computes_the_same(number: int) -> None:

@@ -169,6 +169,7 @@ def test_what_was_saved_is_loaded(config: GPTConfig, folder: pathlib.Path) -> No
     assert_same(load(folder.parent / "again", config), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [pytest.param(TINY, marks=pytest.mark.sweep), SCANNED], ids=["unrolled", "scanned"]
 )
@@ -299,6 +300,7 @@ def test_the_host_holds_one_piece_at_a_time(tmp_path: pathlib.Path) -> None:
     assert taken - kept < 3 * largest  # a piece, its layer, a piece not yet given back
 
 
+@pytest.mark.slow
 def test_saving_holds_one_tensor_at_a_time(tmp_path: pathlib.Path) -> None:
     config = dataclasses.replace(TINY, n_embd=256, n_layer=8)
     like = sharded_like(config, stage3_param_persistence_threshold=0)

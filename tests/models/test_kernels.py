@@ -54,6 +54,7 @@ def train(fused: str | None, stage: int, devices: int = 8, **more: Any) -> list[
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("stage", "more"),

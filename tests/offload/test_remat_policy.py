@@ -109,6 +109,7 @@ def batch(rows: int = ROWS) -> Any:
 FP16 = {"fp16": True, "initial_scale_power": 30, "hysteresis": 1, "loss_scale_window": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(n, marks=pytest.mark.sweep) for n in (0, 1, 2)), 3]
 )

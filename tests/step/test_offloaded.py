@@ -56,6 +56,7 @@ def marked(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.sweep else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_same_numbers(told: dict[str, dict[str, Any]], case: Case) -> None:
     got = told[case.name]

@@ -74,6 +74,7 @@ def study(rows: int | None = 16, memory: int | None = None, cache: Cache | None 
     return Study(model, config, mesh, rates, rows=rows, seq=SEQ, remat=False, **measured)
 
 
+@pytest.mark.slow
 def test_the_kinds_add_up_and_are_those_of_the_stage() -> None:
     of = study()
     whole = of.forecast(of.given).peak.memory
@@ -102,6 +103,7 @@ def test_time_and_traffic() -> None:
     assert {each.kind for each in cut.traffic} >= {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_two_hosts_and_the_network_between_them() -> None:
     def found(network: str | None) -> Forecast:
         mesh, rates = parse_devices("h100:16")
@@ -127,6 +129,7 @@ def test_offload_shows_the_host() -> None:
     )
 
 
+@pytest.mark.slow
 def test_remedies_fit_and_the_mildest_is_among_them() -> None:
     given = study()
     cut = given.forecast(dataclasses.replace(given.given, stage=1))
@@ -138,10 +141,12 @@ def test_remedies_fit_and_the_mildest_is_among_them() -> None:
     assert any(each.choice == dataclasses.replace(given.given, stage=1) for each in found)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_there_is_no_remedy() -> None:
     assert remedies(study(memory=10**5), compiles=1) == []
 
 
+@pytest.mark.slow
 def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     of = study(None, study().forecast(study().given).peak.bytes, cache)
@@ -332,6 +337,7 @@ def test_what_is_no_model() -> None:
         of.forecast(of.given)
 
 
+@pytest.mark.slow
 def test_parameters_on_disk_can_be_planned() -> None:
     mesh, rates = parse_devices("h100:2")
     place = {"device": "nvme", "nvme_path": "/not/here"}

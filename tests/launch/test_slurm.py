@@ -7,10 +7,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from groups import LIMIT, wait_for
 from launch.launched import ROOT, environment, launched
 
 from zerojax.launch.error import UsageError

@@ -103,8 +103,8 @@ class Relay(threading.Thread):
                     else:
                         finishing = True
         self._end_line()
-        for fd in [*self._selector.get_map()]:
-            self._close(fd)
+        for key in [*self._selector.get_map().values()]:
+            self._close(key.fd)
         self._selector.close()
 
     def _close(self, fd: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 TESTS = Path(__file__).parent
-LIMIT = 300.0  # s that a test waits at most, which a machine of any load stays below
+LIMIT = 600.0  # s that a test waits at most, which a machine of any load stays below
 
 
 def join(process: int, count: int, port: int) -> None:

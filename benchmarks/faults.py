@@ -103,14 +103,17 @@ def after_step(training: Training, more: int) -> list[Process]:
 
 
 def in_a_save(training: Training) -> list[Process]:
-    """In the second save."""
+    """In the second save, or a later one, in which process 1 stands still."""
     processes = before_a_save(training)
-    until = time.monotonic() + 30
-    while training.half_written() is None:
-        if time.monotonic() > until:
-            raise TimeoutError("no save begins")
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        if training.half_written() is not None:
+            os.kill(processes[1].pid, signal.SIGSTOP)
+            if training.half_written() is not None:
+                return processes
+            os.kill(processes[1].pid, signal.SIGCONT)  # the save has just ended
         time.sleep(0.001)
-    return processes
+    raise TimeoutError("no save begins")
 
 
 def to(number: signal.Signals, *victims: int) -> Act:
@@ -323,9 +326,10 @@ def matrix(faults: Sequence[Fault], folder: Path) -> Results:
     return Results(rows, problems)
 
 
-def with_fewer(folder: Path, alone: str) -> Results:
-    """Four processes of which one is killed, and two that go on; ``alone``: the output of four."""
-    fault = Fault("SIGKILL of one of four", in_a_step, to(KILL, 3), 137, 10, killed(3))
+def with_fewer(folder: Path, alone: str, most: float = 10.0) -> Results:
+    """Four processes of which one is killed, and two that go on; ``alone``: the output of four;
+    ``most``: seconds from the kill to the end."""
+    fault = Fault("SIGKILL of one of four", in_a_step, to(KILL, 3), 137, most, killed(3))
     steps = 15
     ended = end(fault, folder, steps, 4)
     following = undisturbed(folder, 2, steps)

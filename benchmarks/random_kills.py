@@ -27,7 +27,7 @@ def steps_for(count: int) -> int:
     return 5 * count + 10
 
 
-def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
+def random_kills(folder: Path, count: int, seed: int, alone: str, most: float = 10.0) -> Results:
     """Kills processes of a run of four, which starts again by itself.
 
     Args:
@@ -35,6 +35,7 @@ def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
       count: How many kills, a third each in the init, the steps and the saves of an attempt.
       seed: Of moments and processes.
       alone: The output of an uninterrupted run of :func:`steps_for` steps.
+      most: Seconds from a kill to the end of an attempt.
     """
     random_of = random.Random(seed)
     moments = [MOMENTS[i % 3] for i in range(count)]
@@ -64,7 +65,7 @@ def random_kills(folder: Path, count: int, seed: int, alone: str) -> Results:
     for number, (hit, victim, seconds, saved) in enumerate(kills):
         following = next((x for x in attempts[number + 1 :] if began_after(x) is not None), "")
         way = way_on(attempts[number], following, saved, losses(alone))
-        told = way.problems + [f"{seconds:.1f} s"] * (seconds > 10)
+        told = way.problems + [f"{seconds:.1f} s"] * (seconds > most)
         problems += [f"kill {number + 1} in {hit}: {problem}" for problem in told]
         goes_on = "; ".join(told) or f"after step {way.after}, bit for bit"
         row = (str(victim), f"{seconds:.1f} s", f"{way.lost} steps", goes_on)
@@ -78,7 +79,7 @@ def wait_for(moment: str, training: Training, number: int, random_of: random.Ran
     """Waits for a random moment of an attempt."""
     if moment == "init":
         return time.sleep(random_of.uniform(0, INIT_SECONDS))
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while (begun := began_after(training.attempts()[number])) is None:
         if time.monotonic() > until:
             raise TimeoutError(training.output.text())

@@ -39,7 +39,7 @@ class Output:
     def text(self) -> str:
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
-    def wait(self, pattern: str, count: int = 1, seconds: float = 180.0) -> list[str]:
+    def wait(self, pattern: str, count: int = 1, seconds: float = 300.0) -> list[str]:
         """The first group of each match, as soon as there are as many."""
         until = time.monotonic() + seconds
         while True:
@@ -127,7 +127,7 @@ class Training:
         Args:
           but: The folders of earlier attempts.
         """
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while len(found := self._processes(set(but))) < self.count:
             if time.monotonic() > until or self.launcher.poll() is not None:
                 raise TimeoutError(f"no {self.count} processes:\n{self.output.text()}")

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 TESTS = Path(__file__).parent
+LIMIT = 600.0  # s that a test waits at most, which a machine of any load stays below
 
 
 def join(process: int, count: int, port: int) -> None:
@@ -20,7 +21,7 @@ def join(process: int, count: int, port: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=100)
+    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=300)
 
 
 @contextmanager
@@ -55,9 +56,9 @@ def group(
             each.wait()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, told: Callable[[], str]) -> None:
-    """Returns when a condition holds; AssertionError with what ``told`` tells after so long."""
-    until = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool], told: Callable[[], str]) -> None:
+    """Returns when a condition holds; AssertionError with what ``told`` tells after ``LIMIT``."""
+    until = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < until, told()
         time.sleep(0.02)

@@ -234,30 +234,39 @@ def refused(process: int) -> dict[str, str]:
 
 
 def fed(process: int) -> float:
-    """CPU seconds in which a step compares 4096 own rows and gives them to the devices. They are
-    narrow, as copying costs the same without zerojax; benchmarks/feeding.py has wide ones."""
+    """CPU time in which a step compares 4096 own rows and gives them to the devices, as a multiple
+    of JAX's own for the latter."""
     mesh = zerojax.mesh()
     layout = BatchLayout(mesh, at_stage(0).config.batch(mesh.size))
     agreement, batch = RowAgreement("fed"), {"tokens": np.ones((4096, 16), np.int32)}
-    times = []
-    for _ in range(100):
-        start = time.thread_time()
+    rows = NamedSharding(mesh, P("data"))
+
+    def ours() -> Any:
         agreement.agree(layout.leaves.told(batch))
-        placed = layout.place(batch)
-        times.append(time.thread_time() - start)
-        jax.block_until_ready(placed)
-    return float(np.median(times))
+        return layout.place(batch)
+
+    def jax_alone() -> Any:
+        return jax.make_array_from_process_local_data(rows, batch["tokens"])
+
+    times: dict[Callable[[], Any], list[float]] = {ours: [], jax_alone: []}
+    for _ in range(100):
+        for act, each in times.items():
+            start = time.thread_time()
+            placed = act()
+            each.append(time.thread_time() - start)
+            jax.block_until_ready(placed)
+    return float(np.median(times[ours]) / np.median(times[jax_alone]))
 
 
 def refused_and_fed(process: int) -> tuple[dict[str, str], float]:
     return refused(process), fed(process)
 
 
-def test_wrong_rows_are_refused_in_every_process_and_right_ones_fed_within_a_millisecond(
+def test_wrong_rows_are_refused_in_every_process_and_right_ones_fed_at_little_cost(
     in_processes: Callable[..., list[Any]],
 ) -> None:
-    (one, seconds), (other, _) = in_processes(2, refused_and_fed)
-    assert seconds < 1e-3
+    (one, cost), (other, _) = in_processes(2, refused_and_fed)
+    assert cost < 3
     assert one == other
     assert {name: part for name, part in SAID.items() if part not in one.get(name, "")} == {}
 
@@ -321,7 +330,7 @@ def test_rows_that_change_in_one_process_end_all_with_the_reason(
         for i in range(2)
     ]
     for run in runs:
-        out, err = run.communicate(timeout=100)
+        out, err = run.communicate(timeout=300)
         assert run.returncode == 1, err
         assert "step 5" in out
         assert "numbers of rows at call 6: 8 in process 0, 24 in process 1" in err

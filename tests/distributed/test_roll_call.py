@@ -1,5 +1,6 @@
 """The roll call, between threads that stand for processes."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from groups import LIMIT
 
 from zerojax.distributed import roll_call
 from zerojax.distributed.launched import Launched, LaunchError
@@ -21,7 +23,7 @@ def port() -> int:
     return number
 
 
-def one(index: int, count: int, port: int, seconds: float = 10.0) -> Any:
+def one(index: int, count: int, port: int, seconds: float = LIMIT) -> Any:
     """What process ``index`` hears: the records, or the error."""
     me = Launched(f"localhost:{port}", count, index, None, None, "torchrun")
     mine = {"host": f"n{1 + index // 2}", "pid": 100 + index}
@@ -75,9 +77,8 @@ def test_a_process_that_dies_while_others_are_awaited(port: int) -> None:
         guest = connected(port)
         assert guest.recv(100) == b"zerojax roll call 1\n"
         guest.sendall(b'{"index": 2, "count": 3, "host": "n2", "pid": 7}\n')
-        time.sleep(0.2)
         guest.close()
-        assert "process 2 (pid 7 on n2) left before all processes had come" in said.result(5)
+        assert "process 2 (pid 7 on n2) left before all processes had come" in said.result(LIMIT)
 
 
 def test_a_scanner_of_ports_is_no_process(port: int) -> None:
@@ -107,13 +108,13 @@ def test_another_program_at_the_port(port: int) -> None:
 def test_process_0_dies(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "_RETURN", 0.3)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", port)) as server:
-        said = pool.submit(one, 1, 3, port, 60.0)
+        said = pool.submit(one, 1, 3, port)
         guest, _ = server.accept()
         guest.sendall(b"zerojax roll call 1\n")
         assert b'"index": 1' in guest.recv(1000)
         guest.close()
         server.close()
-        assert f"process 0 at localhost:{port} ended before all 3 processes" in said.result(5)
+        assert f"process 0 at localhost:{port} ended before all 3 processes" in said.result(LIMIT)
 
 
 def answer(server: socket.socket) -> None:
@@ -124,9 +125,9 @@ def answer(server: socket.socket) -> None:
 
 
 def connected(port: int) -> socket.socket:
-    for _ in range(100):
-        try:
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(("localhost", port))
-        except ConnectionRefusedError:
-            time.sleep(0.05)
+        time.sleep(0.05)
     raise TimeoutError

@@ -20,13 +20,13 @@ def choose(process: int) -> Chosen:
     """Turns that take longer in the second process."""
     question = AgreedTurn("a question")
     chosen = 0
-    for turn in range(2000):
+    for turn in range(100_000):
         if turn == 20 and process == 1:
             question.ask()
         if question.reached():
             chosen = turn
             break
-        time.sleep(0.002 * process)
+        time.sleep(0.001 + 0.002 * process)
     after = [question.reached() for _ in range(3)]
     question.close()
     again = AgreedTurn("a question")  # knows nothing of the one before

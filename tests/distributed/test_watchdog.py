@@ -1,19 +1,17 @@
 """Real processes that stand still, for a reason or without one."""
 
 import signal
-import time
+import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from distributed import stalled
-from groups import group, wait_for
+from groups import LIMIT, group, wait_for
 
 from zerojax.distributed.watchdog import STALLED, Watchdog, watchdog
 
 SCRIPT = Path(stalled.__file__)
-IN_TIME = 5 * stalled.LIMIT  # s, on a machine that is busy with other things
 
 
 def told(folder: Path) -> str:
@@ -28,12 +26,10 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path, count: int, stopped: 
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
     with group(SCRIPT, count, tmp_path, **environment) as processes:
         up = [tmp_path / f"up.{i}" for i in range(count)]
-        wait_for(lambda: all(file.exists() for file in up), 150, lambda: told(tmp_path))
+        wait_for(lambda: all(file.exists() for file in up), lambda: told(tmp_path))
         processes[stopped].send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
         others = [i for i in range(count) if i != stopped]
-        assert [processes[i].wait(150) for i in others] == [STALLED] * len(others)
-        assert time.monotonic() - begun < IN_TIME
+        assert [processes[i].wait(LIMIT) for i in others] == [STALLED] * len(others)
     who = "No sign of life from process 2." if stopped else "Process 0, the coordinator, does not"
     assert sorted(tmp_path.glob("stacks.*")) == [tmp_path / f"stacks.{i}" for i in others]
     for i in others:
@@ -48,7 +44,7 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path, count: int, stopped: 
 def test_a_process_that_never_comes_to_its_step(tmp_path: Path) -> None:
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
     with group(SCRIPT, 2, tmp_path, "loader", **environment) as processes:
-        assert [each.wait(150) for each in processes] == [STALLED] * 2, told(tmp_path)
+        assert [each.wait(LIMIT) for each in processes] == [STALLED] * 2, told(tmp_path)
     stacks = [(tmp_path / f"stacks.{i}").read_text() for i in range(2)]
     assert all("All 2 processes are alive." in text for text in stacks)
     assert ["in loader_without_data" in text for text in stacks] == [False, True]
@@ -57,12 +53,12 @@ def test_a_process_that_never_comes_to_its_step(tmp_path: Path) -> None:
 def test_a_debugger_a_pause_and_a_compile_are_no_stall(tmp_path: Path) -> None:
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT_ALONE), "ZEROJAX_RUN_DIR": str(tmp_path)}
     with group(SCRIPT, 1, tmp_path, **environment) as (process,):
-        assert process.wait(150) == STALLED, told(tmp_path)
+        assert process.wait(LIMIT) == STALLED, told(tmp_path)
     for done in ("debugged", "paused", "compiled"):
         assert (tmp_path / done).exists(), told(tmp_path)
     stacks = (tmp_path / "stacks.0").read_text()
     assert "in loader_without_data" in stacks
-    assert "ZEROJAX_WATCHDOG is 1.5 s" in stacks
+    assert f"ZEROJAX_WATCHDOG is {stalled.LIMIT_ALONE:g} s" in stacks
 
 
 def test_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +75,7 @@ def test_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there is not None
     assert watchdog() is there
     there.stop()
-    there.join(10)
+    there.join(LIMIT)
     assert not there.is_alive()
 
 
@@ -94,14 +90,12 @@ def test_the_limit_follows_the_pace_of_steps() -> None:
     assert waits.limit() == 300
 
 
-def test_a_step_costs_microseconds() -> None:
+def test_a_step_costs_a_few_calls() -> None:
+    """Of Python's functions and of C's, microseconds in all."""
     waits = Watchdog(60, None)
-    results = jax.block_until_ready({"loss": jnp.ones(()), "accuracy": jnp.ones(())})
-
-    def seconds() -> float:
-        begun = time.perf_counter()
-        for _ in range(1000):
-            waits.ran(results)
-        return (time.perf_counter() - begun) / 1000
-
-    assert min(seconds() for _ in range(5)) < 20e-6
+    results = {"loss": jnp.ones(()), "accuracy": jnp.ones(())}
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, _: events.append(event))
+    waits.ran(results)
+    sys.setprofile(None)
+    assert 0 < sum(event in ("call", "c_call") for event in events) < 20

@@ -7,10 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from groups import wait_for
 from typer.testing import CliRunner, Result
 
 from examples.run_clm.__main__ import app
@@ -31,21 +31,21 @@ def run(*arguments: str | int | pathlib.Path) -> Result:
 def stopped(
     step: int, *signals: int, job: list[str | pathlib.Path], environment: dict[str, str]
 ) -> tuple[int, str]:
-    """Sends signals to a process once it has printed a step; its status and the rest of its
-    output."""
-    command = [sys.executable, "-m", "examples.run_clm", *map(str, job)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if re.match(rf"step +{step}/\d+  loss", line):
-                break
-        else:
-            pytest.fail(f"no step {step}")
-        for number in signals:
-            process.send_signal(number)
-            time.sleep(0.02)
-        rest, _ = process.communicate(timeout=300)
-    return process.returncode, rest
+    """A process that gets signals as soon as it saves a step; its status and its output."""
+    script = f"""
+import os, runpy
+from zerojax.checkpoint import Checkpointer
+save = Checkpointer.save
+def interrupted(self, step, *arguments, **options):
+    save(self, step, *arguments, **options)
+    for number in {[*map(int, signals)]} * (step == {step}):
+        os.kill(os.getpid(), number)
+Checkpointer.save = interrupted
+runpy.run_module("examples.run_clm", run_name="__main__", alter_sys=True)
+"""
+    command = [sys.executable, "-c", script, *map(str, job)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return done.returncode, done.stdout
 
 
 def parameters(out: pathlib.Path, step: int) -> dict[str, bytes]:
@@ -229,11 +229,12 @@ def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathl
         rates += re.findall(r" lr (\S+) ", done.stdout)
     # The warm-up counts on.
     assert rates == ["0", "0", "5e-05", "0.0001", "0.00015", "0.0002"]
-    until = time.monotonic() + 10
-    while [*tmp_path.glob("zerojax-*")] and time.monotonic() < until:
+
+    def removed() -> bool:
         gc.collect()  # does nothing while another thread collects
-        time.sleep(0.1)
-    assert not [*tmp_path.glob("zerojax-*")]
+        return not [*tmp_path.glob("zerojax-*")]
+
+    wait_for(removed, str)
 
 
 def test_a_disk_that_is_not_there(tmp_path: pathlib.Path, text: pathlib.Path) -> None:

@@ -9,13 +9,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from groups import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
 # What init_distributed does for the launcher, and words that the scripts below share.
 HEAD = """
 import os, signal, subprocess, sys, time
+def until(path):
+    while not os.path.exists(path):
+        time.sleep(0.02)
 me = int(os.environ["ZEROJAX_PROCESS_ID"])
 run_dir = os.environ["ZEROJAX_RUN_DIR"]
 open(f"{run_dir}/joined.{me}", "w").close()
@@ -34,6 +39,17 @@ class Told(NamedTuple):
     seconds: float
 
 
+# The launcher leaves processes that another one's failure or Ctrl-C ends all the time they take.
+PATIENT = "from zerojax.launch import group\ngroup._ENDING_SECONDS = 3600.0"
+
+
+def command(patch: str = "") -> list[str]:
+    """The words of a launch; ``patch`` is run in the launcher before."""
+    if not patch:
+        return [sys.executable, "-m", "zerojax", "launch"]
+    return [sys.executable, "-c", f"{patch}\nfrom zerojax.__main__ import main\nmain()", "launch"]
+
+
 LEFT_OUT = "ZEROJAX", "CUDA_", "OMPI_", "XLA_PYTHON_CLIENT_"
 
 
@@ -47,7 +63,13 @@ class Launch:
     """A launch that runs."""
 
     def __init__(
-        self, folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
+        self,
+        folder: Path,
+        script: str,
+        *options: object,
+        on: tuple[object, ...] = (),
+        patch: str = "",
+        **more: str,
     ) -> None:
         """Starts it; the file "in" of the folder, if any, is its standard input.
 
@@ -56,6 +78,7 @@ class Launch:
           script: What follows ``HEAD``.
           options: Of the launch.
           on: Words before the command.
+          patch: See ``command``.
           more: Variables of the environment; ``args``: arguments of the script.
         """
         path = folder / "script.py"
@@ -67,7 +90,7 @@ class Launch:
         given.touch()
         with given.open("rb") as stdin, self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*map(str, on), sys.executable, "-m", "zerojax", "launch", *words],
+                [*map(str, on), *command(patch), *words],
                 cwd=folder,
                 env=environment(TMPDIR=str(folder), **more),
                 stdin=stdin,
@@ -77,7 +100,7 @@ class Launch:
 
     def pids(self, count: int, word: str = "pid") -> list[int]:
         """Ids that ``count`` processes said after a word, in the order of the processes."""
-        until, ended = time.monotonic() + 60, False
+        until, ended = time.monotonic() + LIMIT, False
         while time.monotonic() < until and not ended:
             ended = self.process.poll() is not None
             found = re.findall(rf"^\[(\d+)\] {word} (\d+)$", self.out.read_text(), re.MULTILINE)
@@ -93,18 +116,16 @@ class Launch:
 
     def told(self) -> Told:
         """Waits for the end."""
-        status = self.process.wait(60)
+        status = self.process.wait(LIMIT)
         seconds = time.monotonic() - self.started
         out, err = (path.read_text(errors="replace") for path in (self.out, self.err))
         return Told(status, out, err, seconds)
 
 
 @contextmanager
-def launching(
-    folder: Path, script: str, *options: object, on: tuple[object, ...] = (), **more: str
-) -> Iterator[Launch]:
+def launching(folder: Path, script: str, *options: object, **more: Any) -> Iterator[Launch]:
     """A launch that runs, and is killed at the end of a test that fails."""
-    launch = Launch(folder, script, *options, on=on, **more)
+    launch = Launch(folder, script, *options, **more)
     try:
         yield launch
     finally:
@@ -118,11 +139,16 @@ def launched(folder: Path, script: str, *options: object, **more: str) -> Told:
         return launch.told()
 
 
-def living(pids: list[int], seconds: float = 0.0) -> list[int]:
-    """Which of these processes have not ended after that time."""
-    until = time.monotonic() + seconds
+def living(pids: list[int]) -> list[int]:
+    """Which of these processes are alive."""
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def left_behind(pids: list[int]) -> list[int]:
+    """Which of these processes do not end."""
+    until = time.monotonic() + LIMIT
     while True:
-        left = [pid for pid in pids if is_alive(pid)]
+        left = living(pids)
         if not left or time.monotonic() >= until:
             return left
         time.sleep(0.02)

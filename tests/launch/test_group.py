@@ -1,24 +1,40 @@
 """Processes that live and die together, by what a user sees of them."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launch.launched import HEAD, Launch, environment, launched, launching, living
+from groups import wait_for
+from launch.launched import (
+    HEAD,
+    LIMIT,
+    PATIENT,
+    Launch,
+    command,
+    environment,
+    launched,
+    launching,
+    left_behind,
+    living,
+)
 
-SLEEP = "time.sleep(60)"
+from zerojax.launch.relay import Relay, Source
+
+SLEEP = "time.sleep(3600)"
 GRANDCHILD = """
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 say("grandchild", child.pid)
 """
 STUBBORN = """
 signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: say("interrupted", os.getpid()))
+say("ready", os.getpid())
 """
 PREEMPTIBLE = """
 def save(*_):
@@ -26,7 +42,7 @@ def save(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 say("ready", os.getpid())
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -111,8 +127,11 @@ say("12")
 
 
 def test_a_prompt_is_shown_and_a_progress_bar_is_kept(tmp_path: Path) -> None:
-    script = "os.write(1, b'\\r10%\\r20%'); time.sleep(1.5); os.write(1, b'\\r30%\\n')"
-    told = launched(tmp_path, script, "--nproc-per-node=1")
+    script = "os.write(1, b'\\r10%\\r20%'); until('seen'); os.write(1, b'\\r30%\\n')"
+    with launching(tmp_path, script, "--nproc-per-node=1") as launch:
+        wait_for(lambda: b"20%" in launch.out.read_bytes(), launch.err.read_text)
+        (tmp_path / "seen").touch()
+        told = launch.told()
     assert (tmp_path / "out").read_bytes().endswith(b"[0] \r[0] 10%\r[0] 20%\r[0] 30%\n"), told
 
 
@@ -124,12 +143,12 @@ def test_standard_input_is_the_first_process_s(tmp_path: Path) -> None:
 
 
 def test_an_exception_ends_all_and_is_shown_once_more(tmp_path: Path) -> None:
-    script = "time.sleep(2 * (me == 1))\nif me == 1: raise KeyError('lost')\n" + SLEEP
+    script = "if me == 1: until('go'); raise KeyError('lost')\n" + SLEEP
     with launching(tmp_path, script, "--nproc-per-node=3") as launch:
         pids = launch.pids(3)
+        (tmp_path / "go").touch()
         told = launch.told()
     assert told.status == 1
-    assert told.seconds < 10
     assert not living(pids)
     last = told.err.rpartition("zerojax launch: ")[2].splitlines()
     assert last[0] == "process 1 failed first: status 1"
@@ -139,15 +158,18 @@ def test_an_exception_ends_all_and_is_shown_once_more(tmp_path: Path) -> None:
 
 
 def test_the_earliest_of_several_exceptions_is_shown(tmp_path: Path) -> None:
-    """Process 2 fails later, but ends earlier."""
+    """Process 2 fails later, but ends earlier: the others end when they are asked to."""
     script = """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(me + 5))
 with open(f"{run_dir}/error.{me}", "w") as file:
     file.write(f"{100.5 + me}\\nTraceback (most recent call last):\\nfrom {me}\\n")
-time.sleep(1.0 - 0.3 * me)
-sys.exit(me + 5)
+open(f"up.{me}", "w").close()
+if me < 2: time.sleep(3600)
+until("up.0")
+until("up.1")
+sys.exit(7)
 """
-    told = launched(tmp_path, script, "--nproc-per-node=3")
+    told = launched(tmp_path, script, "--nproc-per-node=3", patch=PATIENT)
     assert told.status == 5
     end = "process 0 failed first: status 5\n[0] Traceback (most recent call last):\n[0] from 0\n"
     assert told.err.endswith(end)
@@ -157,9 +179,10 @@ def test_the_first_failure_s_status_is_the_launch_s(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 if me == 0:
-    time.sleep(0.5)
+    until("up")
     sys.exit(7)
-time.sleep(60)
+open("up", "w").close()
+time.sleep(3600)
 """
     assert launched(tmp_path, script, "--nproc-per-node=2").status == 7
 
@@ -167,11 +190,9 @@ time.sleep(60)
 def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=3") as launch:
         pids = launch.pids(3)
-        start = time.monotonic()
         os.kill(pids[2], signal.SIGKILL)
         told = launch.told()
     assert told.status == 128 + signal.SIGKILL
-    assert time.monotonic() - start < 8
     assert not living(pids)
     assert told.err == "zerojax launch: process 2 failed first: ended by SIGKILL\n"
 
@@ -191,7 +212,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path, which: str) -> None:
         assert parent != launch.process.pid
         os.kill(launch.process.pid if which == "the launcher" else parent, signal.SIGKILL)
         assert launch.told().status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        assert not living([parent, *pids], 5)
+        assert not left_behind([parent, *pids])
 
 
 def stopped(launch: Launch, number: signal.Signals, word: str = "ready") -> None:
@@ -210,11 +231,10 @@ def test_sigterm_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Sign
 
 def test_grace_ends(tmp_path: Path) -> None:
     with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=2", "--grace=1") as launch:
-        stopped(launch, signal.SIGTERM, "pid")
-        time.sleep(0.2)
+        stopped(launch, signal.SIGTERM)
         told = launch.told()
     assert told.status == 128 + signal.SIGKILL
-    assert 1 <= told.seconds < 8
+    assert told.seconds >= 1
     late = "process 0, process 1 did not end within 1 s: killed"
     assert told.err == f"zerojax launch: {late}\n"
 
@@ -227,7 +247,7 @@ def save(*_):
     sys.exit([3, 75][me])
 signal.signal(signal.SIGTERM, save)
 say("ready", os.getpid())
-time.sleep(60)
+time.sleep(3600)
 """
     with launching(tmp_path, script, "--nproc-per-node=2") as launch:
         stopped(launch, signal.SIGTERM)
@@ -241,42 +261,39 @@ def test_sigterm_ends_scripts_that_know_nothing_of_it(tmp_path: Path) -> None:
         stopped(launch, signal.SIGTERM, "pid")
         told = launch.told()
     assert told.status == 128 + signal.SIGTERM
-    assert told.seconds < 8
 
 
 def test_ctrl_c_works_once(tmp_path: Path) -> None:
-    with launching(tmp_path, SLEEP, "--nproc-per-node=2", "--max-restarts=3") as launch:
+    options = "--nproc-per-node=2", "--max-restarts=3"
+    with launching(tmp_path, SLEEP, *options, patch=PATIENT) as launch:
         stopped(launch, signal.SIGINT, "pid")
         told = launch.told()
     assert told.status == 128 + signal.SIGINT
-    assert told.seconds < 3
     assert "zerojax launch" not in told.err
 
 
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
-    script = STUBBORN + "say('ready', os.getpid())\n" + SLEEP
-    with launching(tmp_path, script, "--nproc-per-node=2") as launch:
+    with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=2", patch=PATIENT) as launch:
         stopped(launch, signal.SIGINT)
-        time.sleep(0.3)
+        launch.pids(2, "interrupted")
         launch.send(signal.SIGINT)
         told = launch.told()
     assert told.status == 128 + signal.SIGINT
-    assert told.seconds < 2
 
 
 def test_restarts_have_a_fresh_port_and_folder(tmp_path: Path) -> None:
     script = """
-tries = len(os.listdir("tries")) if os.path.exists("tries") else 0
-time.sleep(0.3)
-os.makedirs("tries", exist_ok=True)
+tries = 0
+while os.path.exists(f"{me} tried {tries}"):
+    tries += 1
+open(f"{me} tried {tries}", "w").close()
 if me == 0:
-    open(f"tries/{tries}", "w").close()
+    until(f"1 tried {tries}")
     say("at", run_dir, os.environ["ZEROJAX_COORDINATOR"])
     sys.exit([3, 75, 0][tries])
-time.sleep(0.3)
 sys.exit([0, 75, 0][tries])
 """
-    told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=5", "--grace=5")
+    told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=5")
     assert told.status == 0, told.err
     at = [line.split()[-2:] for line in told.out.splitlines() if " at " in line]
     assert len({folder for folder, _ in at}) == 3
@@ -307,7 +324,6 @@ def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Pat
     script = "if me == 0: sys.exit(75)\n" + SLEEP
     told = launched(tmp_path, script, "--nproc-per-node=2", "--grace=1")
     assert told.status == 128 + signal.SIGKILL
-    assert told.seconds < 10
 
 
 def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:
@@ -321,7 +337,7 @@ def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:
 
 def test_stacks_of_a_watchdog_are_kept(tmp_path: Path) -> None:
     script = "open(f'{run_dir}/stacks.{me}', 'w').close(); sys.exit(76)"
-    told = launched(tmp_path, script, "--nproc-per-node=2")
+    told = launched(tmp_path, script, "--nproc-per-node=2", patch=PATIENT)
     assert told.status == 76
     folder = Path(told.err.splitlines()[-1].split(" are in ")[1]).parent
     assert (folder / "stacks.0").exists()
@@ -339,14 +355,65 @@ def test_a_full_disk_loses_the_log_alone(tmp_path: Path) -> None:
 def test_output_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(HEAD + "for i in range(3000): say(i)\nopen('done', 'w').close()")
-    command = [sys.executable, "-m", "zerojax", "launch", str(path)]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE
+        [*command(), str(path)], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE
     ) as launch:
         assert launch.stdout is not None
         launch.stdout.close()
-        assert launch.wait(60) == 0
+        assert launch.wait(LIMIT) == 0
     assert (tmp_path / "done").exists()
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launch that waits for no more than somebody to read its output, 60 lines of 1000 bytes;
+    all times for which it waits are over at once."""
+    in_no_time = """
+import threading
+join = threading.Thread.join
+def hurried(thread, timeout=None):
+    open("waits", "w").close()
+    join(thread, timeout and 0.0)
+threading.Thread.join = hurried
+"""
+    path = folder / "script.py"
+    path.write_text(HEAD + "for i in range(60): say(i, 'x' * 1000)")
+    with subprocess.Popen(
+        [*command(in_no_time), str(path)], cwd=folder, env=environment(), stdout=subprocess.PIPE
+    ) as launch:
+        assert launch.stdout is not None
+        fcntl.fcntl(launch.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        wait_for((folder / "waits").exists, str)
+        yield launch
+
+
+def test_no_line_is_lost_to_a_slow_reader(tmp_path: Path) -> None:
+    """Nor to a slow disk."""
+    with unread(tmp_path) as launch:
+        assert launch.stdout is not None
+        lines = launch.stdout.read().splitlines()
+        assert launch.wait(LIMIT) == 0
+    assert [line.split()[1] for line in lines[1:]] == [b"%d" % i for i in range(60)]
+
+
+def test_who_asks_to_end_need_not_read(tmp_path: Path) -> None:
+    with unread(tmp_path) as launch:
+        launch.terminate()
+        assert launch.wait(LIMIT) == 0  # that of the processes
+
+
+def test_a_pipe_that_another_holds_open_is_not_waited_for(tmp_path: Path) -> None:
+    """All that was written comes through, though the other end is never closed."""
+    with (tmp_path / "out").open("wb") as out:
+        relay = Relay()
+        write = relay.pipe(Source(b"[0] ", out.fileno(), None))
+        relay.start()
+        os.write(write, b"a line\nno end")
+        relay.finish()
+        relay.join(LIMIT)
+    os.close(write)
+    assert not relay.is_alive()
+    assert (tmp_path / "out").read_text() == "[0] a line\n[0] no end\n"
 
 
 def test_a_terminal_s_ctrl_c_reaches_each_process_once(tmp_path: Path) -> None:
@@ -359,13 +426,13 @@ def interrupted(*_):
     sys.exit(1)
 signal.signal(signal.SIGINT, interrupted)
 say("typed", input() if me == 0 else "")
-time.sleep(60)
+time.sleep(3600)
 """
     )
     in_a_terminal = "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)"
-    command = [sys.executable, "-m", "zerojax", "launch", "--nproc-per-node=2", "script.py"]
+    words = [*command(PATIENT), "--nproc-per-node=2", "script.py"]
     with subprocess.Popen(
-        [sys.executable, "-c", in_a_terminal, *command],
+        [sys.executable, "-c", in_a_terminal, *words],
         cwd=tmp_path,
         env=environment(),
         stdin=subprocess.PIPE,
@@ -381,6 +448,6 @@ time.sleep(60)
         terminal.stdin.write(b"\x03")
         while more := terminal.stdout.read(1000):
             said += more
-        assert terminal.wait(60) == 128 + signal.SIGINT
+        assert terminal.wait(LIMIT) == 128 + signal.SIGINT
     assert b"[0] typed hello" in said
     assert said.count(b"interrupted") == 2

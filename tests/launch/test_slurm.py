@@ -7,10 +7,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from groups import LIMIT, wait_for
 from launch.launched import ROOT, environment, launched
 
 from zerojax.launch.error import UsageError
@@ -109,7 +109,7 @@ class Shell:
         return [Path(line).name for line in file.read_text().splitlines()] if file.exists() else []
 
     def end(self) -> tuple[int, str]:
-        out = self.process.communicate(timeout=30)[0]
+        out = self.process.communicate(timeout=LIMIT)[0]
         return self.process.returncode, out
 
 
@@ -124,8 +124,7 @@ def test_status_75_queues_the_job_again(tmp_path: Path) -> None:
 def test_a_notice_reaches_the_processes_which_save(tmp_path: Path) -> None:
     task = "echo $$ > task; trap 'sleep .3; exit 75' TERM; touch up; while :; do sleep .05; done"
     shell = Shell(tmp_path, task, JOB)
-    while not (tmp_path / "up").exists():
-        time.sleep(0.02)
+    wait_for((tmp_path / "up").exists, str)
     shell.process.send_signal(signal.SIGTERM)
     status, out = shell.end()
     assert status == 75
@@ -178,7 +177,7 @@ def test_real_daemons() -> None:
             env=environment(TMPDIR=short),
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=1200,
         )
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.count("queued again") == 1

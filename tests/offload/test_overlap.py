@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from groups import LIMIT
 from offload.training import BATCH, create, train_step, zero_for
 from offload.watched_store import WatchedStore
 
@@ -14,12 +15,11 @@ from zerojax.offload.disk import file as disk_file
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SECONDS = 20
-
 
 def test_reads_span_the_update_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of sub-group k+1 are held until what the update of k has made is on the disk: a loop
-    that reads before or after an update, and not during it, either waits for ever or holds none.
+    """What the update of sub-group k has made is not written before a read of k+1 has begun, and
+    that read does not go on before it is written: a loop that reads before or after an update, and
+    not during it, would wait for ever.
     """
     issued: list[tuple[str, str]] = []
     written: defaultdict[str, threading.Event] = defaultdict(threading.Event)
@@ -48,22 +48,29 @@ def test_reads_span_the_update_before(tmp_path: Path, monkeypatch: pytest.Monkey
     marks = [min(group) for group in groups]
     before = {k: mark for mark, group in zip(marks, groups[1:], strict=False) for k in group}
     files = {store._blocks[key].file: key for key in reads}
-    held, late, read = set[str](), [], disk_file.read
+    begun = {mark: threading.Event() for mark in marks[:-1]}
+    alone: list[str] = []
+    read, write = disk_file.read, disk_file.write
 
-    def holding(path: Path, nbytes: int) -> np.ndarray:
-        key = files[path]
-        if key in before and not written[before[key]].is_set():
-            held.add(before[key])
-            if not written[before[key]].wait(SECONDS):
-                late.append(key)
+    def together(key: str, other: threading.Event, what: str) -> None:
+        if not alone and not other.wait(LIMIT):
+            alone.append(f"{what} {key}")
+
+    def reading(path: Path, nbytes: int) -> np.ndarray:
+        if (key := files[path]) in before:
+            begun[before[key]].set()
+            together(key, written[before[key]], "the update waited for the read of")
         return read(path, nbytes)
 
-    monkeypatch.setattr(disk_file, "read", holding)
-    for _ in range(3):  # on a busy machine a write may be over before a thread begins to read
-        written.clear()
-        state, _ = step(state, BATCH)
-        store.wait()
-        if held == set(marks[:-1]):
-            break
-    assert not late, "the update waited for the reads of the next sub-group"
-    assert held == set(marks[:-1]), "reads began after the update before them"
+    def writing(path: Path, data: np.ndarray) -> None:
+        if (key := files[path]) in begun:
+            together(key, begun[key], "no read began before the end of the write of")
+        write(path, data)
+
+    monkeypatch.setattr(disk_file, "read", reading)
+    monkeypatch.setattr(disk_file, "write", writing)
+    written.clear()
+    step(state, BATCH)
+    store.wait()
+    assert not alone
+    assert all(each.is_set() for each in begun.values())

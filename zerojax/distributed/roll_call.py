@@ -183,10 +183,10 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
     """The same in the other processes, which try until process 0 is there."""
     until, reason, was_there = time.monotonic() + seconds, "", False
     while (left := until - time.monotonic()) > 0:
-        reply = None
+        reply, within = None, max(1.0, min(left, _GRACE))  # the last attempt has a second as well
         try:
             with (
-                socket.create_connection(split(me.coordinator), min(left, _GRACE)) as connection,
+                socket.create_connection(split(me.coordinator), within) as connection,
                 connection.makefile("rwb") as stream,
             ):
                 reason = "what listens there is no process 0 of zerojax that waits"

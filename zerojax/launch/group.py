@@ -18,7 +18,7 @@ PREEMPTED = 75
 STALLED = 76
 _ENDING_SECONDS = 3.0  # from SIGTERM to SIGKILL after a failure, or from Ctrl-C
 _LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
-_DRAIN_SECONDS = 5.0
+_READER_SECONDS = 5.0  # for who reads the output, once somebody asks the launcher to end
 
 
 class Process(NamedTuple):
@@ -111,7 +111,7 @@ class Group:
                     self._wait()
             finally:
                 descent.kill_descendants()
-            self._relay.join(_DRAIN_SECONDS)
+            self._pass_on_the_rest()
         return self._outcome()
 
     def _start(self, process: Process, stack: contextlib.ExitStack) -> None:
@@ -164,6 +164,16 @@ class Group:
             for pid, process in self._running.items():
                 self._ended.append(Ended(process, -signal.SIGKILL, pid, time.time()))
             self._running.clear()
+
+    def _pass_on_the_rest(self) -> None:
+        """Wait until the output is written, however slowly somebody reads, unless asked to end."""
+        self._relay.finish()
+        signals = {*descent.STOP, signal.SIGINT, descent.PARENT_DIED}
+        while self._relay.is_alive() and self._asked != descent.PARENT_DIED:
+            if signal.sigpending() & signals:
+                break
+            self._relay.join(0.2)
+        self._relay.join(_READER_SECONDS)
 
     def _take(self, got: signal.Signals) -> None:
         """A signal that came."""

@@ -61,6 +61,8 @@ class Relay(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._selector = selectors.DefaultSelector()
+        self._last, self._finish = os.pipe()
+        self._selector.register(self._last, selectors.EVENT_READ)
         self._open: Source | None = None  # whose line has no end yet
         self._at_start = True
         self._deaf: set[int] = set()
@@ -71,22 +73,43 @@ class Relay(threading.Thread):
         self._selector.register(read, selectors.EVENT_READ, source)
         return write
 
+    def finish(self) -> None:
+        """Have the thread end once everything that has been written to the pipes is passed on.
+
+        A pipe that a process of somebody else's holds open is not waited for.
+        """
+        os.close(self._finish)
+
     def run(self) -> None:
-        while keys := self._selector.get_map():
-            waiting = any(key.data.rest for key in keys.values())
-            ready = self._selector.select(_QUIET if waiting else None)
+        finishing = False
+        while True:
+            sources = [key.data for key in self._selector.get_map().values() if key.data]
+            waiting = any(source.rest for source in sources)
+            ready = self._selector.select(0 if finishing else _QUIET if waiting else None)
+            if not ready:  # a prompt, a progress bar; or there will be no more
+                for source in sources:
+                    self._flush(source)
+                if finishing:
+                    break
             for key, _ in ready:
                 data = os.read(key.fd, _LONGEST)
-                for line in key.data.lines(data):
-                    self._write(key.data, line)
+                if key.data:
+                    for line in key.data.lines(data):
+                        self._write(key.data, line)
                 if not data:
-                    self._selector.unregister(key.fd)
-                    os.close(key.fd)
-                    self._flush(key.data)
-            if not ready:  # a prompt, a progress bar
-                for key in list(keys.values()):
-                    self._flush(key.data)
+                    self._close(key.fd)
+                    if key.data:
+                        self._flush(key.data)
+                    else:
+                        finishing = True
         self._end_line()
+        for key in [*self._selector.get_map().values()]:
+            self._close(key.fd)
+        self._selector.close()
+
+    def _close(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
 
     def _flush(self, source: Source) -> None:
         rest, source.rest = source.rest, b""

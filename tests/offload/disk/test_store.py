@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from groups import LIMIT
 
 from zerojax.offload.disk import file as disk_file
 from zerojax.offload.disk.folder import DiskError
@@ -68,14 +69,14 @@ class Held:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         self.wanted.set()
-        assert self.free.wait(60)
+        assert self.free.wait(LIMIT)
         return np.arange(8, dtype=np.uint8)
 
 
 def test_a_read_waits_for_the_write_before_it(store: DiskStore) -> None:
     data = Held()
     store.write("w", data)
-    assert data.wanted.wait(60)
+    assert data.wanted.wait(LIMIT)
     read = store.read("w")
     assert not wait([read], timeout=0.1).done
     data.free.set()
@@ -93,13 +94,13 @@ def test_no_more_writes_than_buffers(store: DiskStore) -> None:
 
     thread = threading.Thread(target=write_all)
     thread.start()
-    assert data[0].wanted.wait(60)
-    assert data[1].wanted.wait(60)
+    assert data[0].wanted.wait(LIMIT)
+    assert data[1].wanted.wait(LIMIT)
     assert not issued.wait(0.1)
     assert not data[2].wanted.is_set()
     data[0].free.set()
-    assert issued.wait(60), "the third was to go on when the oldest was done"
-    assert data[2].wanted.wait(60)
+    assert issued.wait(LIMIT), "the third was to go on when the oldest was done"
+    assert data[2].wanted.wait(LIMIT)
     for held in data:
         held.free.set()
     thread.join()

@@ -242,6 +242,7 @@ class TestEquality:
             assert len(made) == 6  # of 11 parameters
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def written(
     return request.param, root, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_restores_from_everywhere(written: tuple[str, Path, Any], place: Place, swap: Path) -> None:
     form, root, expected = written

@@ -80,6 +80,7 @@ def expected() -> Any:
     return filled(abstract_of(zero_of(0, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_restores_on_any_number_of_devices(folder: Path, expected: Any, devices: int) -> None:
     zero = zero_of(1 if devices % 2 else 3, devices)

@@ -19,6 +19,7 @@ COUNT = 3
 SIGNALS = [[(1, 0)], [(2, 70), (0, 0)], [(1, 0)], [(2, 50), (1, 50), (0, 0)]]
 
 
+@pytest.mark.slow
 def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     assert len(SIGNALS) == preempted.TURNS
 

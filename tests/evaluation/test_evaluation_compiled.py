@@ -68,6 +68,7 @@ def cost(case: Case, rows: int) -> Cost:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SMALL, UNROLLED], ids=["scan", "unrolled"])
 def test_every_parameter_is_gathered_once(case: Case) -> None:
     found = cost(case, 8)

@@ -168,6 +168,7 @@ def test_loss_and_gradient_are_optaxs(params: dict) -> None:
     np.testing.assert_allclose(grad, expected_grad, atol=1e-8, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_nnx_twin_gives_the_same_logits_and_gradients(remat: bool) -> None:
     config = dataclasses.replace(TINY, remat=remat)

@@ -97,6 +97,7 @@ def train_nnx(fused: str | None) -> list[float]:
     return [float(step(model, optimizer, tokens)) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_the_nnx_twin() -> None:
     want, got = train_nnx(None), train_nnx("xla")

@@ -115,6 +115,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "stage", "accumulation"),
     [
@@ -177,6 +178,7 @@ def test_evaluation_and_logits() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["4x2", pytest.param("2x2x2", marks=pytest.mark.sweep)])
 def test_nnx(mesh: str) -> None:
     def step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
@@ -207,6 +209,7 @@ def test_nnx(mesh: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [None, pytest.param("4x2", marks=pytest.mark.sweep)])
 def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Any, there: str | None) -> None:
     """Two steps cut over 2 x 4, the third without an axis of the model, or over another."""

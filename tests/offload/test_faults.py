@@ -182,6 +182,7 @@ def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
     assert_same(step(got, BATCH)[0], want)
 
 
+@pytest.mark.slow
 def test_two_on_one_path(tmp_path: Path) -> None:
     """At the same time, and two states of one of them."""
     first, second = zero_for(tmp_path), zero_for(tmp_path, gradient_clipping=1e-3)
@@ -198,6 +199,7 @@ def test_two_on_one_path(tmp_path: Path) -> None:
     assert any((a != b).any() for a, b in zip(values(states[0]), values(states[2]), strict=True))
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(tmp_path: Path) -> None:
     """The next run removes what is left, and goes on from the last checkpoint."""
     nvme, folder = tmp_path / "nvme", tmp_path / "run"

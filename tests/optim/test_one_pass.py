@@ -179,6 +179,7 @@ def test_not_under_offload() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(("devices", "stage"), [(1, 0), (8, 3)])

@@ -221,6 +221,7 @@ def test_in_a_decorated_step(more: dict[str, int]) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_weights_are_gathered_once_and_their_gradients_scattered_once() -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 FIRST, *OTHERS = "trainer_zero3_bf16", "trainer_7b_offload", "llm_zero2_fp16", "llm_zero3_offload"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [FIRST, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS)]
 )

@@ -72,6 +72,7 @@ def plain_losses(quick_compile: None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -99,6 +100,7 @@ def test_losses_are_those_of_a_plain_loop(
         check_evaluation(trainer, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mesh_axis_cuts_the_model(plain_losses: list[float], tmp_path: Path) -> None:
     tensor = TensorParallel(zerojax.mesh(axes="data=4,model=2"))
     args = TrainingArguments(

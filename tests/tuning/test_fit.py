@@ -50,6 +50,7 @@ AUTO = {
 }
 
 
+@pytest.mark.slow
 def test_auto_becomes_a_config_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     fitted = zerojax.fit(AUTO, small, train_batch_size=16, seq=4, rates=room(10**9))
     assert "zerojax: compiling stage 0" in capsys.readouterr().err

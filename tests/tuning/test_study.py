@@ -118,6 +118,7 @@ def test_two_hosts_and_the_network_between_them() -> None:
     assert far.seconds > near.seconds
 
 
+@pytest.mark.slow
 def test_offload_shows_the_host() -> None:
     of = study()
     found = of.forecast(dataclasses.replace(of.given, stage=2, offload="optimizer"))

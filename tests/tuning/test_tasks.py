@@ -34,6 +34,7 @@ def drawn(made: Workload) -> dict[str, np.ndarray]:
     return {name: leaf.astype(np.int32) for name, leaf in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_step_is_that_of_plain_jit(task: str) -> None:
     def made_for(stage: int) -> tuple[Any, Workload]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from checkpoint import preempted
 from groups import LIMIT, group, wait_for
 

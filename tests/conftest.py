@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, whatever hardware there is."""
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -98,11 +99,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if resident() > MUCH:
         jax.clear_caches()
         gc.collect()
+        with contextlib.suppress(AttributeError):  # glibc keeps what is freed otherwise
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 COMPILED = 4 * 10**9
 """Bytes of compiled programs that are kept; a number, so that jax locks the folder."""
-SOON = 0.1
+SOON = 0.3
 """Seconds: what compiles sooner is not kept, as jax looks through all that it keeps."""
 
 

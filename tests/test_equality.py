@@ -35,6 +35,7 @@ def test_twenty_steps(name: str, stage: int) -> None:
     check(name, stage, steps=STEPS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("full_compile")
 @pytest.mark.parametrize("stage", STAGES)
 def test_under_xlas_default_optimizations(stage: int) -> None:

@@ -104,6 +104,7 @@ def run(zero: zerojax.Zero, function: Any, create_state: Any, data: list[Any]) -
 
 @pytest.mark.usefixtures("quick_compile")
 class TestEquality:
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("accumulation", [1, 4])
     @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sweep), 2, 3])
     def test_plain_jit_with_stop_gradient(self, stage: int, accumulation: int) -> None:
@@ -193,6 +194,7 @@ class TestEquality:
                 nnx.state(want),
             )
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_only_what_moves_overflows(self, accumulation: int) -> None:
         """A gradient of the base that is not finite skips no step, one of the adapters does."""
@@ -214,6 +216,7 @@ class TestEquality:
         before = zero.init(make, jax.random.key(0))
         jax.tree.map(np.testing.assert_array_equal, skipped.params, before.params)
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("accumulation", [1, 4])
     @pytest.mark.parametrize(
         "sections", [("offload_optimizer",), ("offload_optimizer", "offload_param")], ids=len

@@ -1,6 +1,7 @@
 """Who may import whom."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -35,7 +41,7 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
     Those within functions and under TYPE_CHECKING too, unless ``lazy`` is False.
     """
     package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -138,10 +144,11 @@ def test_what_jax_does_not_export_is_imported_in_one_place(package: str) -> None
     assert users <= PRIVATE
 
 
+@functools.cache
 def own_names() -> set[str]:
     """Names of attributes and functions that the packages give themselves."""
     files = [path for package in PACKAGES[:-1] for path in modules(package)]
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in files for node in ast.walk(parsed(path))]
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     names = {node.attr for node in stored if isinstance(node, ast.Attribute)}
     names |= {node.id for node in stored if isinstance(node, ast.Name)}
@@ -155,7 +162,7 @@ def test_what_others_keep_to_themselves_is_read_in_one_place(package: str) -> No
     for path in modules(package):
         if str(path.relative_to(ROOT)) in PRIVATE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             name = node.attr if isinstance(node, ast.Attribute) else ""
             private = name.startswith("_") and not name.startswith("__") and name not in own
             if private or name in UNPROMISED:
@@ -170,7 +177,7 @@ def test_parameters_of_equations_are_read_in_one_place() -> None:
     for path in modules("zerojax"):
         if room_of(name_of(path)) not in jaxpr_rooms:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             of = node.value if isinstance(node, ast.Subscript) else None
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 of = node.func.value if node.func.attr in ("get", "pop") else None
@@ -185,7 +192,7 @@ def test_importing_zerojax_starts_no_device() -> None:
     """Nothing at the top of a module may ask for devices: the program chooses them first."""
     calls = {"devices", "local_devices", "device_count", "make_mesh", "device_put"}
     for path in modules("zerojax"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 continue
             called = {n.func.attr for n in ast.walk(node)

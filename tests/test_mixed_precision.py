@@ -120,6 +120,7 @@ def test_near_the_run_in_float32_by_hand(stage: int, keywords: dict[str, bool]) 
     assert int(zerojax.telemetry(state)["skipped_steps"]) == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", EACH_STAGE)
 @pytest.mark.parametrize(
@@ -342,6 +343,7 @@ def test_auto_cast_casts_the_batch(auto_cast: bool) -> None:
     assert seen == {"float16" if auto_cast else "float32", "int32"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("process", "allowed"),
     [
@@ -398,6 +400,7 @@ def test_a_gradient_within_the_loss_is_taken_with_jax() -> None:
         run(zero_for(1, fp16=True), batches(1), penalised(zerojax.grad))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_update_in_a_branch_and_in_a_loop(stage: int) -> None:
     def chosen(value_and_grad: Any) -> Any:
@@ -520,6 +523,7 @@ def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
         np.testing.assert_allclose(losses, plain, rtol=1e-2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_secondary_shards_in_fp16(accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same scale, the same skipped step and nearly the same numbers as without them."""

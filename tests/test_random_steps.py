@@ -344,6 +344,7 @@ def check(blocks: Blocks, stage: int, k: int) -> None:
         np.testing.assert_allclose(a[finite], b[finite], rtol=0, atol=1e-9 * size, err_msg=where)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.sweep if n >= 15 else ()) for n in range(150)]
 )

@@ -9,7 +9,7 @@ import os
 import random
 import resource
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,15 @@ def tier(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is slow by its folder or fixtures, before the mark expression is applied. Leaves
-    out sweeps that the expression does not name, or that no change affects."""
+    """Marks tests by their folder, their fixtures and ``one_in``, before the mark expression is
+    applied. Leaves out sweeps that the expression does not name, or that no change affects."""
+    combinations: Counter[str] = Counter()
     for item in items:
+        if (mark := item.get_closest_marker("one_in")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if combinations[test] % mark.args[0]:
+                item.add_marker("sweep")
+            combinations[test] += 1
         folder = item.path.relative_to(ROOT).parts[1]
         if folder in SLOW_FOLDERS or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

@@ -247,6 +247,7 @@ def _standard(path: Path, state: Any) -> None:
         checkpointer.save(path, state)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "write", [_manager_default, _manager_named, _another_name, _v1_training, _v1_save, _standard]
 )

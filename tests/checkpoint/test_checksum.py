@@ -42,6 +42,7 @@ def cuts(x: np.ndarray, *sizes: int) -> list[tuple[tuple[int, ...], np.ndarray]]
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ON_DEVICES)
 def test_devices_host_shards_and_slices_agree(dtype: str) -> None:
     x = values(dtype)

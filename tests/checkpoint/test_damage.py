@@ -109,6 +109,7 @@ def names_something(problems: tuple[str, ...], file: Path, leaves: set[str]) -> 
     return any(str(file) in line or any(leaf in line for leaf in leaves) for line in problems)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_inspection_notices(made: Path, steps: Path, damage: str) -> None:
     truth = read(made / "200")

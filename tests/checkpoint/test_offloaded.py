@@ -168,6 +168,7 @@ def assert_holds(state: Any, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(got[name], x, err_msg=name, strict=True)
 
 
+@pytest.mark.one_in(2)
 def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> None:
     zero, _, states, folder = trained
     with Checkpointer(folder, zero, read_only=True) as checkpointer:
@@ -176,6 +177,7 @@ def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> N
             assert_holds(got, expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("origin", ["device", "host", "disk"])
 def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained, origin: str) -> None:
     zero, step, states, folder = trained

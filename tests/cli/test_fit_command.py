@@ -64,6 +64,7 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
     assert "The search ended at its limit (--compiles 1, --minutes 20) with 0 of " in short
 
 
+@pytest.mark.slow
 def test_what_stands_in_and_what_is_remembered(run: Any, tmp_path: Path) -> None:
     config = tmp_path / "auto.json"
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}

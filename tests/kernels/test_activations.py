@@ -38,6 +38,7 @@ def gelu(z: np.ndarray, approximate: bool) -> tuple[np.ndarray, np.ndarray]:
     return z * share, share + z * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("approximate", [True, False])
 @pytest.mark.parametrize(

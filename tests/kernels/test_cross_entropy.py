@@ -69,6 +69,7 @@ def with_gradients(function: Any, y: Any, g: Any, *arrays: Any) -> Any:
     return (found, *transposed(g))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("shape", "dtype", "settings", "last", "chunk"),
@@ -220,6 +221,7 @@ def test_chunks() -> None:
     assert chunks.chunk_of(100, 4096, 50257) == 100
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("devices", [1, 8])

@@ -41,6 +41,7 @@ def formula(g: Any, p: Any, mu: Any, nu: Any, decay: float, decoupled: bool) -> 
     return [p - HYPER["learning_rate"] * (step + (decay * p if decoupled else 0)), mu, nu]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("low", "decoupled"), [(jnp.float32, True), (jnp.bfloat16, False), (jnp.float16, True)]

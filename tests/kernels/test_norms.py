@@ -59,6 +59,7 @@ def formula(name: str, h: Any, scale: Any, bias: Any, dy: Any) -> list[Any]:
 CASES = [(s, DTYPES[i % 3], i % 2 == 0) for i, s in enumerate(TESTED)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize(("shape", "dtype", "added"), CASES, ids=str)
@@ -88,6 +89,7 @@ def test_formula(implementation: str, name: str, shape: Any, dtype: Any, added: 
         np.testing.assert_array_equal(dr, dx)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("shape", [(8, 256), (3, 131)], ids=str)

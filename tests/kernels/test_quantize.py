@@ -42,6 +42,7 @@ def both_ways(implementation: str, x: Any, dtype: Any = None, **keywords: Any) -
     return run(implementation, call, x)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(

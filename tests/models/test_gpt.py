@@ -61,6 +61,7 @@ def test_no_position_sees_what_follows(params: dict) -> None:
     assert difference[:, 20:].max() > 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_and_remat_change_nothing(params: dict, scan: bool, remat: bool) -> None:
@@ -95,6 +96,7 @@ def test_dropout_draws_by_key_and_by_layer(params: dict, scan: bool) -> None:
     np.testing.assert_allclose(draw(0, True), logits_of(params), atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 0.02), (jnp.float16, 0.003)])
 @pytest.mark.parametrize("scan", [False, True])
 def test_parameters_decide_the_compute_dtype(

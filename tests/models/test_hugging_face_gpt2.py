@@ -505,6 +505,7 @@ def with_(name: str, value: np.ndarray) -> Callable[[Arrays], Any]:
 FLOATS = np.zeros((4, 16), np.float32)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

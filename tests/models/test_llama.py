@@ -112,6 +112,7 @@ def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
     return loss_and_grads(params, GROUPED)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("scan", "remat"), [(False, True), (True, False), (True, True)])
 def test_scan_and_remat_change_nothing(
     params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool
@@ -168,6 +169,7 @@ def plain(params: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     return jax.jit(train_step)(create_state(params, GROUPED), BATCH)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, True)])
 def test_a_decorated_step_at_stage_3_is_the_plain_one(
     params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool

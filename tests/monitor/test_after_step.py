@@ -124,6 +124,7 @@ def test_the_first_step_that_is_not_finite_is_named_once(
         assert remedy in said
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("keywords", SETTINGS, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

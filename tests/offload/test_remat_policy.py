@@ -155,6 +155,7 @@ def test_says_nothing_elsewhere(
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_what_a_gpu_saves() -> None:

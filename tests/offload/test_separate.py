@@ -110,6 +110,7 @@ UPDATES: dict[str, tuple[Callable[[], Update], list[bool]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_parts_make_what_the_whole_makes(name: str) -> None:
     make, cut = UPDATES[name]

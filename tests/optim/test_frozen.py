@@ -43,6 +43,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_uses(name: str) -> None:
     tx, of_base = OPTIMIZERS[name]

@@ -191,6 +191,7 @@ def test_optax_finds_the_moments_in_the_state(problem, kind, moments, scheduler)
     assert len({leaf.unsafe_buffer_pointer() for leaf in arrays}) == moments
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "Lion", "SGD", "Adagrad", "Lamb", "Muon"])
 def test_masks(problem, kind):
     p, grads = problem

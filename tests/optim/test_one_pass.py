@@ -88,6 +88,7 @@ def train(implementation: str | None, devices: int, stage: int, **more: Any) -> 
     return losses, jax.device_get((state.params, state.average, state.opt_state))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("devices", "stage", "more"),
     [
@@ -115,6 +116,7 @@ def test_the_step_computes_the_same(devices: int, stage: int, more: dict[str, An
     assert np.max(np.abs(got[0]["b"])) <= np.float32(0.01) + 1e-4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_it_is_the_named_optimizer(decoupled: bool) -> None:
     """With a schedule, a mask of the decay, a moving beta, and scale and skip."""

@@ -113,6 +113,7 @@ def fields(state: Any) -> Any:
     return {name: vars(state)[name] for name in own}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_float64(stage: int, k: int, in_float64: None) -> None:
@@ -133,6 +134,7 @@ def test_float64(stage: int, k: int, in_float64: None) -> None:
     assert not state.critic_opt_state[0].mu["net"]["into"].sharding.is_fully_replicated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("devices", [6, 7])
 def test_what_devices_do_not_divide(devices: int, in_float64: None) -> None:
     """640 lies padded on 7 devices."""
@@ -154,6 +156,7 @@ def unaveraged_step(state: State, batch: Any) -> Any:
     return new.replace(average=state.average), metrics
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 4])
 def test_beside_offloaded_parameters(k: int, in_float64: None) -> None:
     both = {"offload_optimizer": "cpu", "offload_param": "cpu"}
@@ -274,6 +277,7 @@ def create_adapted() -> Any:
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 4])
 def test_variables_that_the_optimizer_does_not_train(k: int, in_float64: None) -> None:
     zero = zerojax.zero(

@@ -111,6 +111,7 @@ def host(state: Any) -> list[np.ndarray]:
 WHERE = pytest.mark.parametrize("where", ["cpu", "both", "param", "nvme"])
 
 
+@pytest.mark.one_in(2)
 @WHERE
 @pytest.mark.usefixtures("quick_compile")
 def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
@@ -126,6 +127,7 @@ def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
     assert len({*zip(kinds, types, strict=True)}) == 2
 
 
+@pytest.mark.one_in(2)
 @WHERE
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_that_was_used_up_is_refused(tmp_path: Path, where: str) -> None:
@@ -163,6 +165,7 @@ def test_what_lies_on_disk_cannot_be_kept(tmp_path: Path) -> None:
     host(state)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["both", "nvme"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:

@@ -110,6 +110,7 @@ def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
     return losses, jax.tree.map(np.asarray, state.params)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "stage", "accumulation"),
     [

@@ -207,6 +207,7 @@ def decorated(zero: Any, chunks: int | None) -> Any:
     return create, step
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}], ids=["", "two"])
 def test_in_a_decorated_step(more: dict[str, int]) -> None:
     batch = np.random.default_rng(2).normal(size=(16, 12, 128)).astype(np.float32)

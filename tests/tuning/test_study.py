@@ -88,6 +88,7 @@ def test_the_kinds_add_up_and_are_those_of_the_stage() -> None:
     assert cut[PARAMETERS] <= PARAMETERS_HELD * 3.1
 
 
+@pytest.mark.slow
 def test_time_and_traffic() -> None:
     of = study()
     found = of.forecast(of.given)

@@ -16,10 +16,11 @@ from zerojax.plan import rule
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-# Variants of a language model differ in the forward pass alone, and take seconds to compile.
+# They take seconds to compile, and differ from others in the forward pass alone.
 VARIANTS = {
     "gpt", "gpt_dropout", "gpt_remat", "gpt_scan", "nnx_gpt", "nnx_gpt_dropout", "nnx_gpt_remat",
     "sequence_llama_scan", "sequence_llama", "sequence_gpt", "sequence_unaware",
+    "tables_convolved",
 }  # fmt: skip
 
 

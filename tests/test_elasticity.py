@@ -27,6 +27,7 @@ CONFIG = {
 SIZES = {8: (1, 3), 4: (2, 3), 6: (4, 1)}
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_a_run_that_never_changed(tmp_path: Path) -> None:
     program = PROGRAMS["mlp"]
     with jax.enable_x64(True):

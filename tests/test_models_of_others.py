@@ -126,6 +126,7 @@ def plain() -> tuple[list[float], Any]:
     return trained(nnx.jit(train_step), *pair(decoder))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 2), (3, 2)])
 def test_annotations_for_axes_that_do_not_exist_are_left_out_on_request(

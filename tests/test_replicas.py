@@ -37,6 +37,7 @@ def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
     assert title == "ZeRO stage 0: a whole state on each of 8 devices"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_fp16_takes_the_steps_of_one_group(stage: int) -> None:
     """The loss scale, its overflows and the losses of a plain mesh."""
@@ -130,6 +131,7 @@ def test_the_config_makes_the_groups() -> None:
         assert dict(zerojax.zero(stage=3, mics_shard_size=off).mesh.shape) == {"data": 8}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_any_other_mesh(tmp_path: Path) -> None:
     def zero_on(replicas: int | None, stage: int) -> zerojax.Zero:
         mesh = zerojax.mesh(replicas=replicas)

@@ -110,6 +110,7 @@ def test_with_tensor_parallelism(name: str, model: Any) -> None:
     assert_same(PROGRAMS[name], got, "float64")
 
 
+@pytest.mark.slow
 def test_another_mesh_restores_the_state(tmp_path: Path) -> None:
     zero, other = zero_on("4x2"), zero_on("2x4")
     state, _ = zero(aware(zero))(placed(zero), batch_of())
@@ -120,6 +121,7 @@ def test_another_mesh_restores_the_state(tmp_path: Path) -> None:
     assert_near(host(back.params), host(state.params), 0)
 
 
+@pytest.mark.slow
 def test_a_bare_model_by_name() -> None:
     """As `zerojax plan` takes one: inputs and labels are two arrays."""
     zero = zero_on("2x4")

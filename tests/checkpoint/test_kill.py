@@ -12,6 +12,8 @@ from checkpoint import killed
 
 from zerojax.checkpoint import steps_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:

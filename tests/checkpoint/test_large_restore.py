@@ -13,6 +13,8 @@ from checkpoint.states import KEY, assert_same, create_linen, create_uneven, fil
 import zerojax
 from zerojax.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.slow
+
 SMALL = 10_000  # bytes of counts, rates and norms, which every device has
 
 
@@ -58,7 +60,6 @@ class Watch(threading.Thread):
             self.looks += 1
 
 
-@pytest.mark.slow
 def test_no_device_holds_it_whole(large: Path) -> None:
     zero = zerojax.zero(stage=3)
     abstract = zero.abstract_state(together.create_large, KEY)

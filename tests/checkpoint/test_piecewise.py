@@ -228,6 +228,7 @@ def test_shards_that_are_padding_alone(
             assert not np.asarray(got.stored)[9:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_offloaded(tmp_path: Path, expected: Any, folder: Path, device: str) -> None:

@@ -15,12 +15,13 @@ from groups import LIMIT, group, wait_for
 import zerojax
 from zerojax.checkpoint import PREEMPTED, Checkpointer, Preemption
 
+pytestmark = pytest.mark.slow
+
 COUNT = 3
 # Who gets the signal, and how many ms later the next: by turn.
 SIGNALS = [[(1, 0)], [(2, 70), (0, 0)], [(1, 0)], [(2, 50), (1, 50), (0, 0)]]
 
 
-@pytest.mark.slow
 def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     assert len(SIGNALS) == preempted.TURNS
 

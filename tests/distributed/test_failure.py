@@ -10,6 +10,8 @@ PROGRAM = """
 import resource
 from zerojax.distributed.failure import leave
 
+pytestmark = pytest.mark.slow
+
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
 leave("error", 1, "x" * 200)

@@ -26,6 +26,8 @@ import jax, jax.numpy as jnp, optax
 from flax.training.train_state import TrainState
 from zerojax.distributed.exchange import exchange
 
+pytestmark = pytest.mark.slow
+
 me = jax.process_index()
 
 def create_state():

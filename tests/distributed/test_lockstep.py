@@ -15,6 +15,8 @@ import jax, numpy as np, optax
 from flax.training.train_state import TrainState
 from zerojax.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.slow
+
 def create_state():
     params = {"w": jax.numpy.ones((8, 4))}
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))

@@ -4,8 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
+
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.turns import AgreedTurn
+
+pytestmark = pytest.mark.slow
 
 
 class Chosen(NamedTuple):

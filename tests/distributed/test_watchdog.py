@@ -11,6 +11,8 @@ from groups import LIMIT, group, wait_for
 
 from zerojax.distributed.watchdog import STALLED, Watchdog, watchdog
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(stalled.__file__)
 
 

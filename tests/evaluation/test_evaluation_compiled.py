@@ -91,6 +91,7 @@ def test_all_micro_batches_gather_once_at_stage_2() -> None:
     assert found.kinds == {"all-gather", "all-reduce"}
 
 
+@pytest.mark.slow
 def test_peak_is_a_layer_above_the_inputs() -> None:
     # The layer as it comes, and as its matrices lie.
     assert cost(SMALL, 8).temporaries < 2.5 * LAYER

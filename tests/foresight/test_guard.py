@@ -114,6 +114,7 @@ def test_nnx_is_checked_once() -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("offload", ["offload_optimizer", "offload_param"])
 def test_every_program_of_an_offloaded_step_counts(offload: str) -> None:

@@ -26,6 +26,8 @@ from launch.launched import (
 
 from zerojax.launch.relay import Relay, Source
 
+pytestmark = pytest.mark.slow
+
 SLEEP = "time.sleep(3600)"
 GRANDCHILD = """
 child = subprocess.Popen(["sleep", "3600"], start_new_session=True)

@@ -12,6 +12,8 @@ import zerojax
 zerojax.init_distributed()
 import jax
 from jax.experimental import multihost_utils
+
+pytestmark = pytest.mark.slow
 say("sum", multihost_utils.process_allgather(jax.numpy.ones(1) * jax.process_index()).sum())
 """
 

@@ -50,6 +50,7 @@ def test_fused_attention_computes_the_same(number: int) -> None:
     assert_same(gradients(dataclasses.replace(model, attention=fused)), gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("number", [0, 1], ids=["Llama", "GPT"])
 def test_pieces_of_the_sequence_compute_the_same(number: int) -> None:

@@ -166,6 +166,7 @@ def test_with_other_settings(name: str, options: dict[str, Any]) -> None:
         assert_close(jax.device_get(state.params), want)
 
 
+@pytest.mark.slow
 def test_evaluation_and_logits() -> None:
     with jax.enable_x64(True):
         zero, tensor = zero_on("4x2")

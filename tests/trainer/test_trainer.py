@@ -206,6 +206,7 @@ class Events(TrainerCallback):
         self.seen["saves"] = self.seen.get("saves", 0) + 1
 
 
+@pytest.mark.slow
 def test_the_best_model_metrics_callbacks_and_weights(tmp_path: Path) -> None:
     events = Events()
     args = arguments(

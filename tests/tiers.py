@@ -38,9 +38,14 @@ CORE = {
     "step", "evaluation", "api",
 }  # fmt: skip
 SHARED = {"conftest.py", "equal.py", "pairwise.py", "groups.py", "jaxprs.py", "programs"}
-# Benchmarks at toy size and examples end to end; tests that start processes by these fixtures.
+# Benchmarks at toy size and examples end to end; tests that start processes by these fixtures;
+# examples in docstrings that compile a model.
 SLOW_FOLDERS = {"benchmarks", "examples"}
 SLOW_FIXTURES = {"in_processes", "in_two_processes", "quick_processes"}
+SLOW_EXAMPLES = {
+    "zerojax.models.hugging_face.gpt2", "zerojax.models.hugging_face.llama", "zerojax.models.llama",
+    "zerojax.tuning.workload.Workload",
+}  # fmt: skip
 STARTED = pytest.StashKey[float]()
 
 
@@ -72,7 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("sweep")
             combinations[test] += 1
         folder = item.path.relative_to(ROOT).parts[1]
-        if folder in SLOW_FOLDERS or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+        fixtures = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
+        if folder in SLOW_FOLDERS or fixtures or item.name in SLOW_EXAMPLES:
             item.add_marker("slow")
     expression, since = config.getoption("markexpr"), config.getoption("changed_since")
     keep = set(items)

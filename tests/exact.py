@@ -7,8 +7,8 @@ two programs compute from the same numbers is then equal if they are the same pr
 order of sums, repeated work, moved elements, constraints and barriers; a dropped term, a wrong
 operand, a rounding more or less changes the numbers, but for one chance in 2**31.
 
-Integers and booleans are themselves, so that loops run and rows are looked up. Comparisons order
-floating-point numbers by their hashes.
+Integers and booleans are themselves, so that loops run and rows are looked up. Of two
+floating-point numbers a hash says which is the greater.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import exact_lookups
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +28,7 @@ MOST = 1000  # iterations of a while loop
 
 Array = np.ndarray
 _LABELS = ("sharding_constraint", "name", "copy", "copy_p", "optimization_barrier", "device_put",
-           "reshard")  # fmt: skip
+           "reshard", "stop_gradient")  # fmt: skip
 _HASHED = frozenset({
     "acos", "asin", "atan", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "erf", "erf_inv",
     "erfc", "exp", "exp2", "expm1", "floor", "is_finite", "lgamma", "log", "log1p", "logistic",
@@ -154,6 +155,8 @@ def _equation(eqn: Any, values: list[Array]) -> Sequence[Array]:
     if name in _MOVES:
         out = _MOVES[name](eqn.params, *values)
         return out if isinstance(out, list) else [out]
+    if name in ("gather", "scatter", "scatter-add"):
+        return [_looked_up(eqn, values)]
     floats = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars]
     if name == "convert_element_type":
         return [_converted(values[0], eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)]
@@ -173,6 +176,15 @@ def _equation(eqn: Any, values: list[Array]) -> Sequence[Array]:
         )
         for i, v in enumerate(eqn.outvars)
     ]
+
+
+def _looked_up(eqn: Any, values: list[Array]) -> Array:
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    if name == "gather":
+        picked, outside = exact_lookups.gather(eqn.params, *values)
+        return np.where(outside, _number(_hash("filled"), dtype), picked)
+    out = exact_lookups.scatter(eqn.params, *values, add=name == "scatter-add")
+    return out % PRIME if jnp.issubdtype(dtype, jnp.floating) else out
 
 
 def _number(hashed: Array, dtype: Any) -> Array:
@@ -231,12 +243,16 @@ def _chosen(p: Any, x: Array, greatest: bool) -> tuple[Array, Array]:
     axes = [d % x.ndim for d in p["axes"]]
     kept = [d for d in range(x.ndim) if d not in axes]
     rows = x.transpose(*kept, *axes).reshape(*(x.shape[d] for d in kept), -1)
-    at = (np.argmax if greatest else np.argmin)(_order(rows), axis=-1)
+    at = (np.argmax if greatest else np.argmin)(_mix(rows), axis=-1)
     return np.take_along_axis(rows, at[..., None], -1)[..., 0], at
 
 
-def _order(x: Array) -> Array:
-    return _mix(x)
+def _below(a: Array, b: Any) -> Array:
+    """Whether ``a`` is less than ``b``: by a hash of how far apart they are, so that one and the
+    same bound is now above and now below."""
+    apart = (a + (PRIME - b)) % PRIME
+    nearer = np.minimum(apart, PRIME - apart)
+    return (nearer > 0) & ((_mix(nearer) % 2 == 1) ^ (apart == nearer))
 
 
 def _summed_up(p: Any, x: Array) -> Array:
@@ -261,15 +277,15 @@ _FIELD: dict[str, Callable[..., Any]] = {
     "reduce_min": lambda p, x: _chosen(p, x, False)[0],
     "argmax": lambda p, x: _chosen(p, x, True)[1],
     "argmin": lambda p, x: _chosen(p, x, False)[1],
-    "max": lambda p, a, b: np.where(_order(a) >= _order(b), a, b),
-    "min": lambda p, a, b: np.where(_order(a) < _order(b), a, b),
-    "abs": lambda p, a: np.where(_order(a) >= _order(PRIME - a), a, (PRIME - a) % PRIME),
+    "max": lambda p, a, b: np.where(_below(a, b), b, a),
+    "min": lambda p, a, b: np.where(_below(a, b), a, b),
+    "abs": lambda p, a: np.where(_below(a, 0), (PRIME - a) % PRIME, a),
     "eq": lambda p, a, b: a == b,
     "ne": lambda p, a, b: a != b,
-    "lt": lambda p, a, b: _order(a) < _order(b),
-    "le": lambda p, a, b: _order(a) <= _order(b),
-    "gt": lambda p, a, b: _order(a) > _order(b),
-    "ge": lambda p, a, b: _order(a) >= _order(b),
+    "lt": lambda p, a, b: _below(a, b),
+    "le": lambda p, a, b: ~_below(b, a),
+    "gt": lambda p, a, b: _below(b, a),
+    "ge": lambda p, a, b: ~_below(a, b),
 }
 
 

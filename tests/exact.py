@@ -189,7 +189,7 @@ def _looked_up(eqn: Any, values: list[Array]) -> Array:
 
 def _number(hashed: Array, dtype: Any) -> Array:
     """A hash as an element of a dtype; a small number where the dtype is of signed integers."""
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return hashed % 2 == 1
     return hashed % 8 if jnp.issubdtype(dtype, jnp.signedinteger) else hashed
 
@@ -199,7 +199,9 @@ def _converted(x: Array, source: Any, dtype: Any) -> Array:
     if from_float and to_float:
         return _rounded(x, dtype) if dtype.itemsize < source.itemsize else x
     if from_float:
-        return x != 0 if dtype == bool else _number(_hash(f"to {dtype}", x), dtype)
+        return (
+            x != 0 if jnp.issubdtype(dtype, jnp.bool_) else _number(_hash(f"to {dtype}", x), dtype)
+        )
     return np.mod(x.astype(np.int64), PRIME).astype(np.uint64) if to_float else x
 
 

@@ -14,9 +14,7 @@ def gather(p: Any, operand: Array, indices: Array) -> tuple[Array, Array]:
     """The windows, and which of their elements are to be filled instead."""
     numbers = p["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    batching = zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    )
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     at, inside = _windows(
         operand.shape, indices, numbers.start_index_map, [*batching], p["slice_sizes"], gone, p
     )

@@ -1,223 +1,20 @@
-"""What zerojax inserts into a step is an identity: traced, never compiled.
+"""What zerojax inserts into a step is an identity, for every program and stage.
 
-The program that zerojax emits for a step and the user's step itself are evaluated on the same
-numbers, in exact arithmetic (``tests/exact.py``): every parameter, optimizer state and result has
-to be equal. A collective that is left out where partial sums are added up, an inserted sum, a wrong
-operand or layer, a cast too early all fail.
+The program that zerojax emits for a step and the user's step itself are traced, not compiled, and
+evaluated on the same numbers in exact arithmetic (``tests/exact.py``): every parameter, optimizer
+state and result has to be equal. An inserted sum, one that is left out where partial sums are added
+up, a wrong operand or layer, a cast too early all fail.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-import exact
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import CASES, Case
-from cases.case import tokens, with_key
-from cases.linen import TOKENS, creator, gpt_step
-from flax import nnx
-from jaxprs import primitives
-from programs import PROGRAMS, Kind, Program
+from cases import PARTITIONED
+from emitted import SOURCES, differing, emitted
 
 import zerojax
-from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.plan import rule
-from zerojax.placement.states import abstract, take_apart
-from zerojax.step.arguments import Arguments
-from zerojax.step.body import Body
-from zerojax.step.call import Call, divide, join
-
-LAYERS = 16  # as many as it takes for a loop to gather ahead
-
-
-class Source(NamedTuple):
-    """A training program.
-
-    Attributes:
-      create: ``create()`` is the state.
-      step: The user's step.
-      arguments: What follows the state, on the host.
-      call: How the step is called with the state and the arguments.
-      options: How the step is decorated.
-      nnx: Whether the state is a tuple of NNX objects.
-    """
-
-    create: Callable[[], Any]
-    step: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    call: Callable[..., Any]
-    options: dict[str, Any]
-    nnx: bool
-
-
-class Users(NamedTuple):
-    """The user's step.
-
-    Attributes:
-      call: Its arguments, the state abstract.
-      given: The numbers of state, batch and further arguments, see ``tests/exact.py``.
-      made: The state's parts and the results that the step computes from those.
-    """
-
-    call: Call
-    given: Any
-    made: Any
-
-
-def of_program(program: Program) -> Source:
-    def call(step: Any, state: Any, arguments: Any) -> Any:
-        if program.call is not None:
-            return program.call(step, state, arguments)
-        return step(*state, *arguments) if program.nnx else step(state, *arguments)
-
-    batch = in_float32(program.batch(np.random.default_rng(0)))
-    create = functools.partial(program.create, jax.random.key(5))
-    return Source(
-        create, program.step, batch, call, {**program.jit, **program.zero}, program.nnx
-    )  # fmt: skip
-
-
-def of_case(case: Case) -> Source:
-    def call(step: Any, state: Any, arguments: Any) -> Any:
-        return step(*state, *arguments) if case.nnx else step(state, *arguments)
-
-    create = functools.partial(case.create, jax.random.key(1), "float32")
-    return Source(create, case.step, case.arguments("float32")[0], call, {}, case.nnx)
-
-
-def layered(name: str, **options: Any) -> Case:
-    """A GPT with enough layers for loops that gather ahead and reduce behind."""
-    config = GPTConfig(
-        vocab_size=32, block_size=8, n_layer=LAYERS, n_head=2, n_embd=16, scan=True, **options
-    )
-    return Case(name, creator(GPT(config), TOKENS), gpt_step, lambda d: with_key(tokens(d)))
-
-
-LAYERED = layered("layered"), layered("layered_remat", remat=True)
-SOURCES: dict[str, Callable[[], Source]] = {
-    name: functools.partial(of_program, program)
-    for name, program in PROGRAMS.items()
-    if program.once.kind is Kind.EQUAL
-}
-SOURCES |= {
-    name: functools.partial(of_case, case)
-    for name, case in (CASES | {case.name: case for case in LAYERED}).items()
-}
-
-
-def in_float32(tree: Any) -> Any:
-    def cast(x: Any) -> Any:
-        floating = isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.floating)
-        return x.astype(np.float32) if floating else x
-
-    return jax.tree.map(cast, tree)
-
-
-def numbers(tree: Any, seed: int) -> Any:
-    """Arbitrary floating-point numbers and keys in the form of a tree; host integers stay."""
-
-    def number(i: int, x: Any) -> np.ndarray:
-        x = np.asarray(x) if isinstance(x, int | float) else x
-        if jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return exact.arbitrary(x.shape, x.dtype, seed + i)
-        return x if isinstance(x, np.ndarray) else np.full(x.shape, 3).astype(x.dtype)
-
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [number(i, x) for i, x in enumerate(leaves)])
-
-
-class Called(Exception):
-    """Says how a step is called."""
-
-
-def called(arguments: Arguments, run: Callable[[Callable[..., Any]], Any]) -> Call:
-    """The arguments with which ``run`` calls the step that it is given."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        raise Called(arguments.sort(args, kwargs))
-
-    try:
-        run(step)
-    except Called as call:
-        return call.args[0]
-    raise AssertionError("not called")
-
-
-@functools.cache
-def users(name: str) -> Users:
-    """The step as its user wrote it, on its own optimizer."""
-    source = SOURCES[name]()
-    state = (nnx.eval_shape if source.nnx else jax.eval_shape)(source.create)
-    arguments = Arguments(source.step, **source.options)
-    call = called(arguments, lambda step: source.call(step, state, source.arguments))
-    opened = take_apart(call.objects)
-    body = Body(arguments.rearranged(call.form), opened, "", None)
-    arrays, static = divide(call.args, call.kwargs)
-
-    def run(parts: Any, batch: Any, arrays: list[Any]) -> Any:
-        args, kwargs = join(arrays, static)
-        return body(parts, opened.tx, batch, args, kwargs)
-
-    given = opened.parts, call.batch, arrays
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
-    given = numbers(given, 1)
-    outs = exact.run(closed, jax.tree.leaves(given))
-    return Users(call, given, jax.tree.unflatten(jax.tree.structure(shapes), outs))
-
-
-class Emitted(NamedTuple):
-    """The program that zerojax emits for a call: its jaxpr, arguments and results as trees of
-    shapes."""
-
-    jaxpr: Any
-    arguments: Any
-    results: Any
-
-
-def emitted(name: str, **config: Any) -> Emitted:
-    source, call = SOURCES[name](), users(name).call
-    zero = zerojax.zero(**{"stage3_param_persistence_threshold": 0, **config})
-    step = zero(source.step, **source.options)
-    opened = step._states.open(call.objects)
-    program: Any = step._program(opened, call.form, None)
-    setting = program.setting
-    parts = abstract(opened.parts, setting.plan, at_rest=True)
-    arrays, further = setting.divide(call.args, call.kwargs)
-    traced = program._jitted.trace(parts, setting.layout.abstract(call.batch), arrays, further)
-    return Emitted(traced.jaxpr, (parts, call.batch, arrays), traced.out_info)
-
-
-def differing(name: str, program: Emitted) -> list[str]:
-    """The paths of what an emitted program computes otherwise than the user's step."""
-    own, (parts, batch, arrays) = users(name), program.arguments
-    mine, batch, arrays = own.given
-    opt_state = numbers(parts.opt_state, 10_000)._replace(inner=mine.opt_state)
-    start = jax.tree.map(padded, mine._replace(opt_state=opt_state), parts)
-    outs = exact.run(program.jaxpr, jax.tree.leaves((start, batch, arrays)))
-    result = jax.tree.unflatten(jax.tree.structure(program.results), outs)
-    made = result.parts._replace(opt_state=result.parts.opt_state.inner), result.out
-    want = jax.tree_util.tree_leaves_with_path(own.made)
-    return [
-        jax.tree_util.keystr(path)
-        for (path, x), y in zip(want, jax.tree.leaves(made), strict=True)
-        if not np.array_equal(x, y[tuple(map(slice, x.shape))])
-    ]
-
-
-def padded(x: np.ndarray, like: Any) -> np.ndarray:
-    """An array with zeros behind it, as it is stored."""
-    return np.pad(x, [(0, m - n) for n, m in zip(x.shape, like.shape, strict=True)] or 0)
-
-
-def cells() -> Iterator[Any]:
-    """Every program at one stage, and at the others in the sweep."""
-    for i, name in enumerate(SOURCES):
-        for stage in (1, 2, 3):
-            marks = () if stage == (3, 3, 1, 2)[i % 4] else pytest.mark.sweep
-            yield pytest.param(name, stage, marks=marks)
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +23,47 @@ def most_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "SMALL", 63)
 
 
+def cells() -> Iterator[Any]:
+    """Every program at every stage; every other one at one stage in the fast tier. The others are
+    in the fast tier of ``tests/accumulation/test_invariant.py``."""
+    for i, name in enumerate(name for name in SOURCES if name not in PARTITIONED):
+        for stage in (1, 2, 3):
+            marks = () if i % 2 == 0 and stage == (3, 3, 1, 2)[i // 2 % 4] else pytest.mark.sweep
+            yield pytest.param(name, stage, marks=marks)
+
+
 @pytest.mark.parametrize(("name", "stage"), list(cells()))
 def test_inserted_is_an_identity(name: str, stage: int) -> None:
     assert differing(name, emitted(name, stage=stage)) == []
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "no overlap": {"stage": 3, "overlap_comm": False},
+    "replica groups": {"stage": 3, "mesh": zerojax.mesh(replicas=2)},
+    "replica groups, stage 2": {"stage": 2, "mesh": zerojax.mesh(replicas=4)},
+    "partitions": {"stage": 3, "zero_hpz_partition_size": 4},
+    "gathered": {"stage": 3, "stage3_max_live_parameters": 10**9},
+    "model axis": {"stage": 3, "mesh": zerojax.mesh(axes={"data": 4, "model": 2})},
+    "micro-batches in groups": {
+        "stage": 3, "mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 4,
+    },
+}  # fmt: skip
+
+
+def feature_cells() -> Iterator[Any]:
+    """Loops that gather ahead under every feature; other programs in the sweep."""
+    programs = ("layered_remat", "layered", "gpt_scan_remat", "lstm", "odd", "tables")
+    for feature in FEATURES:
+        for name in programs:
+            marks = () if name == programs[0] else pytest.mark.sweep
+            yield pytest.param(name, feature, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "feature"), list(feature_cells()))
+def test_under_every_feature(name: str, feature: str) -> None:
+    assert differing(name, emitted(name, **FEATURES[feature])) == []
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_the_users_own_axis(name: str) -> None:
+    assert differing(name, emitted(name, **FEATURES["model axis"])) == []

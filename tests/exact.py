@@ -66,6 +66,18 @@ def run(closed: Any, args: Sequence[Array]) -> list[Array]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def differing(one: Callable[..., Any], other: Callable[..., Any], *args: Any) -> list[int]:
+    """The positions of the results, flattened, in which two functions of the same arguments
+    differ. Each is traced."""
+    leaves = jax.tree.leaves(args)
+    given = [
+        arbitrary(x.shape, x.dtype, i) if jnp.issubdtype(x.dtype, jnp.floating) else lift(x)
+        for i, x in enumerate(leaves)
+    ]
+    outs = (run(jax.make_jaxpr(f)(*args), given) for f in (one, other))
+    return [i for i, (a, b) in enumerate(zip(*outs, strict=True)) if not np.array_equal(a, b)]
+
+
 def lift(x: Any) -> Array:
     """An array as :func:`run` has it; of a floating dtype the very fraction that it is."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False:

@@ -305,15 +305,14 @@ def zero_of(**keywords: Any) -> zerojax.Zero:
     "keywords",
     swept(
         [
-            {"gradient_accumulation_steps": 4},
             {"cpu_checkpointing": True},
+            {"gradient_accumulation_steps": 4},
             {},
             {"zero_hpz_partition_size": 4},
             {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 4},
             {"offload_optimizer": "cpu", "offload_param": "cpu"},
             {"overlap_comm": False},
-        ],
-        fast=2,
+        ]
     ),
     ids=lambda keywords: ", ".join(keywords) or "plain",
 )

@@ -121,7 +121,7 @@ def assert_close(got: Any, want: Any, step_size: float) -> None:
     assert np.mean(apart > 2e-5) < 0.03
 
 
-@pytest.mark.parametrize(("stage", "k"), swept(product([3, 2, 1], [4, 1])))
+@pytest.mark.parametrize(("stage", "k"), swept(product([3, 2, 1], [1, 4])))
 def test_the_numbers_of_the_formula(stage: int, k: int) -> None:
     loco = Loco(err_beta=0.6, reset_T=3)
     zero, plain = zero_of(stage, k, loco), OnOneDevice(k, loco)
@@ -149,6 +149,7 @@ def test_every_third_error_is_zero() -> None:
     assert largest[2] == 0
 
 
+@pytest.mark.slow
 def test_nnx_has_the_numbers_of_linen() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
@@ -190,6 +191,7 @@ def test_a_skipped_step_leaves_the_errors(stage: int, poison: float) -> None:
     assert int(state.opt_state.skipped) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", swept([1e30, 0.0]))
 def test_zeros_and_an_outlier_in_one_shard(weight: float) -> None:
     """No device's block takes the scale of another's."""
@@ -206,6 +208,7 @@ def test_zeros_and_an_outlier_in_one_shard(weight: float) -> None:
         assert_close(state.params[name] / scale, want / scale, 1e-2)
 
 
+@pytest.mark.slow
 def test_errors_are_without_the_loss_scale() -> None:
     more: dict[str, Any] = {"fp16": True, "initial_scale_power": 12, "loss_scale_window": 1}
 
@@ -230,6 +233,7 @@ class OfTwoHosts(Gatherer):
     near = 4  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", swept(["int4", "int8"]))
 def test_between_hosts_the_second_error_is_fed_back_too(form: Any) -> None:
     sent = Sent(gradients=Quantization(form))

@@ -268,6 +268,7 @@ def test_the_numbers_of_plain_jit(
 
 
 @pytest.mark.usefixtures("quick_compile")
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulation"), swept(product([3, 2], [4, 1])))
 def test_with_a_loss_scale(stage: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 as without ZeRO, to rounding."""

@@ -177,6 +177,7 @@ def test_it_trains(kind: str) -> None:
     assert values[-1] < 0.7 * values[10], values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", swept([1, 0]))
 def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(stage: int, tmp_path: Path) -> None:
     zero = zerojax.zero(config() | {"check_finite": True, "zero_optimization": {"stage": stage}})

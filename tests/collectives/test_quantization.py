@@ -30,7 +30,7 @@ FLOATS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 
 
 @pytest.mark.parametrize("form", swept(INTEGERS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(x=arrays.arrays(np.float32, (4, 12), elements=FLOATS))
 def test_within_half_a_step(form: Any, x: np.ndarray) -> None:
     for block in ((1, 12), (2, 6), (4, 2)):

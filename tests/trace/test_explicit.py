@@ -134,6 +134,7 @@ def test_a_step_for_explicit_axes(how: str, stage: int, accumulation: int) -> No
         np.testing.assert_allclose(losses, want, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_step_for_explicit_axes_with_its_state_in_host_memory() -> None:
     mesh = explicit_mesh()
     zero = zerojax.zero(
@@ -170,6 +171,7 @@ def test_the_batch_has_the_type_that_it_is_passed_with(placed: bool) -> None:
     assert seen == [P("data") if placed else P(None)]
 
 
+@pytest.mark.slow
 def test_an_nnx_step_for_explicit_axes() -> None:
     """As flax's own examples are written: eager sharding, ``out_sharding`` where it is called."""
 

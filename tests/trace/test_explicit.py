@@ -114,7 +114,7 @@ def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "stage", "accumulation"),
     swept([
-        ("einsum", 2, 4), ("reshard", 3, 1), ("layers", 3, 1), ("einsum", 0, 1), ("einsum", 1, 1),
+        ("reshard", 3, 1), ("layers", 3, 1), ("einsum", 2, 4), ("einsum", 0, 1), ("einsum", 1, 1),
         ("einsum", 3, 1), ("layers", 1, 1),
     ], fast=2),
 )  # fmt: skip

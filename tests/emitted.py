@@ -1,6 +1,6 @@
-"""What zerojax emits for a step, and the user's step, traced and evaluated on the same numbers.
+"""Compares the program that zerojax emits for a step with the user's step, on the same numbers.
 
-Nothing is compiled: see ``tests/exact.py``. The programs are those of ``tests/programs`` and
+Both are traced, neither is compiled: see ``tests/exact.py``. The programs are those of ``tests/programs`` and
 ``tests/cases``, and models with as many layers as it takes for a loop to gather ahead.
 """
 
@@ -34,9 +34,9 @@ class Source(NamedTuple):
     Attributes:
       create: ``create()`` is the state.
       step: The user's step.
-      arguments: What follows the state, on the host.
-      call: How the step is called with the state and the arguments.
-      options: How the step is decorated.
+      arguments: Arguments after the state, on the host.
+      call: Calls the step with the state and the arguments.
+      options: Options of the decorator.
       nnx: Whether the state is a tuple of NNX objects.
     """
 
@@ -53,13 +53,13 @@ class Users(NamedTuple):
 
     Attributes:
       call: Its arguments, the state abstract.
-      given: The numbers of state, batch and further arguments, see ``tests/exact.py``.
-      made: The state's parts and the results that the step computes from those.
+      inputs: The numbers of state, batch and further arguments, see ``tests/exact.py``.
+      outputs: The state's parts and the results that the step computes from them.
     """
 
     call: Call
-    given: Any
-    made: Any
+    inputs: Any
+    outputs: Any
 
 
 def of_program(program: Program) -> Source:
@@ -112,7 +112,7 @@ def in_float32(tree: Any) -> Any:
 
 
 def numbers(tree: Any, seed: int) -> Any:
-    """Arbitrary floating-point numbers and keys in the form of a tree; host integers stay."""
+    """A tree of arbitrary floating-point numbers and keys; integers of the host are unchanged."""
 
     def number(i: int, x: Any) -> np.ndarray:
         x = np.asarray(x) if isinstance(x, int | float) else x
@@ -125,7 +125,7 @@ def numbers(tree: Any, seed: int) -> Any:
 
 
 class Called(Exception):
-    """Says how a step is called."""
+    """Carries the arguments of a call."""
 
 
 def called(arguments: Arguments, run: Callable[[Callable[..., Any]], Any]) -> Call:
@@ -143,7 +143,7 @@ def called(arguments: Arguments, run: Callable[[Callable[..., Any]], Any]) -> Ca
 
 @functools.cache
 def users(name: str) -> Users:
-    """The step as its user wrote it, on its own optimizer."""
+    """The undecorated step with its own optimizer."""
     source = SOURCES[name]()
     state = (nnx.eval_shape if source.nnx else jax.eval_shape)(source.create)
     arguments = Arguments(source.step, **source.options)
@@ -193,16 +193,16 @@ def emitted(name: str, mesh: Any = None, **config: Any) -> Emitted:
 
 
 def differing(name: str, program: Emitted) -> list[str]:
-    """The paths of what an emitted program computes otherwise than the user's step."""
+    """The paths of the results in which an emitted program and the user's step differ."""
     own, k = users(name), program.k
-    mine, batch, arrays = own.given
+    mine, batch, arrays = own.inputs
     opt_state = numbers(program.parts.opt_state, 10_000)._replace(inner=mine.opt_state)
     start = jax.tree.map(padded, mine._replace(opt_state=opt_state), program.parts)
     batch = jax.tree.map(lambda x: by_micro_batch(x, k), batch)
     outs = exact.run(program.jaxpr, jax.tree.leaves((start, batch, arrays)))
     result = jax.tree.unflatten(jax.tree.structure(program.results), outs)
     made = result.parts._replace(opt_state=result.parts.opt_state.inner), result.out
-    after, out = own.made
+    after, out = own.outputs
     out = jax.tree.map(
         lambda x: by_micro_batch(x, k) if len(x.shape) and len(x) == ROWS else x, out
     )
@@ -215,7 +215,7 @@ def differing(name: str, program: Emitted) -> list[str]:
 
 
 def padded(x: np.ndarray, like: Any) -> np.ndarray:
-    """An array with zeros behind it, as it is stored."""
+    """An array padded with zeros, as it is stored."""
     return np.pad(x, [(0, m - n) for n, m in zip(x.shape, like.shape, strict=True)] or 0)
 
 

@@ -2,13 +2,13 @@
 
 Floating-point numbers stand for integers modulo a prime. There sums, products and quotients are
 exact, so that a sum in another order, by row, by device or by micro-batch, is the same number.
-Every other function (an exponential, a rounding, a random draw) is a hash of its operands. What
-two programs compute from the same numbers is then equal if they are the same program up to the
-order of sums, repeated work, moved elements, constraints and barriers; a dropped term, a wrong
-operand, a rounding more or less changes the numbers, but for one chance in 2**31.
+Every other function (an exponential, a rounding, a random draw) is a hash of its operands. Two
+programs then compute equal results if they are the same up to the order of sums, repeated work,
+moved elements, constraints and barriers. A dropped term, a wrong operand, or one rounding more
+changes the results, but for one chance in 2**31.
 
-Integers and booleans are themselves, so that loops run and rows are looked up. Of two
-floating-point numbers a hash says which is the greater.
+Integers and booleans are evaluated as usual, so that loops run and rows are looked up. A hash
+decides which of two floating-point numbers is the greater.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ def differing(one: Callable[..., Any], other: Callable[..., Any], *args: Any) ->
 
 
 def lift(x: Any) -> Array:
-    """An array as :func:`run` has it; of a floating dtype the very fraction that it is."""
+    """Converts an array to the form of :func:`run`; floating-point numbers are exact fractions."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False:
         return lift(np.asarray(jax.random.key_data(x)))[..., 0].astype(np.uint64)
     x = np.asarray(x)
@@ -104,7 +104,7 @@ def _bits(x: Array) -> Array:
 
 
 def _typed(x: Any, dtype: Any) -> Array:
-    """``x`` as an array of a dtype holds it: rounded where the dtype has 16 bits or fewer."""
+    """Converts results to a dtype: rounded where the dtype has 16 bits or fewer."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return np.asarray(x, np.uint64)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -113,7 +113,7 @@ def _typed(x: Any, dtype: Any) -> Array:
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
-    """A hash that says by its last eight bits that it is rounded. Small integers stay."""
+    """A hash whose last eight bits mark it as rounded. Small integers are unchanged."""
     tag = _seed(str(dtype)) % 256
     same = (x % 256 == tag) | (x < 256) | (PRIME - x < 256)
     return np.where(same, x, _mix(x + _seed(str(dtype))) % (PRIME // 256) * 256 + tag)
@@ -145,7 +145,7 @@ def _hash(name: Any, *operands: Array) -> Array:
 
 
 def _named(eqn: Any) -> tuple[str, ...]:
-    """The equation's primitive and parameters, but for what is of placement."""
+    """The equation's primitive and parameters, without those of placement."""
     left = ("sharding", "mesh", "name", "preferred_element_type", "update_")
     params = {k: v for k, v in eqn.params.items() if not any(word in k for word in left)}
     return eqn.primitive.name, *map(str, sorted(params.items()))
@@ -393,7 +393,7 @@ def _while(eqn: Any, values: list[Array]) -> Sequence[Array]:
 
 
 def _cond(eqn: Any, values: list[Array]) -> Sequence[Array]:
-    """All branches: of floating-point results a sum that no branch can be missing from."""
+    """Evaluates all branches; floating-point results are a weighted sum of theirs."""
     index, *operands = values
     branches = eqn.params["branches"]
     made = [run(branch, operands) for branch in branches]

@@ -1,4 +1,4 @@
-"""Gathers and scatters of ``tests/exact.py``: which elements of an operand each window has."""
+"""Gathers and scatters for ``tests/exact.py``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ DROPS = lax.GatherScatterMode.FILL_OR_DROP
 
 
 def gather(p: Any, operand: Array, indices: Array) -> tuple[Array, Array]:
-    """The windows, and which of their elements are to be filled instead."""
+    """The windows, and a mask of elements outside the operand, to be filled."""
     numbers = p["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -25,7 +25,7 @@ def gather(p: Any, operand: Array, indices: Array) -> tuple[Array, Array]:
 
 
 def scatter(p: Any, operand: Array, indices: Array, updates: Array, *, add: bool) -> Array:
-    """The operand with windows added to it, or put in their place."""
+    """The operand after windows are added to it or replace its elements."""
     numbers = p["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     sizes = iter(updates.shape[d] for d in numbers.update_window_dims)
@@ -57,7 +57,7 @@ def _windows(
     gone: set[int],
     p: Any,
 ) -> tuple[tuple[Array, ...], Array]:
-    """For each dimension the indices of all windows, [*batch, *window]; and which are inside."""
+    """For each dimension the indices of all windows, [*batch, *window], and a mask of those inside."""
     batch = indices.shape[:-1]
     window = [n for d, n in enumerate(sizes) if d not in gone]
     lead, inside, kept = (*batch, *(1 for _ in window)), np.ones(batch, bool), 0
@@ -82,6 +82,6 @@ def _windows(
 
 
 def _back(ndim: int, offsets: Sequence[int]) -> list[int]:
-    """The order that takes [*batch, *window] to where the window has the dimensions ``offsets``."""
+    """The permutation that moves the window of [*batch, *window] to the dimensions ``offsets``."""
     batch, window = iter(range(ndim - len(offsets))), iter(range(ndim - len(offsets), ndim))
     return [next(window) if d in offsets else next(batch) for d in range(ndim)]

@@ -1,4 +1,4 @@
-"""Values of ``pytest.mark.parametrize`` of which few are in the fast tier."""
+"""Values for ``pytest.mark.parametrize``, most of them in the sweep."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 
 def swept(values: Iterable[Any], fast: Callable[..., bool] | int = 1) -> list[Any]:
-    """The values, most of them in the sweep; tuples are for several arguments.
+    """The values, marked; a tuple has one value for each of several arguments.
 
     Args:
       values: As for ``pytest.mark.parametrize``.
-      fast: Which of them stay in the fast tier: so many first ones, or those that it is true of.
+      fast: The number of leading values in the fast tier, or a predicate of those.
     """
 
     def stays(i: int, value: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The exact evaluation of ``tests/exact.py`` agrees with jax, and sees what it is there to see."""
+"""The evaluation of ``tests/exact.py`` agrees with jax, and tells programs apart."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,9 @@ AS_IN_JAX: dict[str, Callable[[Any], Any]] = {
 }
 SAME: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "another order": (lambda x: x.sum(), lambda x: x[::2].sum() + x[1::2].sum()),
-    "a loop": (lambda x: lax.fori_loop(0, 2, lambda i, y: y @ x[:5], x), lambda x: x @ x[:5] @ x[:5]),
+    "a loop": (
+        lambda x: lax.fori_loop(0, 2, lambda i, y: y @ x[:5], x), lambda x: x @ x[:5] @ x[:5],
+    ),
     "a mean of means": (lambda x: x.mean(), lambda x: x.reshape(2, 15).mean(1).mean()),
     "a barrier": (jnp.tanh, lambda x: jnp.tanh(lax.optimization_barrier(x))),
     "rounded twice": (

@@ -1,4 +1,4 @@
-"""What zerojax inserts into a step is an identity, for every program and stage.
+"""Everything that zerojax inserts into a step is an identity, for every program and stage.
 
 The program that zerojax emits for a step and the user's step itself are traced, not compiled, and
 evaluated on the same numbers in exact arithmetic (``tests/exact.py``): every parameter, optimizer

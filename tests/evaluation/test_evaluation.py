@@ -295,19 +295,22 @@ class TestRowsThatMeet:
 @pytest.mark.parametrize("devices", swept([2, 1]))
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda s, b: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"]),
-        lambda s, b: jax.lax.scan(lambda c, x: (c + x, c * x), b["weight"], b["x"].T),
-        lambda s, b: jax.lax.cond(s.step > 0, jnp.sin, jnp.cos, b["x"]),
-        lambda s, b: nn.avg_pool(b["x"][..., None], (2,), (2,)),
-        lambda s, b: jnp.concatenate([b["x"], b["x"][:, :3]], 1).sum(),
-        lambda s, b: jax.nn.one_hot(b["label"], 8).sum(0) / len(b["label"]),
-        lambda s, b: (b["x"][:, None, :] * jnp.ones((1, 3, 1))).reshape(-1, WIDTH),
-        lambda s, b: jax.grad(lambda p: scores(s.replace(params=p), b)["loss"])(s.params),
-        lambda s, b: jnp.linalg.norm(b["x"] + jnp.arange(WIDTH)[None], axis=1).min(),
-        lambda s, b: jax.vmap(lambda x, i: x[i])(b["x"], b["label"]),
-        lambda s, b: b["x"].mean() + s.step,
-    ],
+    swept(
+        [
+            lambda s, b: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"]),
+            lambda s, b: jax.lax.scan(lambda c, x: (c + x, c * x), b["weight"], b["x"].T),
+            lambda s, b: jax.lax.cond(s.step > 0, jnp.sin, jnp.cos, b["x"]),
+            lambda s, b: nn.avg_pool(b["x"][..., None], (2,), (2,)),
+            lambda s, b: jnp.concatenate([b["x"], b["x"][:, :3]], 1).sum(),
+            lambda s, b: jax.nn.one_hot(b["label"], 8).sum(0) / len(b["label"]),
+            lambda s, b: (b["x"][:, None, :] * jnp.ones((1, 3, 1))).reshape(-1, WIDTH),
+            lambda s, b: jax.grad(lambda p: scores(s.replace(params=p), b)["loss"])(s.params),
+            lambda s, b: jnp.linalg.norm(b["x"] + jnp.arange(WIDTH)[None], axis=1).min(),
+            lambda s, b: jax.vmap(lambda x, i: x[i])(b["x"], b["label"]),
+            lambda s, b: b["x"].mean() + s.step,
+        ],
+        fast=4,
+    ),
 )
 def test_functions_by_rows(function: Any, devices: int) -> None:
     zero = zero_for(0, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(devices))

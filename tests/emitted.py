@@ -1,7 +1,8 @@
 """Compares the program that zerojax emits for a step with the user's step, on the same numbers.
 
-Both are traced, neither is compiled: see ``tests/exact.py``. The programs are those of ``tests/programs`` and
-``tests/cases``, and models with as many layers as it takes for a loop to gather ahead.
+Both are traced, neither is compiled: see ``tests/exact.py``. The programs are those of
+``tests/programs`` and ``tests/cases``, and models with as many layers as it takes for a loop to
+gather ahead.
 """
 
 import functools

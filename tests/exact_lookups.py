@@ -57,7 +57,7 @@ def _windows(
     gone: set[int],
     p: Any,
 ) -> tuple[tuple[Array, ...], Array]:
-    """For each dimension the indices of all windows, [*batch, *window], and a mask of those inside."""
+    """Per dimension the indices of all windows, [*batch, *window]; and a mask of those inside."""
     batch = indices.shape[:-1]
     window = [n for d, n in enumerate(sizes) if d not in gone]
     lead, inside, kept = (*batch, *(1 for _ in window)), np.ones(batch, bool), 0

@@ -121,6 +121,7 @@ def assert_close(got: Any, want: Any, step_size: float) -> None:
     assert np.mean(apart > 2e-5) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "k"), swept(product([3, 2, 1], [1, 4])))
 def test_the_numbers_of_the_formula(stage: int, k: int) -> None:
     loco = Loco(err_beta=0.6, reset_T=3)

@@ -11,6 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from swept import swept
 
 import zerojax
 from zerojax.hlo.traffic import collectives
@@ -129,8 +130,13 @@ IN_LANES = [mean, masked]
 NOT_IN_LANES = [convolved, laid_out, chosen]
 
 
-@pytest.mark.parametrize("loss", [*IN_LANES, *NOT_IN_LANES], ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize(("stage", "mesh"), AT)
+@pytest.mark.parametrize(
+    ("stage", "mesh", "loss"),
+    swept(
+        ((*at, loss) for at in AT for loss in [*IN_LANES, *NOT_IN_LANES]),
+        lambda *cell: cell in [(1, "4 beside 2", masked), (3, "2 groups of 4", convolved)],
+    ),
+)
 def test_the_numbers_of_plain_jit(
     stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]
 ) -> None:
@@ -145,10 +151,21 @@ def test_the_numbers_of_plain_jit(
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", IN_LANES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(
-    ("stage", "mesh", "between"),
-    [(0, "8", 8), (1, "8", 8), (1, "4 beside 2", 4), (3, "2 groups of 4", 2)],
+    ("stage", "mesh", "between", "loss"),
+    swept(
+        [
+            (3, "2 groups of 4", 2, masked),
+            (1, "8", 8, mean),
+            (0, "8", 8, masked),
+            (0, "8", 8, mean),
+            (1, "8", 8, masked),
+            (1, "4 beside 2", 4, masked),
+            (1, "4 beside 2", 4, mean),
+            (3, "2 groups of 4", 2, mean),
+        ],
+        fast=2,
+    ),
 )
 def test_one_reduction_an_update(
     stage: int, mesh: str, between: int, loss: Callable[[Any, Any], jax.Array]
@@ -156,7 +173,7 @@ def test_one_reduction_an_update(
     assert most_reductions(stage, mesh, loss, between) == 1
 
 
-@pytest.mark.parametrize("loss", [*NOT_IN_LANES, noisy], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", swept([noisy, *NOT_IN_LANES]))
 def test_one_a_micro_batch_where_devices_cannot_work_apart(
     loss: Callable[[Any, Any], jax.Array],
 ) -> None:

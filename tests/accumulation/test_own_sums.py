@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax import lax
+from swept import swept
 
 import zerojax
 from zerojax.config import ConfigError
@@ -128,7 +129,7 @@ def test_what_devices_cannot_run_apart_is_refused(step: Any, names: str) -> None
         zero_of()(step).lower(start(), batch())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", swept([3, 1]))
 @pytest.mark.parametrize(
     "step",
     [step_of(tied), step_of(scaled_by_a_row), clipped, raveled],

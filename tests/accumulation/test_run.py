@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 
@@ -104,9 +105,16 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Devices, micro-batches, stage.
+WHERE = [(1, ROWS, 3), (1, 2, 3), (2, 4, 3), (2, 4, 1), (4, 4, 0)]
+
+
 @pytest.mark.parametrize(
-    ("devices", "k", "stage"), [(1, ROWS, 3), (1, 2, 3), (2, 4, 3), (2, 4, 1), (4, 4, 0)]
+    ("devices", "k", "stage", "kind"),
+    swept(
+        ((*at, kind) for at in WHERE for kind in KINDS),
+        lambda *cell: list(KINDS).index(cell[-1]) % len(WHERE) == WHERE.index(cell[:-1]),
+    ),
 )
 def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
     """With micro-batches of one row, too, for which jax writes other programs."""
@@ -120,7 +128,7 @@ def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
     assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", swept([3, 1]))
 def test_what_follows_runs_once(stage: int) -> None:
     def step(state: State, b: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -154,7 +162,7 @@ def test_what_follows_runs_once(stage: int) -> None:
     assert_same(mine[1], plain[1])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", swept([3, 1]))
 def test_arrays_of_rows_come_by_micro_batch(stage: int) -> None:
     def step(state: State, b: Any) -> Any:
         grads = jax.grad(losses("sum"))(state.params, b)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Spec, equations, gathers, the
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -94,6 +96,12 @@ def inserted(loss: Callable[[Any, Any], Any], *, overlap: bool = True) -> Callab
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_what_is_inserted_is_an_identity(name: str) -> None:
+    plain = jax.value_and_grad(CASES[name])
+    assert exact.differing(inserted(CASES[name]), plain, weights(), X) == []
+
+
+@pytest.mark.parametrize("name", swept(CASES))
 def test_same_numbers(name: str) -> None:
     tolerance = 1e-6 if name == "rounded" else 1e-12
     with jax.enable_x64(True):
@@ -145,7 +153,7 @@ def test_what_an_iteration_keeps_is_stacked_as_a_shard() -> None:
     assert "data" in makers[kept].params["sharding"].spec
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", swept([False, True]))
 def test_a_widened_stack_is_gathered_before_it_is_widened(remat: bool) -> None:
     loss = scanned(moved, remat=remat)
 
@@ -295,15 +303,17 @@ def zero_of(**keywords: Any) -> zerojax.Zero:
 
 @pytest.mark.parametrize(
     "keywords",
-    [
-        {},
-        {"gradient_accumulation_steps": 4},
-        {"zero_hpz_partition_size": 4},
-        {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 4},
-        {"offload_optimizer": "cpu", "offload_param": "cpu"},
-        {"cpu_checkpointing": True},
-        {"overlap_comm": False},
-    ],
+    swept(
+        [
+            {"cpu_checkpointing": True},
+            {"gradient_accumulation_steps": 4},
+            {},
+            {"zero_hpz_partition_size": 4},
+            {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 4},
+            {"offload_optimizer": "cpu", "offload_param": "cpu"},
+            {"overlap_comm": False},
+        ]
+    ),
     ids=lambda keywords: ", ".join(keywords) or "plain",
 )
 def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

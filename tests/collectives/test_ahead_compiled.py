@@ -16,7 +16,11 @@ from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.gpu_compile,
+    pytest.mark.usefixtures("require_gpu_compiler"),
+]
 
 WIDTH, LAYERS, ROWS, TOKENS = 1024, 16, 4, 512
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jaxprs import equations
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -101,9 +103,16 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "keep"), [*((name, "one axis", False) for name in CASES), *EVERYWHERE]
-)
+CELLS = [*((name, "one axis", False) for name in CASES), *EVERYWHERE]
+
+
+@pytest.mark.parametrize(("name", "mesh", "keep"), CELLS)
+def test_what_is_inserted_is_an_identity(name: str, mesh: str, keep: bool) -> None:
+    got = inserted(CASES[name], mesh=mesh, keep=keep)
+    assert exact.differing(got, jax.value_and_grad(CASES[name]), weights(name), X) == []
+
+
+@pytest.mark.parametrize(("name", "mesh", "keep"), swept(CELLS))
 def test_same_numbers(name: str, mesh: str, keep: bool) -> None:
     ws = weights(name)
     with jax.enable_x64(True):

@@ -15,6 +15,7 @@ import zerojax
 from zerojax.hlo.traffic import Collective, collectives
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu_compile,
     pytest.mark.usefixtures("require_gpu_compiler"),
 ]

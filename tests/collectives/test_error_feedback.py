@@ -1,6 +1,7 @@
 """Quantized gradients whose errors are fed back: the numbers, poison, skipped steps."""
 
 import functools
+from itertools import product
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
+from swept import swept
 
 import zerojax
 from zerojax.collectives.error_feedback import ErrorFeedback
@@ -119,8 +121,8 @@ def assert_close(got: Any, want: Any, step_size: float) -> None:
     assert np.mean(apart > 2e-5) < 0.03
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "k"), swept(product([3, 2, 1], [1, 4])))
 def test_the_numbers_of_the_formula(stage: int, k: int) -> None:
     loco = Loco(err_beta=0.6, reset_T=3)
     zero, plain = zero_of(stage, k, loco), OnOneDevice(k, loco)
@@ -148,6 +150,7 @@ def test_every_third_error_is_zero() -> None:
     assert largest[2] == 0
 
 
+@pytest.mark.slow
 def test_nnx_has_the_numbers_of_linen() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
@@ -174,8 +177,7 @@ def test_nnx_has_the_numbers_of_linen() -> None:
         np.testing.assert_allclose(getattr(model, name)[...], state.params[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize(("stage", "poison"), swept(product([3, 1], [np.nan, np.inf, 1e38])))
 def test_a_skipped_step_leaves_the_errors(stage: int, poison: float) -> None:
     train, state = zero_of(stage, check_finite=True)(step), start()
     state, _ = train(state, batch())
@@ -190,7 +192,8 @@ def test_a_skipped_step_leaves_the_errors(stage: int, poison: float) -> None:
     assert int(state.opt_state.skipped) == 1
 
 
-@pytest.mark.parametrize("weight", [0.0, 1e30])
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", swept([1e30, 0.0]))
 def test_zeros_and_an_outlier_in_one_shard(weight: float) -> None:
     """No device's block takes the scale of another's."""
     train, state, plain = zero_of(2, check_finite=True)(step), start(), OnOneDevice(1, Loco())
@@ -206,6 +209,7 @@ def test_zeros_and_an_outlier_in_one_shard(weight: float) -> None:
         assert_close(state.params[name] / scale, want / scale, 1e-2)
 
 
+@pytest.mark.slow
 def test_errors_are_without_the_loss_scale() -> None:
     more: dict[str, Any] = {"fp16": True, "initial_scale_power": 12, "loss_scale_window": 1}
 
@@ -230,7 +234,8 @@ class OfTwoHosts(Gatherer):
     near = 4  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", swept(["int4", "int8"]))
 def test_between_hosts_the_second_error_is_fed_back_too(form: Any) -> None:
     sent = Sent(gradients=Quantization(form))
     gatherer = OfTwoHosts(zerojax.mesh(axes={"data": 8}), "data", keep=True, sent=sent)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 from zerojax.hlo.traffic import collectives
@@ -22,7 +24,11 @@ WIDTH, LAYERS, WORDS, TOKENS = 512, 2, 4096, 16
 STEPS = 3
 
 
-gpu_compile = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+gpu_compile = [
+    pytest.mark.slow,
+    pytest.mark.gpu_compile,
+    pytest.mark.usefixtures("require_gpu_compiler"),
+]
 
 
 class TestCompiled:
@@ -242,9 +248,10 @@ def zero_for(stage: int, accumulation: int, **more: Any) -> zerojax.Zero:
 
 
 @pytest.mark.usefixtures("quick_compile", "in_float64")
-@pytest.mark.parametrize("accumulation", [1, 4, pytest.param(8, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 2, 3])
-@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("flavour", "stage", "accumulation"),
+    swept(product(["linen", "nnx"], [2, 1, 3], [4, 1, 8])),
+)
 def test_the_numbers_of_plain_jit(
     flavour: str, stage: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +268,8 @@ def test_the_numbers_of_plain_jit(
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "accumulation"), swept(product([3, 2], [4, 1])))
 def test_with_a_loss_scale(stage: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 as without ZeRO, to rounding."""
     monkeypatch.setattr(rule, "SMALL", 32)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Move, Spec, gathers, primitives, scatters
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -39,6 +41,10 @@ class Inserted:
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     def check(self, params: list[np.ndarray], *others: Any) -> None:
+        """Compares what it computes with the function, without a compile."""
+        assert exact.differing(self, self.function, params, *others) == []
+
+    def check_compiled(self, params: list[np.ndarray], *others: Any) -> None:
         """Runs it on eight devices and on one."""
         want = jax.jit(self.function)(params, *others)
         placed = [
@@ -256,6 +262,14 @@ def test_same_gradients(name: str, keep: bool) -> None:
 
     with jax.enable_x64(True):
         Inserted(both, specs, keep=keep).check(params, X)
+
+
+@pytest.mark.parametrize("keep", swept([False, True]))
+@pytest.mark.parametrize("name", swept(CASES))
+def test_compiled(name: str, keep: bool) -> None:
+    function, params, specs = CASES[name]
+    with jax.enable_x64(True):
+        Inserted(function, specs, keep=keep).check_compiled(params, X)
 
 
 def cut(x: jax.Array, spec: Spec) -> jax.Array:

@@ -125,6 +125,7 @@ def lowered(accumulate: int) -> jax.stages.Lowered:
     return step.lower(zero.abstract_state(create), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.sweep)])

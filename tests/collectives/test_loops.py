@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Spec, equations, gathers, scatters, the
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, loops
@@ -145,10 +147,18 @@ def step_of(name: str, spec: Spec, *, keep: bool = False) -> tuple[Any, Any]:
     return jax.value_and_grad(function), inserted
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(
-    ("name", "spec"), [(name, spec) for name, case in CASES.items() for spec in case[2]]
-)
+CELLS = [
+    (name, spec, keep) for name, case in CASES.items() for spec in case[2] for keep in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "keep"), CELLS)
+def test_what_is_inserted_is_an_identity(name: str, spec: Spec, keep: bool) -> None:
+    plain, inserted = step_of(name, spec, keep=keep)
+    assert exact.differing(inserted, plain, weight(*CASES[name][1]), TIMES) == []
+
+
+@pytest.mark.parametrize(("name", "spec", "keep"), swept(CELLS))
 def test_same_numbers(name: str, spec: Spec, keep: bool) -> None:
     with jax.enable_x64(True):
         w = weight(*CASES[name][1])

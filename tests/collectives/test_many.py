@@ -1,6 +1,7 @@
 """Small parameters: one all-gather for all of them, at every stage that cuts them."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jaxprs import gathers
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Shard, many
@@ -111,15 +113,17 @@ def sent(stage: int, leaves: int, **more: Any) -> tuple[Counter[str], Counter[st
     return counts, moved
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    swept(product([3, 2, 1], [{"gradient_accumulation_steps": 2}, {}, {"bf16": True}])),
+)
 def test_one_gather_for_all(stage: int, more: dict[str, Any]) -> None:
     counts, moved = sent(stage, 12, **more)
     assert counts["all-gather"] == 1
     assert moved["all-gather"] == 12 * 8 * 4 * 7 / 8  # XLA for CPU gathers bf16 as float32
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", swept([3, 1]))
 def test_the_numbers_and_the_cut_stay(stage: int) -> None:
     x = np.random.default_rng(0).normal(size=(ROWS, 8))
     with jax.enable_x64(True):

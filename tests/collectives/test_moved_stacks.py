@@ -1,8 +1,10 @@
 """Stacks that loops take layer by layer are not transposed once they are gathered."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import gathers
+from swept import swept
 
 import zerojax
 from benchmarks.measure import Case, compile_case
@@ -104,9 +107,16 @@ def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
     assert [move.shape for move in found] == [shape]
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
+def test_what_is_inserted_is_an_identity(function: Callable[..., Any], spec: Any) -> None:
+    assert exact.differing(inserted(function, spec), function, *arguments()) == []
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    ("spec", "function"), swept(product(SPECS, [loop, *MOVED[1:], *AS_THEY_ARE]))
+)
 def test_same_values(function: Callable[..., Any], spec: Any) -> None:
     want = jax.jit(function)(*arguments())
     got = jax.jit(inserted(function, spec))(*arguments())
@@ -116,7 +126,7 @@ def test_same_values(function: Callable[..., Any], spec: Any) -> None:
 
 
 @pytest.mark.usefixtures("quick_compile", "in_float64")
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", swept([2, 1]))
 def test_micro_batches_read_them_too(k: int) -> None:
     """Stage 1 sums up once an update, each device apart from the others until then."""
 
@@ -139,6 +149,7 @@ def test_micro_batches_read_them_too(k: int) -> None:
     np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_no_stack_is_held_twice() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -99,7 +100,7 @@ def test_bits_are_the_signs() -> None:
     np.testing.assert_array_equal(unpack(pack(jnp.asarray(x))), signs(jnp.asarray(x)))
 
 
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (0, 4), (1, 1)])
+@pytest.mark.parametrize(("stage", "k"), swept([(1, 1), (0, 4), (0, 1)]))
 def test_warm_up_is_adamw_and_then_the_formula(stage: int, k: int) -> None:
     zero = zerojax.zero(config(k) | {"zero_optimization": {"stage": stage}})
     train, state = zero(step), create(zero.optimizer())
@@ -164,7 +165,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", swept(KINDS))
 def test_it_trains(kind: str) -> None:
     optimizer = {"type": kind, "params": KINDS[kind]}
     zero = zerojax.zero({"gradient_clipping": 0, "optimizer": optimizer})
@@ -176,7 +177,8 @@ def test_it_trains(kind: str) -> None:
     assert values[-1] < 0.7 * values[10], values
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", swept([1, 0]))
 def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(stage: int, tmp_path: Path) -> None:
     zero = zerojax.zero(config() | {"check_finite": True, "zero_optimization": {"stage": stage}})
     train, state = zero(step), zero.init(lambda: create(zero.optimizer()))
@@ -213,6 +215,7 @@ def test_what_it_excludes(more: Any, remedy: str) -> None:
         zerojax.zero(config() | more)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_bits_alone_are_sent_after_the_warm_up() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import Spec, abstract, gathers, scatters
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, reuse
@@ -62,6 +64,11 @@ def inserted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", STEPS)
+def test_what_is_inserted_is_an_identity(name: str) -> None:
+    assert exact.differing(inserted(STEPS[name]), STEPS[name], W, X) == []
+
+
+@pytest.mark.parametrize("name", swept(STEPS))
 def test_same_gradient(name: str) -> None:
     with jax.enable_x64(True):
         want = jax.jit(STEPS[name])(W, X)
@@ -157,6 +164,7 @@ def deep_twice(params: Any, x: Any) -> Any:
     return jax.grad(loss)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize(

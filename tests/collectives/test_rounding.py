@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jaxprs import Move, gathers
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -126,6 +128,17 @@ def test_gathered_once_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*HALVES, *WHOLES])
+def test_what_is_inserted_is_an_identity(name: str) -> None:
+    function, spec = (HALVES | WHOLES)[name]
+    w, x = np.zeros(shaped(spec), np.float32), np.zeros((2, 4, N), np.float32)
+
+    def plain(w: Any, x: Any) -> Any:
+        return lax.map(lambda x: jax.tree.leaves(function(w, x)), x)
+
+    assert exact.differing(in_micro_batches(function, spec), plain, w, x) == []
+
+
+@pytest.mark.parametrize("name", swept([*HALVES, *WHOLES]))
 def test_same_values(name: str) -> None:
     """Rounded as without: the products are in float64, but for those of the rounded numbers."""
     function, spec = (HALVES | WHOLES)[name]

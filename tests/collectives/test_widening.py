@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jaxprs import gathers
+from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -96,6 +98,13 @@ def test_gathered_before_it_is_widened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_what_is_inserted_is_an_identity(name: str) -> None:
+    function, spec = CASES[name]
+    plain = jax.grad(lambda w, x: jnp.sum(function(w, x) ** 2), argnums=(0, 1))
+    assert exact.differing(inserted(function, spec), plain, *arguments(spec)) == []
+
+
+@pytest.mark.parametrize("name", swept(CASES))
 def test_same_gradients(name: str) -> None:
     function, spec = CASES[name]
     w, x = arguments(spec)

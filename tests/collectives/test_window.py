@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 from benchmarks.measure import Case, compile_case
@@ -17,6 +18,7 @@ WIDTH, LAYERS = 4096, 6
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_no_more_than_two_layers_are_whole_at_once() -> None:
@@ -33,7 +35,8 @@ def test_no_more_than_two_layers_are_whole_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "seq": 4}, {"data": 1, "seq": 8}]
+    "axes",
+    swept([{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "seq": 4}, {"data": 1, "seq": 8}]),
 )
 def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 
@@ -118,7 +120,18 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Any:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("stage", "micro", "rows"),
-    [(0, None, 16), (1, 1, 16), (2, 1, 13), (3, None, 16), (3, 1, 24), (3, 2, 21), (3, None, 5)],
+    swept(
+        [
+            (3, 2, 21),
+            (2, 1, 13),
+            (0, None, 16),
+            (1, 1, 16),
+            (3, None, 16),
+            (3, 1, 24),
+            (3, None, 5),
+        ],
+        fast=2,
+    ),
 )
 def test_numbers_of_plain_jit(stage: int, micro: int | None, rows: int) -> None:
     zero = zero_for(stage, train_micro_batch_size_per_gpu=micro)
@@ -128,8 +141,13 @@ def test_numbers_of_plain_jit(stage: int, micro: int | None, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
-@pytest.mark.parametrize("micro", [None, 1])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "micro"),
+    swept([
+        ("bf16", jnp.bfloat16, 1), ("fp16", jnp.float16, None), ("bf16", jnp.bfloat16, None),
+        ("fp16", jnp.float16, 1),
+    ]),
+)  # fmt: skip
 def test_low_precision_as_in_a_step(precision: str, dtype: Any, micro: int | None) -> None:
     zero = zero_for(3, train_micro_batch_size_per_gpu=micro, **{precision: True})
     state, batch = zero.init(create, KEY), batch_of(13)
@@ -154,8 +172,13 @@ def test_batch_is_cast_where_the_config_says_so() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("micro", [None, 1])
-@pytest.mark.parametrize("where", ["cpu", "nvme", "optimizer"])
+@pytest.mark.parametrize(
+    ("where", "micro"),
+    swept(
+        product(["nvme", "cpu", "optimizer"], [1, None]),
+        lambda *cell: cell in [("nvme", None), ("cpu", 1)],
+    ),
+)
 def test_offloaded_state(tmp_path: Path, where: str, micro: int | None) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     sections: Any = {
@@ -269,22 +292,25 @@ class TestRowsThatMeet:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", swept([2, 1]))
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda s, b: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"]),
-        lambda s, b: jax.lax.scan(lambda c, x: (c + x, c * x), b["weight"], b["x"].T),
-        lambda s, b: jax.lax.cond(s.step > 0, jnp.sin, jnp.cos, b["x"]),
-        lambda s, b: nn.avg_pool(b["x"][..., None], (2,), (2,)),
-        lambda s, b: jnp.concatenate([b["x"], b["x"][:, :3]], 1).sum(),
-        lambda s, b: jax.nn.one_hot(b["label"], 8).sum(0) / len(b["label"]),
-        lambda s, b: (b["x"][:, None, :] * jnp.ones((1, 3, 1))).reshape(-1, WIDTH),
-        lambda s, b: jax.grad(lambda p: scores(s.replace(params=p), b)["loss"])(s.params),
-        lambda s, b: jnp.linalg.norm(b["x"] + jnp.arange(WIDTH)[None], axis=1).min(),
-        lambda s, b: jax.vmap(lambda x, i: x[i])(b["x"], b["label"]),
-        lambda s, b: b["x"].mean() + s.step,
-    ],
+    swept(
+        [
+            lambda s, b: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"]),
+            lambda s, b: jax.lax.scan(lambda c, x: (c + x, c * x), b["weight"], b["x"].T),
+            lambda s, b: jax.lax.cond(s.step > 0, jnp.sin, jnp.cos, b["x"]),
+            lambda s, b: nn.avg_pool(b["x"][..., None], (2,), (2,)),
+            lambda s, b: jnp.concatenate([b["x"], b["x"][:, :3]], 1).sum(),
+            lambda s, b: jax.nn.one_hot(b["label"], 8).sum(0) / len(b["label"]),
+            lambda s, b: (b["x"][:, None, :] * jnp.ones((1, 3, 1))).reshape(-1, WIDTH),
+            lambda s, b: jax.grad(lambda p: scores(s.replace(params=p), b)["loss"])(s.params),
+            lambda s, b: jnp.linalg.norm(b["x"] + jnp.arange(WIDTH)[None], axis=1).min(),
+            lambda s, b: jax.vmap(lambda x, i: x[i])(b["x"], b["label"]),
+            lambda s, b: b["x"].mean() + s.step,
+        ],
+        fast=4,
+    ),
 )
 def test_functions_by_rows(function: Any, devices: int) -> None:
     zero = zero_for(0, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(devices))
@@ -322,7 +348,7 @@ class Greedy(nn.Module):
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("model", [LSTM(), Conv(), Greedy()], ids=["lstm", "conv", "greedy"])
+@pytest.mark.parametrize("model", swept([Conv(), LSTM(), Greedy()]))
 def test_models_by_rows(model: Any) -> None:
     tokens = np.random.default_rng(0).integers(16, size=(5, 6)).astype(np.int32)
     variables = model.init(KEY, tokens[:1])
@@ -353,7 +379,7 @@ def metrics() -> nnx.MultiMetric:
 
 class TestNNX:
     @pytest.mark.usefixtures("quiet")
-    @pytest.mark.parametrize(("stage", "micro"), [(0, None), (1, 1), (3, None), (3, 1)])
+    @pytest.mark.parametrize(("stage", "micro"), swept([(3, 1), (0, None), (1, 1), (3, None)]))
     def test_model_alone_and_with_metrics(self, stage: int, micro: int | None) -> None:
         zero = zero_for(stage, train_micro_batch_size_per_gpu=micro)
         model, _ = zero.init(made)

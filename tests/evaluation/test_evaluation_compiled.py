@@ -15,7 +15,11 @@ from zerojax.hlo.traffic import collectives
 from zerojax.models.loss import loss_fn
 from zerojax.xla.compiler import BUCKET
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.gpu_compile,
+    pytest.mark.usefixtures("require_gpu_compiler"),
+]
 
 GIGA = 10**9
 TOY: Any = {"n_layer": 8, "n_head": 8, "n_embd": 512, "vocab_size": 512, "block_size": 32}

@@ -134,9 +134,11 @@ def dropout_step(state: TrainState, tokens: jax.Array, key: jax.Array) -> tuple[
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def gpt(name: str, *, dropout: float = 0.0, scan: bool = False, remat: bool = False) -> Program:
+def gpt(
+    name: str, *, layers: int = 2, dropout: float = 0.0, scan: bool = False, remat: bool = False
+) -> Program:
     config = GPTConfig(
-        vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16,
+        vocab_size=32, block_size=8, n_layer=layers, n_head=2, n_embd=16,
         dropout=dropout, scan=scan, remat=remat,
     )  # fmt: skip
     create = creator(GPT(config), TOKENS, ADAMW)

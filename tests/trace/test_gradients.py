@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 
@@ -129,7 +130,7 @@ def start() -> TrainState:
     "stage", [*(pytest.param(stage, marks=pytest.mark.sweep) for stage in (0, 1, 2)), 3]
 )
 @pytest.mark.parametrize("keywords", [{}, {"fp16": True, "loss_scale": 64.0}])
-@pytest.mark.parametrize("body", [masked, jax.jit(masked), lambda s, b: masked(s, b, True)])
+@pytest.mark.parametrize("body", swept([masked, jax.jit(masked), lambda s, b: masked(s, b, True)]))
 def test_accumulates_to_the_mean_over_the_whole_batch(stage: int, keywords: Any, body: Any) -> None:
     batch, plain = uneven(), start()
     zero = zerojax.zero(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
+from jax.interpreters import partial_eval
 
 CALLS = {
     prims.jit_p: "jaxpr",
@@ -194,6 +195,20 @@ def traced_where(eqn: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + source(eqn).name_stack
     with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
         yield
+
+
+def pruned(eqn: Any, used: Sequence[bool]) -> Any:
+    """The equation, in a form that computes only the used results; None if nothing needs it.
+
+    Args:
+      used: whether each result is used; an effect keeps an equation that has no used result.
+    """
+    rule: Any = partial_eval.dce_rules.get(eqn.primitive)
+    if rule is None:
+        return eqn if any(used) or eqn.effects else None
+    # From 0.12 on, rules also take whether each operand, if it is a reference, is read later.
+    read_later = [[True] * len(eqn.invars)] if jax.version.__version_info__ >= (0, 12) else []
+    return rule([*used], *read_later, eqn)[1]
 
 
 def bind_in_context(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

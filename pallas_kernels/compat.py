@@ -1,4 +1,4 @@
-"""What jax 0.10 and 0.11 do differently for Mosaic GPU, and what they do not export."""
+"""Differences between the versions of jax for Mosaic GPU, and what jax does not export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# jax 0.10 has the simulator and does not export it. Neither version exports the races that it has
+# jax 0.10 has the simulator and does not export it. No version exports the races that it has
 # seen, or whether a kernel traced now would run in it.
 from jax._src import config as _config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks

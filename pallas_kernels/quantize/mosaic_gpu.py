@@ -43,7 +43,7 @@ def _layout(width: int, *dtypes: Any) -> Any:
 def _load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
     if compat.simulated():
         return ref[at]
-    index = () if compat.IN_PLACE else ((),)  # jax 0.10 wants one, 0.11 none
+    index = () if compat.IN_PLACE else ((),)  # jax 0.10 needs one, newer ones none
     return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # no shared memory
 
 

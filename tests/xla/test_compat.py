@@ -1,5 +1,6 @@
 """What jax keeps to itself stands where this version of it has it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 import zerojax
 from zerojax.xla import compat
 
+ROOT = Path(__file__).parents[2]
 X = np.arange(4, dtype=np.float32)
 
 
@@ -31,8 +33,7 @@ def test_an_untested_jax_warns_once_and_starts_no_device() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             import zerojax
-            zerojax.zero, zerojax.Trainer
-            zerojax.zero(stage=1), zerojax.zero(stage=2)
+            zerojax.zero, zerojax.Trainer, zerojax.grad
         from zerojax.xla import compat
         print(*(w.message for w in caught), compat.backends_are_initialized(), sep="\\n")
     """
@@ -45,9 +46,15 @@ def test_an_untested_jax_warns_once_and_starts_no_device() -> None:
     assert started == "False"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "CONTRIBUTING.md"])
+def test_pages_name_the_tested_versions(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert {*compat.TESTED} <= {*re.findall(r"\d+\.\d+\.\d+(?:\.\d+)?", text)}
+
+
 def test_requirements_name_the_tested_versions() -> None:
     """The oldest is the lower bound; an upper bound, the newest, is for these tests alone."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     bounds = {
         extra: str(requirement.specifier)

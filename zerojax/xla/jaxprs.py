@@ -2,7 +2,7 @@
 
 ``jax.extend.core`` exports jaxprs and their equations, but promises nothing of what stands in
 them: the names of an equation's parameters, its context, the line of source that it comes from.
-All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on both jax versions.
+All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on every tested version of jax.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 has one class."""
+    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 and newer one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
@@ -111,7 +111,7 @@ class ScanCounts(NamedTuple):
 
 
 def scan_counts(eqn: Any) -> ScanCounts:
-    """How many constants and carried values a scan has: two numbers in 0.10, a tree in 0.11."""
+    """How many constants and carried values a scan has: two numbers in 0.10, a tree from 0.11 on."""
     if "num_consts" in eqn.params:
         return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
     consts, carry, _ = param(eqn, "ft_in").unpack()

@@ -2,7 +2,7 @@
 
 ``jax.extend.core`` exports jaxprs and their equations, but promises nothing of what stands in
 them: the names of an equation's parameters, its context, the line of source that it comes from.
-All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on every tested version of jax.
+All of that is read here, and ``tests/xla/test_jaxprs.py`` checks it on every tested version of jax.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ScanCounts(NamedTuple):
 
 
 def scan_counts(eqn: Any) -> ScanCounts:
-    """How many constants and carried values a scan has: two numbers in 0.10, a tree from 0.11 on."""
+    """Numbers of constants and carried values of a scan: parameters in 0.10, newer a tree."""
     if "num_consts" in eqn.params:
         return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
     consts, carry, _ = param(eqn, "ft_in").unpack()

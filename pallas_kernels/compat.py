@@ -73,6 +73,17 @@ def laid_out(x: Any, layout: Any) -> Any:
     return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)
 
 
+def store(ref: Any, at: tuple[Any, ...], value: Any) -> None:
+    """Writes a value to GPU memory, also where it fills no complete sector of 32 bytes.
+
+    jax 0.12 refuses the latter in ``ref[at] = value``; older versions have no other way to write.
+    """
+    if simulated() or not hasattr(plgpu, "store"):
+        ref[at] = value
+    else:
+        plgpu.store(ref.at[at], value, optimized=False)
+
+
 def launch(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],

@@ -1,4 +1,4 @@
-"""What jax 0.10 and 0.11 do differently for Mosaic GPU, and what they do not export."""
+"""Differences between the versions of jax for Mosaic GPU, and what jax does not export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# jax 0.10 has the simulator and does not export it. Neither version exports the races that it has
+# jax 0.10 has the simulator and does not export it. No version exports the races that it has
 # seen, or whether a kernel traced now would run in it.
 from jax._src import config as _config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks
@@ -71,6 +71,17 @@ def kernels_in(compiled: jax.stages.Compiled) -> int:
 def laid_out(x: Any, layout: Any) -> Any:
     """A value of a kernel in a layout; the simulator of jax 0.10 knows none."""
     return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)
+
+
+def store(ref: Any, at: tuple[Any, ...], value: Any) -> None:
+    """Writes a value to GPU memory, also where it fills no complete sector of 32 bytes.
+
+    jax 0.12 refuses the latter in ``ref[at] = value``; older versions have no other way to write.
+    """
+    if simulated() or not hasattr(plgpu, "store"):
+        ref[at] = value
+    else:
+        plgpu.store(ref.at[at], value, optimized=False)
 
 
 def launch(

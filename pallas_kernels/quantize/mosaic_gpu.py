@@ -43,7 +43,7 @@ def _layout(width: int, *dtypes: Any) -> Any:
 def _load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
     if compat.simulated():
         return ref[at]
-    index = () if compat.IN_PLACE else ((),)  # jax 0.10 wants one, 0.11 none
+    index = () if compat.IN_PLACE else ((),)  # jax 0.10 needs one, newer ones none
     return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # no shared memory
 
 
@@ -109,7 +109,9 @@ def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Arra
         for start, halves in zip(starts, loaded, strict=True):
             at = pl.ds(start, WARPS)
             values, drawn = [h[0] for h in halves], [h[1] for h in halves if len(h) > 1]
-            codes[at, pl.ds(0, width)], scales[at] = reference.quantize(values, drawn, bits)
+            code, scale = reference.quantize(values, drawn, bits)
+            compat.store(codes, (at, pl.ds(0, width)), code)
+            compat.store(scales, (at,), scale)
 
     outputs = [
         jax.ShapeDtypeStruct((blocks, width), jnp.int8),
@@ -136,7 +138,8 @@ def dequantize(codes: jax.Array, scales: jax.Array, bits: int, dtype: Any) -> ja
         ]
         for start, (code, scale) in zip(starts, loaded, strict=True):
             for i, x in enumerate(reference.dequantize(code, scale, bits)):
-                out[pl.ds(start, WARPS), pl.ds(i * width, width)] = x.astype(out.dtype)
+                at = pl.ds(start, WARPS), pl.ds(i * width, width)
+                compat.store(out, at, x.astype(out.dtype))
 
     outputs = [jax.ShapeDtypeStruct((blocks, size), dtype)]
     return _launch("dequantize_blockwise", work, [codes, scales], outputs, size)[0]

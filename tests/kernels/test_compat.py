@@ -1,4 +1,4 @@
-"""The simulator sees what would go wrong on a GPU; it is not exported by both versions of jax."""
+"""The simulator sees what would go wrong on a GPU; it is not exported by every version of jax."""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,6 +3,9 @@
 import inspect
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from flax.training.train_state import TrainState
 
@@ -54,3 +57,15 @@ def test_slots_are_refused_by_name() -> None:
 
     with pytest.raises(TypeError, match="score is a step in Slotted"):
         _ = Slotted().score
+
+
+def test_remat3_is_refused_by_name() -> None:
+    zero = zerojax.zero(stage=0)
+    params = {"w": jnp.ones(8)}
+    state = zero.init(lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0)))
+    jax.config.update("jax_remat3", True)
+    try:
+        with pytest.raises(NotImplementedError, match="function under jax_remat3"):
+            zero(function)(state, jnp.ones(8))
+    finally:
+        jax.config.update("jax_remat3", False)

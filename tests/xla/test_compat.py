@@ -1,15 +1,70 @@
 """What jax keeps to itself stands where this version of it has it."""
 
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 import zerojax
 from zerojax.xla import compat
 
+ROOT = Path(__file__).parents[2]
 X = np.arange(4, dtype=np.float32)
+
+
+def test_tested_versions_are_silent() -> None:
+    """Warnings are errors in these tests."""
+    for version in compat.TESTED:
+        compat.warn_if_untested(version)
+
+
+def test_an_untested_jax_warns_once_and_starts_no_device() -> None:
+    script = """if True:
+        import warnings
+        import jax
+        jax.__version__ = "9.8.7"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import zerojax
+            zerojax.zero, zerojax.Trainer, zerojax.grad
+        from zerojax.xla import compat
+        print(*(w.message for w in caught), compat.backends_are_initialized(), sep="\\n")
+    """
+    command = [sys.executable, "-c", script]
+    told, started = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert "not with the installed 9.8.7" in told
+    assert all(version in told for version in compat.TESTED)
+    assert started == "False"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "CONTRIBUTING.md"])
+def test_pages_name_the_tested_versions(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert {*compat.TESTED} <= {*re.findall(r"\d+\.\d+\.\d+(?:\.\d+)?", text)}
+
+
+def test_requirements_name_the_tested_versions() -> None:
+    """The oldest is the lower bound; an upper bound, the newest, is for these tests alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    bounds = {
+        extra: str(requirement.specifier)
+        for extra, texts in {"": project["dependencies"], **extras}.items()
+        for requirement in map(Requirement, texts)
+        if requirement.name == "jax"
+    }
+    oldest, newest = f">={compat.TESTED[0]}", f"<={compat.TESTED[-1]}"
+    assert bounds == {"": oldest, **dict.fromkeys(("cuda13", "tpu", "compile"), oldest),
+                      "test": newest}  # fmt: skip
 
 
 def double(x: Any) -> Any:

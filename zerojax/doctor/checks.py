@@ -97,7 +97,7 @@ def kernels() -> str:
             "in their place; pallas_kernels.compat.simulator() runs them here to test them"
         )
     if dispatch.in_place(at) != "mosaic_gpu":
-        return f"on {at.kind}; for FusedAdam, which writes in place, take jax 0.11"
+        return f"on {at.kind}; for FusedAdam, which writes in place, take jax 0.11 or newer"
     return f"on {at.kind}"
 
 

@@ -12,6 +12,7 @@ from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla import compat
 
 
 class Alone(NamedTuple):
@@ -76,6 +77,7 @@ class Body:
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
         """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
         results."""
+        compat.refuse_remat3(self.name)
         if self.types is not None:
             return self.types.trace(run, parts, batch)
         return jax.make_jaxpr(run, return_shape=True)(parts, batch)

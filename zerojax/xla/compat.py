@@ -1,9 +1,12 @@
-"""Where jax 0.10 and 0.11 differ, and what they keep to themselves; nowhere else."""
+"""Differences between the versions of jax, and what jax does not export.
+
+Importing this module warns where the installed jax is not one of :data:`TESTED`."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,6 +17,22 @@ from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
+TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
+"""Versions of jax that zerojax is tested with."""
+
+
+def warn_if_untested(version: str) -> None:
+    """Warns that zerojax is not tested with a version of jax, and names those that are tested."""
+    if version not in TESTED:
+        warnings.warn(
+            f"zerojax is tested with jax {', '.join(TESTED[:-1])} and {TESTED[-1]}, not with the "
+            f"installed {version}: where something fails, try a tested version",
+            stacklevel=2,
+        )
+
+
+warn_if_untested(jax.__version__)
+
 
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays in host memory, computed there; its results stay there."""
@@ -21,6 +40,22 @@ def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
     make: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     host = jax.memory.Space.Host
     return make(fun, compute_type="device_host", out_memory_spaces=host)
+
+
+def refuse_remat3(name: str) -> None:
+    """Refuses to trace a step under ``jax_remat3``, which no tested version turns on by default.
+
+    There rematerialized blocks, and the names that mark values, are ``call_hi_primitive``, whose
+    contents no rule of zerojax reads.
+
+    Raises:
+      NotImplementedError: the flag is on.
+    """
+    if getattr(jax.config, "jax_remat3", False):
+        raise NotImplementedError(
+            f"zerojax cannot read {name} under jax_remat3, jax's new rematerialization: "
+            "turn it off with jax.config.update('jax_remat3', False)"
+        )
 
 
 class LoweredFor(jax.stages.Lowered):

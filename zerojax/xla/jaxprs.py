@@ -2,7 +2,7 @@
 
 ``jax.extend.core`` exports jaxprs and their equations, but promises nothing of what stands in
 them: the names of an equation's parameters, its context, the line of source that it comes from.
-All of that is read here, and ``tests/xla/test_jaxprs.py`` holds each of it on both jax versions.
+All of that is read here, and ``tests/xla/test_jaxprs.py`` checks it on every tested version of jax.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
+from jax.interpreters import partial_eval
 
 CALLS = {
     prims.jit_p: "jaxpr",
@@ -47,7 +48,7 @@ def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 has one class."""
+    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 and newer one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
@@ -110,7 +111,7 @@ class ScanCounts(NamedTuple):
 
 
 def scan_counts(eqn: Any) -> ScanCounts:
-    """How many constants and carried values a scan has: two numbers in 0.10, a tree in 0.11."""
+    """Numbers of constants and carried values of a scan: parameters in 0.10, newer a tree."""
     if "num_consts" in eqn.params:
         return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
     consts, carry, _ = param(eqn, "ft_in").unpack()
@@ -194,6 +195,20 @@ def traced_where(eqn: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + source(eqn).name_stack
     with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
         yield
+
+
+def pruned(eqn: Any, used: Sequence[bool]) -> Any:
+    """The equation, in a form that computes only the used results; None if nothing needs it.
+
+    Args:
+      used: whether each result is used; an effect keeps an equation that has no used result.
+    """
+    rule: Any = partial_eval.dce_rules.get(eqn.primitive)
+    if rule is None:
+        return eqn if any(used) or eqn.effects else None
+    # From 0.12 on, rules also take whether each operand, if it is a reference, is read later.
+    read_later = [[True] * len(eqn.invars)] if jax.version.__version_info__ >= (0, 12) else []
+    return rule([*used], *read_later, eqn)[1]
 
 
 def bind_in_context(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -41,8 +41,8 @@ def without_unused(jaxpr: Any, whole: Callable[[Any], bool]) -> Any:
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
         used = [v in needed for v in eqn.outvars]
-        if not whole(eqn) and eqn.primitive in partial_eval.dce_rules:
-            eqn = partial_eval.dce_rules[eqn.primitive](used, eqn)[1]
+        if not whole(eqn):
+            eqn = jaxprs.pruned(eqn, used)
         elif not any(used) and not eqn.effects:
             eqn = None
         if eqn is not None:

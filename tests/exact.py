@@ -358,6 +358,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "dynamic_update_slice": _updated,
     "select_n": lambda p, which, *cases: np.choose(which.astype(int), cases),
     "iota": _iota,
+    "tile": lambda p, x: np.tile(x, p["reps"]),
 }
 
 

@@ -13,7 +13,6 @@ from programs import PROGRAMS, Kind
 
 from zerojax.plan import rule
 
-
 # A convolution is a hash of all its rows, see ``tests/exact.py``.
 CONVOLVED = {"tables_convolved"}
 

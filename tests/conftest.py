@@ -115,7 +115,22 @@ def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     cache = getattr(pytestconfig, "cache", None)  # None under -p no:cacheprovider
     if cache is None:
         return tmp_path_factory.mktemp("compiled")
-    return Path(cache.mkdir("compiled"))
+    folder = Path(cache.mkdir("compiled"))
+    for program in folder.glob("*-cache"):
+        # jax writes no further program beside one that a killed process left without its time.
+        if not program.with_name(program.name.removesuffix("cache") + "atime").exists():
+            program.unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_in(compiled: Path) -> dict[str, str]:
+    """Environment of a process that shares the folder of compiled programs."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(COMPILED),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(SOON),
+    }
 
 
 def configure(**options: Any) -> None:

@@ -150,15 +150,14 @@ def check_evaluation(trainer: Trainer, folder: Path) -> None:
 
 
 def test_a_killed_run_goes_on_bit_for_bit(
-    tmp_path: Path, quick_processes: None, compiled: Path
+    tmp_path: Path, quick_processes: None, compiled_in: dict[str, str]
 ) -> None:
     reference = dropout_job(str(tmp_path / "whole"))
     reference.train()
     killed, script = str(tmp_path / "killed"), Path(__file__).with_name("jobs.py")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[n]) for n in (2, 1)),
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **compiled_in,
     }
     done = subprocess.run([sys.executable, script, killed], env=environment, capture_output=True)
     assert done.returncode == -9, done.stderr.decode()[-2000:]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -110,10 +112,20 @@ def remove(directory: epath.Path, step: int) -> None:
         folder.rename(directory / DELETED / str(step))
 
 
-def discard(folder: epath.Path) -> None:
-    """Removes the files of a folder that is no step, as far as possible."""
+def discard(folder: epath.Path, pauses: Sequence[float] = ()) -> None:
+    """Removes the files of a folder that is not a step, as far as possible.
+
+    Args:
+      folder: May be missing.
+      pauses: Seconds before each further attempt, where the folder is still there.
+    """
     if not in_bucket(folder):
         shutil.rmtree(folder, ignore_errors=True)
+        for pause in pauses:
+            if not folder.is_dir():
+                return
+            time.sleep(pause)
+            shutil.rmtree(folder, ignore_errors=True)
     elif folder.exists():
         folder.rmtree(missing_ok=True)
 

@@ -133,7 +133,9 @@ class Writer:
 
     def _discard(self, pending: PendingSave) -> None:
         if pending.step not in steps_folder.folders(self._directory):
-            steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
+            # orbax ends at the first error, and writes that it has begun still create files.
+            folder = steps_folder.under_way(self._directory, pending.step)
+            steps_folder.discard(folder, pauses=(0.01, 0.1, 1.0, 4.0))
 
     def settle(self, *, swept: bool = False) -> None:
         """Returns when the step that was begun is complete, in all processes.

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # In a process of its own: other threads may not write either.
 PROGRAM = """
 import resource
 from zerojax.distributed.failure import leave
-
-pytestmark = pytest.mark.slow
 
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))

@@ -14,6 +14,8 @@ from groups import LIMIT
 import zerojax
 from zerojax.distributed.launched import LaunchError
 
+pytestmark = pytest.mark.slow
+
 JOIN = """
 import os, sys, time
 import zerojax
@@ -25,8 +27,6 @@ zerojax.init_distributed()
 import jax, jax.numpy as jnp, optax
 from flax.training.train_state import TrainState
 from zerojax.distributed.exchange import exchange
-
-pytestmark = pytest.mark.slow
 
 me = jax.process_index()
 

@@ -8,14 +8,14 @@ from launch.launched import launched
 
 from zerojax.distributed.lockstep import Lockstep
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import zerojax
 zerojax.init_distributed()
 import jax, numpy as np, optax
 from flax.training.train_state import TrainState
 from zerojax.checkpoint import Checkpointer
-
-pytestmark = pytest.mark.slow
 
 def create_state():
     params = {"w": jax.numpy.ones((8, 4))}

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from launch.launched import launched, launching, living
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import zerojax
 zerojax.init_distributed()
 import jax
 from jax.experimental import multihost_utils
-
-pytestmark = pytest.mark.slow
 say("sum", multihost_utils.process_allgather(jax.numpy.ones(1) * jax.process_index()).sum())
 """
 

@@ -105,6 +105,7 @@ def bits(tree: Any) -> list[bytes]:
     return [data(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", EACH_STAGE)
 @pytest.mark.parametrize("keywords", [{"fp16": True}, {"bf16": True}, {}])
 def test_near_the_run_in_float32_by_hand(stage: int, keywords: dict[str, bool]) -> None:
@@ -447,6 +448,7 @@ def test_moments_in_a_dtype_of_their_own(keywords: dict[str, bool]) -> None:
     assert optax.tree.get(state.opt_state, "mu")["first"].dtype == jnp.bfloat16
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("placed", ["init", "plain"])
 def test_a_model_in_bf16_with_the_configs_own_optimizer(placed: str, devices: int) -> None:

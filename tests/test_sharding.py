@@ -207,6 +207,7 @@ def mesh_of(name: str) -> Any:
 
 
 class TestPlaced:
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize(
         ("name", "stage"), [("mlp", 0), ("mlp", 3), ("odd", 3), ("vae_key_in_state", 3)]
     )
@@ -304,6 +305,7 @@ def is_key(x: Any) -> bool:
 
 
 class TestKept:
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize(
         ("stage", "accumulation"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 4), (3, 4)]
     )
@@ -316,6 +318,7 @@ class TestKept:
             state, _ = step(state, *arguments("average_in_state", i))
             assert specs(state) == born
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("name", ["mlp", "vae_key_in_state", "nnx_norm"])
     @pytest.mark.parametrize("born", [True, False])
     def test_compiles_once(self, name: str, born: bool) -> None:

@@ -109,6 +109,7 @@ def assert_same(got: Any, want: Any) -> None:
 WHERE = [(1, ROWS, 3), (1, 2, 3), (2, 4, 3), (2, 4, 1), (4, 4, 0)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("devices", "k", "stage", "kind"),
     swept(

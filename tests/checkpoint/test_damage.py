@@ -314,6 +314,7 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
     return error.whole == 100
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", ["random byte 0", "half", "emptied", "removed"])
 def test_restoring_notices(trained: tuple[Path, Any, Any], tmp_path: Path, damage: str) -> None:
     made, *_ = trained
@@ -324,6 +325,7 @@ def test_restoring_notices(trained: tuple[Path, Any, Any], tmp_path: Path, damag
         assert refused == (name not in COMMITS), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [f"random byte {seed}" for seed in range(6)])
 def test_restoring_notices_without_digests(
     trained: tuple[Path, Any, Any], tmp_path: Path, damage: str

@@ -96,6 +96,7 @@ def test_nnx_too(tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

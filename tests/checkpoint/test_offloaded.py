@@ -388,6 +388,7 @@ def test_a_half_updated_leaf_is_not_saved(tmp_path: Path, swap: Path) -> None:
             checkpointer.save(1, gone)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(64, 33), (3, 2, 1100), (2500,), ()])
 def test_checksums_of_host_memory_are_those_of_the_device(shape: tuple[int, ...]) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)

@@ -66,6 +66,7 @@ def doubled_last(grads: Any) -> Any:
     return {"w": grads["w"].at[-1].multiply(2.0)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_optimizer", [False, True])
 @pytest.mark.parametrize("change", [without_first, doubled_last])
 def test_a_step_that_changes_one_row_of_a_gradient(

@@ -107,6 +107,7 @@ def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
     assert [move.shape for move in found] == [shape]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
 def test_what_is_inserted_is_an_identity(function: Callable[..., Any], spec: Any) -> None:

@@ -251,6 +251,7 @@ def test_average_of_the_parameters_is_gathered_as_they_are() -> None:
 class TestRowsThatMeet:
     """Functions that cannot be cut run on the whole batch, and say so once."""
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize(
         ("function", "says"),
         [

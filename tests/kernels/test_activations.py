@@ -112,6 +112,7 @@ def test_rate_0_needs_no_key_and_draws_nothing() -> None:
     np.testing.assert_array_equal(bias_gelu(x, dropout_rate=0.0), bias_gelu(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(s, DTYPES[i % 3]) for i, s in enumerate(TESTED)], ids=str

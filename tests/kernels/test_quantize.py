@@ -84,6 +84,7 @@ def test_ties_go_to_the_even_code() -> None:
     assert unpacked(quantize_blockwise(x, block_size=6)).tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_has_the_right_mean(implementation: str, bits: int) -> None:

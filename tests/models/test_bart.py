@@ -67,6 +67,7 @@ def test_layerdrop_leaves_whole_blocks_out() -> None:
     assert (draw(SOURCE) == draw(SOURCE[::-1])).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_decide_the_compute_dtype(name: str, dtype: Any) -> None:

@@ -82,6 +82,7 @@ def transformers_logits() -> np.ndarray:
     return np.stack(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("which", range(len(THEIRS)), ids=["grouped", "tied"])
 def test_logits_are_transformers(which: int, scan: bool) -> None:

@@ -60,6 +60,7 @@ def test_sizes(name: str) -> None:
     assert (plain.config.scan, plain.config.remat) == (False, False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_sizes_of_workloads(name: str, scan: bool) -> None:

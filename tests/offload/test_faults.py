@@ -117,6 +117,7 @@ def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], Non
         step(state, BATCH)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("harm", [damage, Path.unlink])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_compute_parameter_damaged_between_steps(

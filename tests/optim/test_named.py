@@ -89,6 +89,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "params", "model", "numbers"), CASES)
 def test_formula(kind, params, model, numbers):
     check(kind, params, model, numbers)

@@ -26,9 +26,10 @@ VARIANTS = {
 
 def cells() -> Iterator[Any]:
     """Program, stage, micro-batches and dtype: every program at stage 3, half of them whole and
-    half by micro-batch at another stage, and the other half in bfloat16 at stage 0 or 3. All but
-    one, under accumulation, are of the sweep, and all of every second program that is equal: in exact
-    arithmetic test_invariant.py has each."""
+    half by micro-batch at another stage, and the other half in bfloat16 at stage 0 or 3.
+
+    All but one, under accumulation, are of the sweep, and so is each of every second program that
+    is equal, as test_invariant.py has all of them in exact arithmetic."""
     for i, (name, program) in enumerate(PROGRAMS.items()):
         if program.axes:  # their specs name axes of other meshes: test_features.py
             continue

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import assert_near, host
+from equal import assert_near, host, zero_for
 from flax.training.train_state import TrainState
 from jax import lax
 
@@ -65,6 +65,29 @@ def test_an_optimizer_that_reads_shapes_sees_no_padding(name: str) -> None:
         want, _ = plain(want, batch)
         state, _ = sharded(state, batch)
     assert_near(host(state.params), host(want.params), 1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_norm_of_a_gradient_leaves_padding_out(stage: int) -> None:
+    weights = np.random.default_rng(0).normal(size=(10, 20))
+    batch = np.random.default_rng(1).normal(size=(14, 10))
+
+    def create() -> TrainState:
+        return TrainState.create(apply_fn=None, params={"w": weights}, tx=optax.sgd(1e-2))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+    def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), value
+
+    zero = zero_for(stage, axes=7, gradient_clipping=1.0)
+    state = zero.init(create)
+    assert not zero.plan(state).plain
+    state, _ = zero(train_step)(state, batch)
+    want = optax.tree.norm(jax.grad(loss)({"w": weights}, batch))
+    np.testing.assert_allclose(zerojax.telemetry(state)["grad_norm"], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1, "offload_optimizer": "cpu"}])

@@ -91,6 +91,7 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
                 checkpointer.save(1, states[1])
                 found[f"disk of {rank}"] = failure(checkpointer.wait)
             found[f"after {rank}"] = checkpointer.all_steps(), _under_way(folder / "run")
+            agreed("both have looked", lambda: None)  # before process 0 makes the next folder
 
         agreed("the obstacle", lambda: None)
         if process == 0:  # process 0 cannot make the folder of the step

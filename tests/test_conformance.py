@@ -90,6 +90,7 @@ def test_state_beside_the_parameters_is_sharded(
     check(name, stage, k, dtype="float64")
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_micro_batches() -> None:
     """The gradient is the mean of those that micro-batches have with their own statistics, which
     pass from one to the next."""

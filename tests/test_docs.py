@@ -31,7 +31,10 @@ NOT_RUN = 'python title="Not run by the tests: '
 COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
-SLOW = {"checkpoints.md", "kernels.md", "long-sequences.md", "models.md", "trainer.md"}
+SLOW = {
+    "checkpoints.md", "from-maxtext.md", "kernels.md", "long-sequences.md", "models.md",
+    "trainer.md", "workloads.md",
+}  # fmt: skip
 """Pages whose code trains or compiles for seconds."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -141,6 +141,7 @@ def test_annotations_for_axes_that_do_not_exist_are_left_out_on_request(
     assert ("data" in spec) == (stage > 0)
 
 
+@pytest.mark.slow
 def test_annotations_are_kept_where_rules_map_them(plain: tuple[list[float], Any]) -> None:
     rules = (("vocab", "tp"), ("heads", "tp"), ("mlp", "tp"), ("embed", None))
     mesh = zerojax.mesh(axes={"data": 4, "tp": 2})

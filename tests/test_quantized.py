@@ -296,6 +296,7 @@ def test_beside_others(axes: dict[str, int], keywords: dict[str, Any]) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
     both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     zero, (create, step) = zero_of(3, **both), linen(optax.adam(3e-3))

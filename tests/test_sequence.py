@@ -86,6 +86,7 @@ def test_evaluation() -> None:
     assert_near(host(got), host(want), 1e-9)
 
 
+@pytest.mark.slow
 def test_with_a_model_axis() -> None:
     """Heads and features sharded over "model" by specs of the user's."""
     specs = megatron_specs(start("sequence_gpt", "float64").params)
@@ -94,6 +95,7 @@ def test_with_a_model_axis() -> None:
     assert str(zero.plan(start("sequence_gpt", "float64"))).splitlines()[0] == TITLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -187,6 +187,7 @@ class TestAbstract:
             assert (a.shape, a.dtype) == (x.shape, x.dtype)
             assert x.sharding.is_equivalent_to(a.sharding, x.ndim)
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("name", ["mlp", "gpt", "nnx_mlp"])
     def test_lowers_and_compiles(self, name: str) -> None:
         """From shapes alone; with abstract batches and concrete ones."""
@@ -502,6 +503,7 @@ def last_gradient(case: Program, state: Any, batch: Any) -> Any:
 class TestTelemetry:
     KEYS = ("loss_scale", "skipped_steps", "grad_norm", "learning_rate", "step")
 
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 4), (3, 1)])
     def test_values(self, stage: int, accumulation: int) -> None:
         zero = zero_for(stage, k=accumulation)

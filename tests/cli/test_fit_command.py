@@ -80,6 +80,7 @@ def test_what_stands_in_and_what_is_remembered(run: Any, tmp_path: Path) -> None
     assert len(again["ranking"]) == len(first["ranking"])
 
 
+@pytest.mark.slow
 def test_axes_of_the_mesh(run: Any) -> None:
     """Rows are shared by the devices of "data" alone."""
     options = ("--mesh", "data=4,model=2", "--batch", "4", "--compiles", "1", "--json")

@@ -104,6 +104,7 @@ def test_a_step_that_fits_and_then_does_not(config: Path, on_cpus: Any) -> None:
     assert '"zero_optimization": {"stage": 1} ' in result.stdout
 
 
+@pytest.mark.slow
 def test_the_attention_is_named(config: Path, on_cpus: Any) -> None:
     result = run(config, "--attention", "plain", "--json", model="mini")
     assert result.exit_code == 0, result.output
@@ -120,6 +121,7 @@ def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
     assert json.loads(result.stdout)["remedies"] == ([] if look else None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpus")
 def test_a_picture(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

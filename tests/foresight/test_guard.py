@@ -137,6 +137,7 @@ def test_what_goes_wrong_in_the_search_hides_nothing() -> None:
         Step(Arguments(train_step), zero.states, True, guard)(state, BATCH)
 
 
+@pytest.mark.slow
 def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     zero = zerojax.zero(stage=0)
     state = zero.init(create_state, jax.random.key(0))
@@ -170,6 +171,7 @@ def test_where_nothing_helps_it_says_so() -> None:
         guarded(zero, -(10**9))(state, BATCH)
 
 
+@pytest.mark.slow
 def test_nnx() -> None:
     zero = zerojax.zero(stage=0)
     model, optimizer = zero.init(linear)

@@ -239,6 +239,7 @@ def test_two_kernels(devices: int) -> None:
     assert kernels_in(compiled_for_h100(call, *given, devices=devices)) == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -91,6 +91,7 @@ def test_it_is_optax_adamw() -> None:
     jax.tree.map(lambda x, y: assert_close(x, y, jnp.float32), got[0], p)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("copy", [None, jnp.float16])
 def test_a_step_that_overflowed_changes_nothing(implementation: str, copy: Any) -> None:

@@ -68,6 +68,7 @@ def test_formula(
     np.testing.assert_array_equal(back, wanted.reshape(-1)[: x.size].reshape(shape))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("bits", "block_size"), [(8, 384), (4, 128), (4, 2048)])
 def test_all_implementations_agree_on_every_code(bits: int, block_size: int) -> None:
     x = random((6 * block_size - 5,), jnp.bfloat16, 1)
@@ -101,6 +102,7 @@ def test_stochastic_rounding_has_the_right_mean(implementation: str, bits: int) 
     assert np.abs(np.asarray(back).reshape(-1, 8).mean(0) - steps).max() < 0.1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_extremes(implementation: str, bits: int) -> None:

@@ -43,6 +43,7 @@ def test_targets_are_transformers(name: str, search: int) -> None:
     np.testing.assert_array_equal(targets, np.load(recorded.FILE)[f"{name}.search{search}"])
 
 
+@pytest.mark.slow
 def test_targets_at_stage_3_are_those_of_one_device() -> None:
     config = dataclasses.replace(CONFIGS["blenderbot"], scan=True)
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)

@@ -37,6 +37,7 @@ def weights(name: str, config: DebertaConfig) -> Any:
 SWEEP = pytest.mark.sweep
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "scan"),
     [

@@ -186,6 +186,7 @@ def test_nnx_twin_gives_the_same_logits_and_gradients(remat: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nnx_dropout_draws_anew_and_rests_in_eval() -> None:
     model = gpt_nnx.GPT(dataclasses.replace(TINY, dropout=0.5), rngs=nnx.Rngs(0))
     assert not jnp.allclose(model(TOKENS), model(TOKENS))

@@ -291,6 +291,7 @@ def test_64_mb_are_read_once_and_never_more_than_a_shard(
     assert sharded > 0.99 * size
 
 
+@pytest.mark.slow
 def test_the_host_holds_one_piece_at_a_time(tmp_path: pathlib.Path) -> None:
     config = dataclasses.replace(TINY, n_embd=256, n_layer=8, scan=True)
     params, like = init(config), sharded_like(config, stage3_param_persistence_threshold=0)

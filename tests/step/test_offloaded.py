@@ -140,6 +140,7 @@ def test_a_state_that_was_used_up_is_refused(tmp_path: Path, where: str) -> None
     step(new, BATCH)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["cpu", "both", "param"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_that_is_kept_can_be_used_again(tmp_path: Path, where: str) -> None:

@@ -27,7 +27,7 @@ def test_the_core_affects_all_sweeps() -> None:
     assert len(names("zerojax/collectives/insert.py")) == len(SWEEPS)
     assert len(names("pallas_kernels/norms/api.py")) == len(SWEEPS)
     assert len(names("tests/equal.py")) == len(names("tests/programs/basic.py")) == len(SWEEPS)
-    assert len(names("pyproject.toml")) == len(SWEEPS)
+    assert len(names("tests/exact.py")) == len(names("pyproject.toml")) == len(SWEEPS)
     assert {room.partition(".")[0] for room in ROOMS} >= CORE
 
 
@@ -41,7 +41,8 @@ def test_a_room_affects_those_above_it() -> None:
     assert names("zerojax/launch/group.py") == above
     assert names("benchmarks/memory.py") == ["tests/benchmarks/test_memory.py"]
     assert names("tests/optim/test_named.py") == ["tests/optim/test_named.py"]
-    assert names("README.md", "docs/stages.md", ".ci/run") == []
+    assert names("tests/launch/launched.py") == ["tests/launch/test_mpi.py"]
+    assert names("README.md", "tests/tiers.py", "docs/stages.md", ".ci/run") == []
 
 
 def test_a_sample_of_the_others_follows_from_the_seed() -> None:

@@ -1,4 +1,4 @@
-"""How long tests may take and how long they took; which sweeps of a change are run.
+"""Bounds and durations of tests, and the choice of the sweeps that a change calls for.
 
 A test belongs to one tier: "fast" (no mark), "slow" or "sweep". ``conftest.py`` imports the hooks.
 """
@@ -27,17 +27,18 @@ REMEDY = {
     "sweep": "make it smaller, or split it",
 }
 GREW = 1.3, 5.0
-"""A file is reported whose CPU seconds grew by this factor and by so many seconds."""
+"""Factor and seconds by which a file's CPU seconds grow before the file is reported."""
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".ci" / "durations.json"
-"""CPU seconds of each file by tier, and the commit at which all tests were last run."""
+"""CPU seconds of each file by tier."""
 
 # A change in one of these can change what any step computes.
 CORE = {
     "xla", "train_state", "plan", "optim", "trace", "collectives", "accumulation", "placement",
     "step", "evaluation", "api",
 }  # fmt: skip
-SHARED = {"conftest.py", "equal.py", "pairwise.py", "groups.py", "jaxprs.py", "programs"}
+# They change which tests are run, not what a test finds.
+CHOICE = {Path("tests/tiers.py"), Path("tests/rooms.py")}
 # Benchmarks at toy size and examples end to end; tests that start processes by these fixtures;
 # examples in docstrings that compile a model.
 SLOW_FOLDERS = {"benchmarks", "examples"}
@@ -95,9 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=RECORD.parent, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
 
@@ -114,7 +113,7 @@ def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) 
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
     A room of zerojax can affect the tests of its own and of all rooms above it; a room of the core,
-    the kernels, and what tests share can affect all.
+    the kernels and the programs of tests all; a helper of tests those of its folder.
     """
     sweeps = sorted(sweeps)
     affected = {name for name in sweeps if affects(paths, name)}
@@ -124,16 +123,19 @@ def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) 
 
 
 def affects(paths: Iterable[str], test: str) -> bool:
-    of_test = floor(Path(test.partition("::")[0]))
+    """Whether a change of some files can affect a test."""
+    file = Path(test.partition("::")[0])
     for path in map(Path, paths):
         package, inner = path.parts[0], path.parts[1] if len(path.parts) > 1 else ""
         if package == "pallas_kernels" or path.name == "pyproject.toml":
             return True
-        if package == "tests" and (inner in SHARED or path == Path(test.partition("::")[0])):
+        if package == "tests" and path not in CHOICE:
+            helps = not path.name.startswith("test_") and path.parent in file.parents
+            if path == file or helps or inner == "programs":
+                return True
+        if package == "zerojax" and (inner in CORE or floor(path) <= floor(file)):
             return True
-        if package == "zerojax" and (inner in CORE or floor(path) <= of_test):
-            return True
-        if package in ("examples", "benchmarks") and f"tests/{package}/" in test:
+        if package in ("examples", "benchmarks") and Path("tests", package) in file.parents:
             return True
     return False
 
@@ -168,7 +170,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Tells the controlling process, by the report of the end of a test, what it took."""
+    """Adds a test's tier, CPU seconds and the peak memory to the report of its end."""
     if call.when == "teardown" and STARTED in item.stash:
         cpu = cpu_seconds() - item.stash[STARTED]
         item.user_properties += [("tier", tier(item)), ("cpu", cpu), ("peak", peak())]
@@ -176,7 +178,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 class Durations:
-    """What the tests of a run took, in the process that reports."""
+    """CPU seconds and memory of the tests of a run, in the process that reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -185,12 +187,12 @@ class Durations:
         self.peak = 0.0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        told = dict(report.user_properties)
-        if report.when != "teardown" or "cpu" not in told:
+        figures = dict(report.user_properties)
+        if report.when != "teardown" or "cpu" not in figures:
             return
-        name, cpu = str(told["tier"]), float(str(told["cpu"]))
+        name, cpu = str(figures["tier"]), float(str(figures["cpu"]))
         self.files[name][report.nodeid.partition("::")[0]] += cpu
-        self.peak = max(self.peak, float(str(told["peak"])))
+        self.peak = max(self.peak, float(str(figures["peak"])))
         if cpu > BOUNDS[name] * SLACK:
             bound = f"{cpu:.1f} CPU s, the bound of {name} tests is {BOUNDS[name]:.0f}"
             self.over.append((cpu, f"{report.nodeid}: {bound}; {REMEDY[name]}"))

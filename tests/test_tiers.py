@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pairwise import cover, pairs
 from rooms import ROOMS
-from tiers import BOUNDS, CORE, SLACK, Durations, chosen, cpu_seconds, peak, resident
+from tiers import BOUNDS, CORE, ROOT, SLACK, Durations, chosen, cpu_seconds, peak, resident
 
 SWEEPS = [
     "tests/config/test_load.py::test_a", "tests/optim/test_named.py::test_a",
@@ -106,3 +106,10 @@ def test_what_a_process_uses() -> None:
     sum(range(10**6))
     assert cpu_seconds() > begin
     assert 0.05 < resident() <= peak() * 1.01
+
+
+def test_ci_s_options_have_their_values_by_an_equals_sign() -> None:
+    # An argument that names a file is where pytest looks for conftest.py, which has the options.
+    words = (ROOT / ".ci" / "run").read_text().replace('"', " ").split()
+    assert not {"--record", "--changed-since"} & set(words)
+    assert "--record=.ci/durations.json" in words

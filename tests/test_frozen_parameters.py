@@ -194,6 +194,7 @@ class TestEquality:
                 nnx.state(want),
             )
 
+    @pytest.mark.slow
     @pytest.mark.one_in(2)
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_only_what_moves_overflows(self, accumulation: int) -> None:
@@ -216,6 +217,7 @@ class TestEquality:
         before = zero.init(make, jax.random.key(0))
         jax.tree.map(np.testing.assert_array_equal, skipped.params, before.params)
 
+    @pytest.mark.slow
     @pytest.mark.one_in(2)
     @pytest.mark.parametrize("accumulation", [1, 4])
     @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_tokens_that_do_not_divide() -> None:
         zero.evaluate(lambda state, batch: batch["mask"])(placed(zero), batch_of(tokens=15))
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide() -> None:
     zero = zero_on("2x4")
     model = GPT(GPTConfig(vocab_size=V, block_size=T, n_layer=1, n_head=2, n_embd=32))

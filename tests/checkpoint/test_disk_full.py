@@ -38,6 +38,7 @@ def create(key: jax.Array) -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_the_run_is_told_and_goes_on(
     small_disk: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def full_disk(self: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_closing_tells_of_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

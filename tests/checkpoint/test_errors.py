@@ -60,6 +60,7 @@ def leaves(state: Any) -> list[Any]:
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_restart_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
     zero = zero_of(stage)

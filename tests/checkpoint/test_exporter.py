@@ -167,6 +167,7 @@ def test_stacked_layers_apart(
     assert "about.txt" in told.files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("create", "prefix"), [(create_linen, "params"), (create_nnx, "0")])
 def test_what_the_checkpointer_saved_at_stage_3(create: Any, prefix: str, tmp_path: Path) -> None:
     zero = zero_of(3)

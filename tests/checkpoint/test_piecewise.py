@@ -112,6 +112,7 @@ def test_nnx(tmp_path: Path) -> None:
                 checkpointer.save(step, got)
 
 
+@pytest.mark.slow
 def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any) -> None:
     saved = SavedStep(folder / str(SEVEN))
     leaves = values(expected)
@@ -169,6 +170,7 @@ def test_export_and_inspection_tell_the_shape_without_padding(
     assert rows["bytes"] == 80000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_training_goes_on_while_a_step_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None

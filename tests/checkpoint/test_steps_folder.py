@@ -75,6 +75,7 @@ def test_a_bucket(url: str) -> None:
     assert [(x.step, x.status) for x in inspect(run).steps] == [(2, "whole"), (4, "damaged")]
 
 
+@pytest.mark.slow
 @bucket.require
 def test_what_a_killed_run_left_in_a_bucket_is_no_step(url: str) -> None:
     zero = zero_of(0)

@@ -330,6 +330,7 @@ def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPat
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_nnx_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "SMALL", 0)
 

@@ -270,6 +270,7 @@ def test_between_hosts_the_second_error_is_fed_back_too(form: Any) -> None:
     assert layout.full(total.sharding.spec, 2) == spec
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_errors_take() -> None:
     state = start()
     text = str(zero_of(2).plan(jax.eval_shape(functools.partial(jax.tree.map, jnp.asarray), state)))

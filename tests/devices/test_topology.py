@@ -62,6 +62,7 @@ class TestMesh:
         text = jax.jit(lambda x: x.sum(0), out_shardings=out).lower(x).compile().as_text()
         assert "all-reduce" in text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", ["environment", "config", "neither"])
     def test_whichever_way_jax_is_told_not_to_look_for_a_gpu(self, how: str) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}

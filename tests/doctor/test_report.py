@@ -164,6 +164,7 @@ def test_what_the_cpu_cannot() -> None:
     assert "zerojax.init_distributed()" in processes.says
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_a_compile_for_a_gpu() -> None:

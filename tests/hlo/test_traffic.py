@@ -183,6 +183,7 @@ class TestCompiledForH100:
         assert sum(each.moved_bytes for each in scattered) == self.once
         assert sum(len(each.shapes) for each in found if each.kind == "all-gather") == LAYERS
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scan", [False, True])
     def test_rematerialisation_gathers_twice(self, scan: bool) -> None:
         found = collectives(compile_mlp(scan=scan, remat=True))

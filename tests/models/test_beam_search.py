@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 DEFAULT = {("blenderbot", 1), ("blenderbot", 2), ("bart", 4), ("bart", 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "search"),

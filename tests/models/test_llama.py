@@ -169,6 +169,7 @@ def plain(params: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     return jax.jit(train_step)(create_state(params, GROUPED), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, True)])
 def test_a_decorated_step_at_stage_3_is_the_plain_one(

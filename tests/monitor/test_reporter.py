@@ -135,6 +135,7 @@ def test_active():
     assert Reporter(ZeroConfig.from_keywords(csv_monitor={})).active
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_the_program_ends(tmp_path):
     """Neither the last steps nor, with logging as Python has it, the lines."""
     script = """

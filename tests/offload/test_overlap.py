@@ -16,6 +16,7 @@ from zerojax.offload.disk import file as disk_file
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.slow
 def test_reads_span_the_update_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the update of sub-group k has made is not written before a read of k+1 has begun, and
     that read does not go on before it is written: a loop that reads before or after an update, and

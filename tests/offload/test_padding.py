@@ -119,6 +119,7 @@ COMMON = {(name, "all") for name in ("shape", "mask", "clip", "adafactor", "nois
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "where"),

@@ -181,6 +181,7 @@ def test_the_plan_shards_the_moments_as_the_parameters(stage):
     assert any(leaf.spec == PartitionSpec(None, "data") for leaf in moments) == (stage > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_eight_devices_do_as_one():
     rng = np.random.default_rng(0)

@@ -92,6 +92,7 @@ def test_zero_one_adam_updates_its_variance_more_and_more_rarely() -> None:
     assert int(adam.squares) == 4
 
 
+@pytest.mark.slow
 def test_zero_one_adam_sends_gradients_and_then_momenta() -> None:
     params = {"lr": LR, "var_update_scaler": 2, "var_freeze_step": 6, "local_step_clipper": 1}
     config = OptimizerConfig(type="ZeroOneAdam", params=params)

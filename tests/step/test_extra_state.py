@@ -113,6 +113,7 @@ def fields(state: Any) -> Any:
     return {name: vars(state)[name] for name in own}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -134,6 +135,7 @@ def test_float64(stage: int, k: int, in_float64: None) -> None:
     assert not state.critic_opt_state[0].mu["net"]["into"].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("devices", [6, 7])
 def test_what_devices_do_not_divide(devices: int, in_float64: None) -> None:

@@ -166,6 +166,7 @@ def test_what_lies_on_disk_cannot_be_kept(tmp_path: Path) -> None:
     host(state)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["both", "nvme"])
 @pytest.mark.usefixtures("quick_compile")
@@ -183,6 +184,7 @@ def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
     assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(back))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_the_copies_of_the_last_step_are_the_next_ones(tmp_path: Path) -> None:
     """The masters are fetched to be updated, and not once more to compute with."""

@@ -92,6 +92,7 @@ def agrees(
         same(values(mine), values(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("born", [True, False])

@@ -259,6 +259,7 @@ class NnxClassifier(nnx.Module):
         return self.dense(self.dropout(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [True, False], ids=["function", "module"])
 def test_nnx_and_a_path_to_go_on_from(made: bool, tmp_path: Path) -> None:
     own = NnxClassifier(rngs=nnx.Rngs(42))
@@ -290,6 +291,7 @@ def test_nnx_and_a_path_to_go_on_from(made: bool, tmp_path: Path) -> None:
         assert begun.evaluate()["eval_loss"] == pytest.approx(math.log(4))
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
     class Terminate(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -91,6 +91,7 @@ def test_a_step_of_ones_own() -> None:
     assert fitted.choice.stage == 2
 
 
+@pytest.mark.slow
 def test_a_section_is_read_though_the_stage_is_open() -> None:
     """At stage 0 it would be refused."""
     section = {"device": "cpu", "ratio": 0.5}

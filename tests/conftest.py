@@ -82,21 +82,20 @@ def require_gpu_compiler(full_compile: None) -> None:
     pytest.skip(missing)
 
 
-MUCH = 1.0
-"""Gigabytes that a process may hold when the tests of a file are done."""
+MUCH, MOST = 1.0, 2.0
+"""Gigabytes that a process may hold when the tests of a file are done, and after any test."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Frees what only the tests of one file use: compiled programs, and their cached results."""
-    if nextitem is not None and nextitem.path == item.path:
-        return
-    module = getattr(item, "module", None)
+    ends = nextitem is None or nextitem.path != item.path
+    module = getattr(item, "module", None) if ends else None
     for value in [*vars(module).values()] if module else ():
         own = getattr(value, "__module__", None) == module.__name__
         if own and hasattr(value, "cache_clear"):
             value.cache_clear()
-    if resident() > MUCH:
+    if resident() > (MUCH if ends else MOST):
         jax.clear_caches()
         gc.collect()
         with contextlib.suppress(AttributeError):  # glibc keeps what is freed otherwise

@@ -3,7 +3,8 @@
 import os
 import sys
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,16 +34,30 @@ class Commands(TyperGroup):
         return typer.main.get_command(command)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"zerojax {version('zerojax')}, jax {version('jax')}")
+        raise typer.Exit
 
 
 @app.callback()
-def about() -> None:
+def about(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show versions.")
+    ] = False,
+) -> None:
     """ZeRO for JAX, from the command line."""
 
 
 def main() -> None:
     """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
+    open_standard_streams()
     given = dict(os.environ)
     set_environment()
     me = launched(given)
@@ -51,6 +66,20 @@ def main() -> None:
         if me.index:
             return
     app(obj=given)
+
+
+def open_standard_streams() -> None:
+    """Opens ``/dev/null`` for each standard stream that the caller closed, as with ``2>&-``.
+
+    The next file that is opened would be taken for the stream otherwise.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def set_environment() -> None:

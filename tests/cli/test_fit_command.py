@@ -61,7 +61,7 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
     assert "0 programs compiled" in run(10**9, "--batch", "16").output
     assert "The search ended" not in made.output
     short = run(10**9, "--batch", "32", "--compiles", "1").output
-    assert "The search ended at its limit (--compiles 1, --minutes 20) with 0 of " in short
+    assert "limit (--compiles 1, --minutes 20). Not tried: stage 0; stage 1; stage 2" in short
 
 
 @pytest.mark.slow
@@ -98,7 +98,8 @@ def test_nothing_fits(run: Any) -> None:
     assert "The search ended" not in made.output
     early = run(10**9, "--batch", "16", "--minutes", "0")
     assert early.exit_code == 3
-    assert "The search ended at its limit (--compiles 40, --minutes 0) with 0 of " in early.output
+    assert "the limit of compiles or of seconds came before these: stage 0; stage" in early.output
+    assert "; and 8 more. Raise the limit (--compiles 40, --minutes 0)" in early.output
 
 
 @pytest.mark.parametrize(

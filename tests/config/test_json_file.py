@@ -76,6 +76,8 @@ def test_a_key_that_stands_twice(file):
         (" \n", "the file is empty"),
         ('{"gradient_clipping": 1e999 // much\n}', "not a usable HJSON file"),
         ("a: '''x", "not a usable HJSON file"),
+        ("a: " + "9" * 5000, "not a usable HJSON file"),
+        ('{"a": ' + "9" * 5000 + "}", "not a usable JSON file"),
         ("// c\n" + "{a:" * 100_000, "not a usable HJSON file"),
         ('{"gradient_clipping": NaN // c\n}', "NaN is not a number in JSON; write a finite one"),
         ("hello", 'expected an object, got "hello"'),

@@ -1,5 +1,6 @@
 """What is read from a YAML file, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,14 @@ import pytest
 from zerojax.config import ConfigError, load
 from zerojax.config.text_file import repeated
 from zerojax.config.yaml_file import read_yaml
+
+# Each line doubles what stands above; 800 bytes for more values than any memory holds.
+BILLIONS = b"a0: &a0 {x: 1}\n" + b"".join(
+    b"a%d: &a%d {x: *a%d, y: *a%d}\n" % (i, i, i - 1, i - 1) for i in range(1, 34)
+)
+
+
+CPU = {"device": "cpu"}
 
 
 def read(folder: Path, text: bytes) -> object:
@@ -21,6 +30,20 @@ def test_values_and_keys_that_are_given_twice(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in repeated(value)] == ["a", "b.c"]
 
 
+def test_aliases_of_a_few_values(tmp_path: Path) -> None:
+    text = b"a: &a {device: cpu}\nb: *a\nc: [*a, *a]"
+    assert read(tmp_path, text) == {"a": CPU, "b": CPU, "c": [CPU, CPU]}
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+    """A pipe, which nobody writes to, blocks who opens it."""
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="a pipe, a device or a folder"):
+            load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -29,7 +52,11 @@ def test_values_and_keys_that_are_given_twice(tmp_path: Path) -> None:
         (b"a: !!python/object:os.system {}", "could not determine a constructor"),
         (b"--- 1\n--- 2", "but found another document"),
         (b"? {a: 1}\n: 2", "unhashable"),
-        (b"a: &x [*x]", "found unconstructable recursive node"),
+        (
+            b"a: &x [*x]",
+            "its aliases (*name) stand for more than 100,000 values, or for themselves",
+        ),
+        (BILLIONS, "its aliases (*name) stand for more than 100,000 values"),
         (b"\x00\x01", "unacceptable character"),
         (b"\xff\xfe\xfa", "not a text file"),
         (b"[" * 5000, "not a usable YAML file: maximum recursion"),

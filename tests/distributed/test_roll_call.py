@@ -23,9 +23,9 @@ def port() -> int:
     return number
 
 
-def one(index: int, count: int, port: int, seconds: float = LIMIT) -> Any:
+def one(index: int, count: int, port: int, seconds: float = LIMIT, token: str = "") -> Any:
     """What process ``index`` hears: the records, or the error."""
-    me = Launched(f"localhost:{port}", count, index, None, None, "torchrun")
+    me = Launched(f"localhost:{port}", count, index, None, None, "torchrun", token)
     mine = {"host": f"n{1 + index // 2}", "pid": 100 + index}
     try:
         return call_roll(me, mine, f"127.0.0.1:{port}", seconds)
@@ -89,6 +89,43 @@ def test_a_scanner_of_ports_is_no_process(port: int) -> None:
             assert len(one(1, 2, port)) == len(first.result()) == 2
             assert silent.recv(100) == b"zerojax roll call 1\n"
             assert silent.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"index": "1", "count": 2, "host": "n1", "pid": 1}',
+        '{"index": 1.5, "count": 2, "host": "n1", "pid": 1}',
+        '{"index": true, "count": 2, "host": "n1", "pid": 1}',
+        '{"index": -1, "count": 2, "host": "n1", "pid": 1}',
+        '{"index": 2, "count": 2, "host": "n1", "pid": 1}',
+        '{"index": 1, "count": null, "host": "n1", "pid": 1}',
+        '{"index": 1, "count": 2, "host": [], "pid": 1}',
+        '{"index": 1, "count": 2, "host": "n1", "pid": {}}',
+        '{"index": 1, "count": 2, "host": "n1", "pid": 1, "versions": 3}',
+        '{"index": [1], "count": 2, "host": "n1", "pid": 1}',
+        "[" * 100_000,
+        '{"index": ' + "9" * 5000 + "}",
+    ],
+)
+def test_a_stranger_ends_nothing(port: int, record: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one, 0, 2, port)
+        with connected(port) as stranger:
+            stranger.sendall(record.encode() + b"\n")
+            assert len(one(1, 2, port)) == len(first.result(LIMIT)) == 2
+
+
+def test_who_has_another_token_is_of_another_run(port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one, 0, 2, port, LIMIT, "secret")
+        for token in ("", "guess", "\ud800é"):
+            said = one(1, 2, port, LIMIT, token)
+            assert "address of another run" in said
+            assert "secret" not in said
+        records = one(1, 2, port, LIMIT, "secret")
+        assert records == first.result(LIMIT)
+        assert "secret" not in str(records)
 
 
 def test_a_port_that_is_taken(port: int) -> None:

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,14 @@ from launch.launched import (
     LIMIT,
     PATIENT,
     Launch,
+    children,
     command,
     environment,
     launched,
     launching,
     left_behind,
     living,
+    state,
 )
 
 from zerojax.launch.relay import Relay, Source
@@ -318,8 +322,55 @@ def test_logs_of_attempts_and_launches_are_kept(tmp_path: Path) -> None:
     for _ in range(2):
         launched(tmp_path, "sys.exit(4)", "--max-restarts=1", "--log-dir=logs")
     logs = sorted(tmp_path.glob("logs/*/0.log"))
-    assert [path.parent.name for path in logs] == ["attempt-1", "attempt-2"]
-    assert [path.read_text().count("pid") for path in logs] == [2, 2]
+    assert [path.parent.name for path in logs] == [f"attempt-{i}" for i in (1, 2, 3, 4)]
+    assert [path.read_text().count("pid") for path in logs] == [1, 1, 1, 1]
+
+
+def test_a_launch_beside_another_with_its_log_folder(tmp_path: Path) -> None:
+    """Nor does a folder that is removed meanwhile end a run."""
+    options = "--nproc-per-node=2", "--log-dir=logs"
+    with launching(tmp_path, "until('go')", *options) as launch:
+        launch.pids(2)
+        (tmp_path / "second").mkdir()
+        second = launched(
+            tmp_path / "second", "", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs"
+        )
+        assert second.status == 0, second.err
+        shutil.rmtree(tmp_path / "logs")
+        (tmp_path / "go").touch()
+        told = launch.told()
+    assert told.status == 0, told.err
+
+
+def test_a_launcher_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """As by Ctrl-Z and fg, for longer than it waits for a signal."""
+    with launching(tmp_path, "until('go')", "--nproc-per-node=2") as launch:
+        launch.pids(2)
+        both = [launch.process.pid, *children(launch.process.pid)]
+        for number in (signal.SIGSTOP, signal.SIGCONT) * 2:
+            for pid in both:
+                os.kill(pid, number)
+            stopped = number == signal.SIGSTOP
+            wait_for(lambda stopped=stopped: all(stopped == (state(x) == "T") for x in both), str)
+            time.sleep(1.2)
+        (tmp_path / "go").touch()
+        told = launch.told()
+    assert (told.status, told.err) == (0, "")
+
+
+def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
+    words = "bash", "-c", 'exec "$@" 2>&- <&-', "bash"
+    told = launched(tmp_path, "say('x')", "--nproc-per-node=2", on=words)
+    assert told.status == 0
+    assert told.out.count("x") == 2
+
+
+def test_too_few_open_files(tmp_path: Path) -> None:
+    words = "bash", "-c", 'ulimit -n 20; exec "$@"', "bash"
+    told = launched(tmp_path, "", "--nproc-per-node=8", on=words)
+    assert told.status == 2
+    assert "of 8 cannot be started: Too many open files: `ulimit -n` allows more" in told.err
+    assert len(told.err.splitlines()) == 1
 
 
 def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Path) -> None:
@@ -346,9 +397,10 @@ def test_stacks_of_a_watchdog_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_the_log_alone(tmp_path: Path) -> None:
-    (tmp_path / "logs/attempt-1").mkdir(parents=True)
-    (tmp_path / "logs/attempt-1/0.log").symlink_to("/dev/full")
-    told = launched(tmp_path, "say('x')\n" * 3, "--log-dir=logs")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/0.log").symlink_to("/dev/full")
+    patch = "from zerojax.launch import local\nlocal.new_attempt = lambda logs: logs"
+    told = launched(tmp_path, "say('x')\n" * 3, "--log-dir=full", patch=patch)
     assert told.status == 0
     assert told.out.count("x") == 3
     assert told.err == "zerojax launch: output is lost: [Errno 28] No space left on device\n"
@@ -372,16 +424,21 @@ def unread(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     all times for which it waits are over at once."""
     in_no_time = """
 import threading
+from zerojax.launch import group
+group._READER_SECONDS = 0.0
 join = threading.Thread.join
 def hurried(thread, timeout=None):
     open("waits", "w").close()
-    join(thread, timeout and 0.0)
+    join(thread, None if timeout is None else 0.0)
 threading.Thread.join = hurried
 """
     path = folder / "script.py"
     path.write_text(HEAD + "for i in range(60): say(i, 'x' * 1000)")
     with subprocess.Popen(
-        [*command(in_no_time), str(path)], cwd=folder, env=environment(), stdout=subprocess.PIPE
+        [*command(in_no_time), "--log-dir=logs", str(path)],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
     ) as launch:
         assert launch.stdout is not None
         fcntl.fcntl(launch.stdout, fcntl.F_SETPIPE_SZ, 4096)
@@ -399,9 +456,12 @@ def test_no_line_is_lost_to_a_slow_reader(tmp_path: Path) -> None:
 
 
 def test_who_asks_to_end_need_not_read(tmp_path: Path) -> None:
+    """The log has what the terminal has not."""
     with unread(tmp_path) as launch:
         launch.terminate()
         assert launch.wait(LIMIT) == 0  # that of the processes
+    log = (tmp_path / "logs/attempt-1/0.log").read_text().splitlines()
+    assert [line.split()[0] for line in log[1:]] == [str(i) for i in range(60)]
 
 
 def test_a_pipe_that_another_holds_open_is_not_waited_for(tmp_path: Path) -> None:

@@ -51,6 +51,16 @@ def test_manifests_fit_their_schemas(kind: Kind, environ: dict[str, str]) -> Non
     assert [against_schema(each) for each in documents] == [[]] * len(documents)
 
 
+def test_words_are_the_script_s_own_whatever_kubernetes_would_put_in() -> None:
+    job = Job(("/app/train.py", "$(POD_INDEX)", "$(HOME)", "$$", "a$b"))
+    [document] = manifest(job, Kind.JOBSET, "image:1", 2, 8, {"XLA_FLAGS": "$(HOME)"})
+    text = json.dumps(document)
+    assert text.count('"$(POD_INDEX)"') == 1  # the launcher's own
+    words = ["$$(POD_INDEX)", "$$(HOME)", "$$$$", "a$$b"]
+    assert json.dumps(words)[1:-1] in text
+    assert '"value": "$$(HOME)"' in text
+
+
 def test_a_wrong_field_is_found() -> None:
     [document] = manifest(JOB, Kind.JOBSET, "image:1", 2, 8, {})
     document["spec"]["failurePolicy"]["maxRestart"] = 3

@@ -52,6 +52,32 @@ def test_options_that_are_none(options: str) -> None:
         batch_script(JOB, 2, 8, options, {})
 
 
+@pytest.mark.parametrize("odd", ["\n", "\r", "\x0b", "\x1b[2J", "\u2028"])
+def test_nothing_becomes_a_line_of_its_own(odd: str) -> None:
+    for job, options in (
+        (JOB, f"--comment='a{odd}rm -r .'"),
+        (JOB._replace(script=(f"a{odd}rm -r .", "b")), ""),
+        (JOB._replace(log_dir=Path(f"logs{odd}rm -r .")), ""),
+    ):
+        with pytest.raises(UsageError, match="does not print"):
+            batch_script(job, 2, 8, options, {})
+    # Words of the script, and variables, are quoted.
+    script = batch_script(JOB._replace(script=("a.py", f"b{odd}c")), 2, 8, "", {"XLA_FLAGS": odd})
+    assert f"'b{odd}c'" in script
+
+
+def test_each_job_has_a_token_which_the_script_does_not_show() -> None:
+    script = batch_script(JOB, 2, 8, "", {"ZEROJAX_TOKEN": "secret"})
+    assert "secret" not in script
+    [line] = [line for line in script.splitlines() if "TOKEN" in line]
+    shell = ["bash", "-c", f"{line}; echo $ZEROJAX_TOKEN"]
+    tokens = [subprocess.run(shell, capture_output=True, text=True).stdout for _ in range(2)]
+    assert len(set(tokens)) == 2
+    assert all(len(token.strip()) == 32 for token in tokens)
+    given = subprocess.run(shell, capture_output=True, env={"ZEROJAX_TOKEN": "mine"})
+    assert given.stdout == b"mine\n"
+
+
 def test_no_sbatch(tmp_path: Path) -> None:
     told = launched(tmp_path, "", "--slurm", "--partition=p", "--nproc-per-node", 2, PATH="/")
     assert told.status == 2

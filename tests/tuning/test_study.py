@@ -153,7 +153,7 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     of = study(None, study().forecast(study().given).peak.bytes, cache)
     space = Space(stages=(0,), remats=(False,), offloads=("none",))
-    found = search(of, space)
+    found = search(of, space).ranking
     best = max(each.choice.micro for each in found)
     assert found[0].choice.micro == best
     assert all(each.forecast.fits for each in found)
@@ -168,7 +168,7 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     same = Study(
         model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again
     )
-    repeated = search(same, space)
+    repeated = search(same, space).ranking
     assert (again.hits, again.misses) == (cache.misses - 1, 1)
     assert [each.choice for each in repeated] == [each.choice for each in found]
 

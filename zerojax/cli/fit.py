@@ -34,7 +34,7 @@ from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
-from zerojax.tuning.search import COMPILES
+from zerojax.tuning.search import COMPILES, listed
 
 
 def fit(
@@ -78,7 +78,6 @@ def fit(
         typer.echo(f"--out {out}: no file can be written there", err=True)
         raise typer.Exit(2)
     compile_only(devices)
-    looked = (0, 0)
     with steps_bar() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -86,8 +85,6 @@ def fit(
             progress.update(task, description=f"compiling {text}")
 
         def done(modes: int, of: int) -> None:
-            nonlocal looked
-            looked = modes, of
             progress.update(task, completed=modes, total=of)
 
         try:
@@ -108,15 +105,19 @@ def fit(
                 done=done,
             )
         except OutOfMemoryError as error:
-            typer.echo(str(error), err=True)
-            _tell_of_limits(looked, compiles, minutes)
+            typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
             raise typer.Exit(3) from None
         except Exception as error:
             if (said := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
             typer.echo(said, err=True)
             raise typer.Exit(2) from None
-    _tell_of_limits(looked, compiles, minutes)
+    if fitted.unseen:
+        typer.echo(
+            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}). Not "
+            f"tried: {listed(fitted.unseen)}.",
+            err=True,
+        )
     if as_json:
         ranking = [_row(each) for each in fitted.ranking]
         print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
@@ -128,15 +129,6 @@ def fit(
             typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
     if out is not None:
         out.write_text(json.dumps(fitted.config, indent=2) + "\n")
-
-
-def _tell_of_limits(looked: tuple[int, int], compiles: int, minutes: float) -> None:
-    if looked[0] < looked[1]:
-        typer.echo(
-            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}) with "
-            f"{looked[0]} of {looked[1]} combinations of stage, remat and offload looked at.",
-            err=True,
-        )
 
 
 def _best(ranking: Sequence[Trial]) -> list[Trial]:

@@ -207,7 +207,7 @@ def _counts(
     gpus_here: Callable[[], list[Gpu]],
 ) -> tuple[int, ...]:
     """How many processes each machine runs."""
-    if given is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", given):
+    if given is not None and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", given):
         raise UsageError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
     each = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
@@ -257,7 +257,7 @@ def _node(
 
 
 def _address(given: str) -> str:
-    found = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})", given)
+    found = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):([0-9]{1,5})", given)
     if not found or not 0 < int(found[1]) < 2**16:
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given

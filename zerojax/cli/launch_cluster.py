@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def start(
     dry_run: bool,
 ) -> int:
     """Hand a job to the cluster, or print what the cluster would get; the exit status."""
-    if nproc_per_node is None or not nproc_per_node.isdecimal() or int(nproc_per_node) < 1:
+    if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
         raise UsageError(
             f"{cluster.chosen()} needs --nproc-per-node N: how many processes, and GPUs, each "
             "machine runs"

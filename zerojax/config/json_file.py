@@ -47,7 +47,8 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
         if also != at:
             broken += f" (and no HJSON at {also}: {error.msg})"
         raise ConfigError(f"{broken}; mend it there", source) from None
-    except (ArithmeticError, LookupError, RecursionError) as error:  # 1e999; an open '''
+    # 1e999; an open '''; more digits than Python reads
+    except (ArithmeticError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"not a usable HJSON file: {error}", source) from None
 
 

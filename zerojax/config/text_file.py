@@ -1,6 +1,7 @@
 """A config's file as text, and objects that remember the keys they repeat."""
 
 import os
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,12 @@ def text_of(path: str | os.PathLike[str]) -> str:
     """The text of a file.
 
     Raises:
-      ConfigError: No such file, or not text.
+      ConfigError: No such file, not a file, or not text.
     """
     source = os.fspath(path)
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        regular = stat.S_ISREG(os.stat(path).st_mode)  # a pipe blocks, a device may have no end
+        text = Path(path).read_bytes().decode("utf-8-sig") if regular else ""
     except FileNotFoundError:
         where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
         raise ConfigError(f"no such file{where}; check the path", source) from None
@@ -54,3 +56,6 @@ def text_of(path: str | os.PathLike[str]) -> str:
         raise ConfigError("not a text file; text in UTF-8 is needed", source) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read: {error}", source) from None
+    if not regular:
+        raise ConfigError("a pipe, a device or a folder; the path of a file is needed", source)
+    return text

@@ -1,5 +1,6 @@
 """A YAML file, read strictly: a key that is given twice is remembered."""
 
+import math
 import os
 from typing import Any
 
@@ -23,15 +24,40 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Object:
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
+_MOST = 100_000
+"""Values in a file, those of aliases counted wherever they stand."""
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """The values below a node; infinite for a node within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+    return known[id(node)]
+
+
 def read_yaml(path: str | os.PathLike[str]) -> Any:
     """The value in a YAML file; `repeated` lists its repeated keys.
 
     Raises:
-      ConfigError: No such file, not text, or not YAML (with line and column).
+      ConfigError: No such file, not text, not YAML (with line and column), or aliases that stand
+        for more than a config ever has.
     """
     source, text = os.fspath(path), text_of(path)
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > _MOST:
+            raise ValueError(
+                f"its aliases (*name) stand for more than {_MOST:,} values, or for themselves; "
+                "write the values out"
+            )
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class LaunchError(RuntimeError):
@@ -22,6 +22,7 @@ class Launched:
       local_count: The number of processes on this host; None where the launcher does not say.
       local_index: Of this process among them, from 0; None likewise.
       by: The launcher.
+      token: A secret of the run, of ``zerojax launch`` or of the user; "" for none.
     """
 
     coordinator: str
@@ -30,6 +31,7 @@ class Launched:
     local_count: int | None
     local_index: int | None
     by: str
+    token: str = field(default="", repr=False)
 
     @property
     def several_hosts(self) -> bool:
@@ -126,7 +128,8 @@ by='torchrun')
             f"{local_count} on its host: correct {launcher.local_index} or {launcher.local_count}"
         )
     coordinator = _coordinator(environ, launcher, local_count == count)
-    return Launched(coordinator, count, index, local_count, local_index, launcher.by)
+    token = environ.get("ZEROJAX_TOKEN", "")
+    return Launched(coordinator, count, index, local_count, local_index, launcher.by, token)
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
@@ -146,9 +149,15 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
             f"{launcher.index}={environ[launcher.index]} looks like {launcher.by}, but {name} is "
             f"not set: set {name}, or unset {launcher.index} where this is the only process"
         )
-    if not text.isdecimal() or int(text) < least:
-        raise LaunchError(f"{name}={text!r} is not a number from {least} on: correct {name}")
-    return int(text)
+    number = _whole(text)
+    if number is None or number < least:
+        raise LaunchError(f"{name}={text[:40]!r} is not a number from {least} on: correct {name}")
+    return number
+
+
+def _whole(text: str) -> int | None:
+    """A whole number as launchers write it, of at most nine digits; None for anything else."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -> str:
@@ -159,8 +168,8 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"]
         # torchrun's agent listens at the port itself then.
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
-            port = str(int(port) + (1 if int(port) < 65535 else -1))
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (own := _whole(port)):
+            port = str(own + (1 if own < 65535 else -1))
         return _address("MASTER_ADDR:MASTER_PORT", f"{environ['MASTER_ADDR']}:{port}")
     if launcher.by == "torchrun":
         missing = "MASTER_PORT" if "MASTER_ADDR" in environ else "MASTER_ADDR"
@@ -178,15 +187,17 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
     The port follows from the job's number, so that jobs side by side have different ones.
     """
     job = environ.get("SLURM_JOB_ID", "")
-    if launcher.by == "srun" and job.isdecimal():
+    if launcher.by == "srun" and _whole(job) is not None:
         return first_host(environ[_STEP]), job
     # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", the host of mpirun.
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    if four := re.match(r"(\d+)\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
+    if four := re.match(r"([0-9]{1,10})\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
         host = f"{four[2]}]" if four[2].startswith("[") else four[2]
         return host, str(int(four[1]) >> 12)  # a job's lower bits are those of its parts
     # Open MPI 5: "prterun-HOST-PID@JOB", of mpirun.
-    if five := re.fullmatch(r"prte(?:run)?-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", "")):
+    if five := re.fullmatch(
+        r"prte(?:run)?-(.+)-([0-9]{1,9})@\d+", environ.get("PMIX_NAMESPACE", "")
+    ):
         return five[1], five[2]
     raise LaunchError(
         f"{launcher.by} started this process, but nothing says where process 0 listens: set "
@@ -197,8 +208,8 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
 
 def _address(name: str, text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"{name}={text!r} is not host:port, as n1:29500: correct {name}")
+    if not host or not 0 < (_whole(port) or 0) < 65536:
+        raise LaunchError(f"{name}={text[:80]!r} is not host:port, as n1:29500: correct {name}")
     return text
 
 
@@ -215,9 +226,13 @@ def first_host(nodes: str) -> str:
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
     """The step's tasks on this node, of "2(x3),1" and the node's number."""
-    each: list[int] = []
+    node = _whole(environ.get("SLURM_NODEID", "0"))
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        each += [int(tasks)] * int(times or 1)
-    node = environ.get("SLURM_NODEID", "0")
-    return each[int(node)] if node.isdecimal() and int(node) < len(each) else None
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if node is None or not found:
+            return None
+        if node < (nodes := int(found[2] or 1)):
+            return int(found[1])
+        node -= nodes
+    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -47,7 +48,7 @@ def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Rec
     """
     mine = {"index": me.index, "count": me.count, **mine}
     if me.index:
-        return _answer(me, mine, seconds)
+        return _answer(me, {**mine, "token": me.token}, seconds)
     with contextlib.closing(_Roll(me, mine, bind)) as roll:
         problem = roll.gather(seconds)
         records = [roll.present.get(n, {}) for n in range(me.count)]
@@ -104,8 +105,13 @@ class _Roll:
         if more and not heard.endswith(b"\n") and len(heard) <= _LONGEST:
             return ""
         record = _parsed(bytes(heard), {"index", "count", "host", "pid"})
-        if record is None:  # a scanner of ports, a health check
+        if record is None or not _fits(record, self.present[0]):  # a scanner, a health check
             self._waiting.unregister(guest)
+            return ""
+        token = str(record.pop("token", "")).encode(errors="replace")
+        if not secrets.compare_digest(token, self.me.token.encode(errors="replace")):
+            self._waiting.unregister(guest)
+            self._send(guest, {"problem": self._of_another_run(record), "records": []})
             return ""
         if problem := self._odd(record):
             return problem
@@ -126,6 +132,13 @@ class _Roll:
             )
         return ""
 
+    def _of_another_run(self, record: Record) -> str:
+        return (
+            f"{self.me.coordinator} is the address of another run, whose process 0 is "
+            f"{_named(self.present[0])}; {_named(record)} has another ZEROJAX_TOKEN, or none: give "
+            "each run a port of its own, and all processes of a run the same token"
+        )
+
     def _missing(self, seconds: float) -> str:
         hosts = by_host(self.present.values())
         present = "; ".join(f"{listed(numbers)} on {host}" for host, numbers in hosts.items())
@@ -145,15 +158,17 @@ class _Roll:
 
     def tell(self, reply: Record) -> None:
         """Tells all that came, and what is wrong also those that have not said who they are."""
-        text = json.dumps(reply).encode() + b"\n"
         for guest in self._heard if reply["problem"] else self._speakers:
-            with contextlib.suppress(OSError):
-                guest.settimeout(_GRACE)
-                guest.sendall(text)
+            self._send(guest, reply)
         for guest in self._speakers:  # whoever closes first holds the port for a minute
             with contextlib.suppress(OSError):
                 guest.settimeout(1)
                 guest.recv(1)
+
+    def _send(self, guest: socket.socket, reply: Record) -> None:
+        with contextlib.suppress(OSError):
+            guest.settimeout(_GRACE)
+            guest.sendall(json.dumps(reply).encode() + b"\n")
 
     def close(self) -> None:
         for each in [self._listener, *self._heard]:
@@ -247,6 +262,19 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
 
 def _named(record: Record) -> str:
     return f"process {record['index']} (pid {record['pid']} on {record['host']})"
+
+
+def _fits(record: Record, mine: Record) -> bool:
+    """Whether a record is one of this version's, or of another version of zerojax or JAX."""
+    index, count = record["index"], record["count"]
+    typed = {"index": int, "count": int, "host": str, "pid": int}
+    if record.get("versions") == mine.get("versions"):
+        typed |= {name: type(x) for name, x in mine.items() if isinstance(x, bool | str | dict)}
+    return (
+        all(type(record.get(name)) is kind for name, kind in typed.items())
+        and isinstance(record.get("versions", {}), dict)
+        and 0 <= index < count
+    )
 
 
 def _parsed(line: bytes, keys: set[str]) -> Record | None:

@@ -127,13 +127,16 @@ class Trials:
     def least(self, choice: Choice) -> int:
         """The least bytes of device memory that a choice needs, known without a compile.
 
-        They are the state at rest, and the activations of the largest compiled choice that has no
-        more rows in a micro-batch and no less remat.
+        They are the state at rest, and the activations of the largest compiled choice of the same
+        stage and offload that has no more rows in a micro-batch and no less remat. By shape alone
+        an unsharded gradient of another stage may count as an activation.
         """
         activations = (
             each.peak.memory.get(ACTIVATIONS, 0)
             for known, each in self._known.items()
-            if known.micro <= choice.micro and bool(known.remat) >= bool(choice.remat)
+            if (known.stage, known.offload) == (choice.stage, choice.offload)
+            and known.micro <= choice.micro
+            and bool(known.remat) >= bool(choice.remat)
         )
         return self._built(choice).plan.bytes_per_device + max(activations, default=0)
 

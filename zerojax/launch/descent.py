@@ -12,6 +12,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from zerojax.launch.error import UsageError
+from zerojax.launch.failure import say
+
 PARENT_DIED = signal.SIGUSR2
 STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # mpirun passes on the last, unchanged
 
@@ -89,7 +92,8 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
 
     Two processes watch each other: this one passes signals on, and kills what is left if the child
     is killed; the child, in a session of its own, learns of this one's death by ``PARENT_DIED``.
-    ``work`` is called with the signals blocked, and waits for them.
+    ``work`` is called with the signals blocked, and waits for them. A ``UsageError`` is its message
+    and status 2.
 
     Args:
       work: What to do; it returns an exit status.
@@ -108,6 +112,9 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
             die_with(me, PARENT_DIED)
             adopt_orphans()
             status = work()
+        except UsageError as error:
+            status = 2
+            say(str(error))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -123,5 +130,6 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
             if pid == child:
                 kill_descendants()
                 return shell_status(code)
-        if got is not None and got.si_signo not in (signal.SIGCHLD, PARENT_DIED):
+        # After SIGSTOP and SIGCONT Python returns a signal that did not come.
+        if got is not None and got.si_signo in signals - {signal.SIGCHLD, PARENT_DIED}:
             send(child, got.si_signo)

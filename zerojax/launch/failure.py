@@ -46,9 +46,12 @@ def reported(line: bytes) -> Failure | None:
     if not line.startswith(_MARK):
         return None
     try:
-        return Failure(**json.loads(line[1:]))
-    except (ValueError, TypeError):  # cut by the output of another machine
+        failure = Failure(**json.loads(line[1:]))
+    except (ValueError, TypeError, RecursionError):  # cut by the output of another machine
         return None
+    kinds = {"at": float, "status": int, "why": str, "text": str, "again": bool}
+    typed = all(type(getattr(failure, name)) is kind for name, kind in kinds.items())
+    return failure if typed else None
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from zerojax.launch import descent
+from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.failure import NEVER_JOINED, Failure
 from zerojax.launch.relay import Relay, Source
 
@@ -104,8 +106,7 @@ class Group:
         """Start, and wait until nothing of them is left."""
         with contextlib.ExitStack() as stack:
             try:
-                for process in self._processes:
-                    self._start(process, stack)
+                self._start_all(stack)
                 self._relay.start()
                 while self._running:
                     self._wait()
@@ -113,6 +114,19 @@ class Group:
                 descent.kill_descendants()
             self._pass_on_the_rest()
         return self._outcome()
+
+    def _start_all(self, stack: contextlib.ExitStack) -> None:
+        """Raises UsageError where this machine lacks what a process takes, open files say."""
+        for process in self._processes:
+            try:
+                self._start(process, stack)
+            except OSError as error:
+                self._relay.close()
+                open_files = error.errno in (errno.EMFILE, errno.ENFILE)
+                raise UsageError(
+                    f"{process.name} of {len(self._processes)} cannot be started: "
+                    f"{in_a_line(error)}" + ": `ulimit -n` allows more" * open_files
+                ) from None
 
     def _start(self, process: Process, stack: contextlib.ExitStack) -> None:
         log: IO[bytes] | None = None
@@ -152,7 +166,8 @@ class Group:
             self._kill_at = time.monotonic() + _LAGGING_SECONDS
         left = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         got = signal.sigtimedwait(signals, left)
-        if got is not None:
+        # After SIGSTOP and SIGCONT Python returns a signal that did not come.
+        if got is not None and got.si_signo in signals:
             self._take(signal.Signals(got.si_signo))
         ours = [(pid, code) for pid, code in descent.reap() if pid in self._running]
         for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains what follows it
@@ -173,7 +188,8 @@ class Group:
             if signal.sigpending() & signals:
                 break
             self._relay.join(0.2)
-        self._relay.join(_READER_SECONDS)
+        self._relay.hurry(_READER_SECONDS)
+        self._relay.join()
 
     def _take(self, got: signal.Signals) -> None:
         """A signal that came."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zerojax.launch.error import UsageError, in_a_line
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,4})")
 
 
 class Host(NamedTuple):
@@ -91,7 +91,7 @@ def _named(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int
         name, colon, slots = part.strip().partition(":")
         if name not in hosts:
             raise UsageError(f"{option}: {name!r} is none of the hosts {', '.join(hosts)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
+        if colon and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", slots):
             raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
         for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
             if slot not in hosts[name].slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import shlex
 import socket
 import sys
@@ -15,6 +16,9 @@ from zerojax.launch.error import UsageError
 
 # Set for launchers that another launcher has started, one on each machine.
 PART = "ZEROJAX_LAUNCH_PART"
+
+# A secret that the processes of a run share: nobody else joins them.
+TOKEN = "ZEROJAX_TOKEN"
 
 # What the user may have set for JAX, and what a host reached by ssh does not inherit.
 _PASSED_ON = (
@@ -102,6 +106,11 @@ def supervisor_options(job: Job, rank: str, counts: tuple[int, ...], coordinator
     if job.log_dir is not None:
         options += ["--log-dir", str(job.log_dir.absolute())]
     return options
+
+
+def with_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with a token of the run unless the user has given one."""
+    return {TOKEN: secrets.token_hex(16), **environ}
 
 
 def by_hand(command: list[str]) -> str:

@@ -20,6 +20,7 @@ _PORT = 8476
 _SLACK_SECONDS = 30  # the kubelet's, after the launcher's own grace
 _WORKERS = "workers"
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_POD = "$(POD_INDEX)"
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 
@@ -108,14 +109,19 @@ def _pod(
     index = {"valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}}
     told = defaults(environ, on_gpus) | passed_on(environ)
     of_image = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-    options = supervisor_options(job, "$(POD_INDEX)", (processes,) * pods, coordinator)
+    options = supervisor_options(job, _POD, (processes,) * pods, coordinator)
+    options = [word if word == _POD else _literal(word) for word in options]
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
-        "command": ["python", "-m", "zerojax", "launch", *options, *job.script],
+        "command": ["python", "-m", "zerojax", "launch", *options, *map(_literal, job.script)],
         "env": [
             {"name": "POD_INDEX", **index},
-            *({"name": key, "value": value} for key, value in told.items() if key not in of_image),
+            *(
+                {"name": key, "value": _literal(value)}
+                for key, value in told.items()
+                if key not in of_image
+            ),
         ],
         "ports": [{"containerPort": _PORT}],
     }
@@ -130,6 +136,11 @@ def _pod(
         container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
         spec["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     return {"spec": spec}
+
+
+def _literal(word: str) -> str:
+    """A word in which Kubernetes replaces no ``$(NAME)``."""
+    return word.replace("$", "$$")
 
 
 def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

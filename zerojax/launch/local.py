@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.launch.error import UsageError
+from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.failure import say
 from zerojax.launch.gpus import Binding, Gpu, binding
 from zerojax.launch.group import STALLED, Group, Outcome, Process
-from zerojax.launch.job import PART, Job, Node, free_port
+from zerojax.launch.job import PART, Job, Node, free_port, with_token
 
 _CPU_PROCESSES = 32  # a CPU; more are a slip of the pen, which would take the machine down
 
@@ -88,16 +88,26 @@ def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
 
 
 def processes(
-    job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str], run_dir: Path
+    job: Job,
+    node: Node,
+    gpus: list[Gpu],
+    environ: Mapping[str, str],
+    run_dir: Path,
+    logs: Path | None,
 ) -> list[Process]:
-    """The processes of one attempt on this machine."""
+    """The processes of one attempt on this machine.
+
+    Args:
+      job, node: What is started, and the machine's part of it.
+      gpus: Of this machine.
+      environ: The launcher's.
+      run_dir: A new folder of this attempt alone, in which processes leave word.
+      logs: The folder of their output; None: it is kept nowhere.
+    """
     made = []
     for place in places(node, gpus):
         i = place.process
         added = settings(job, node, place, run_dir, bool(gpus))
-        files = [run_dir / f"{name}.{i}" for name in ("joined", "error", "stacks")]
-        for file in files:  # an earlier launch may have used the folder
-            file.unlink(missing_ok=True)
         made.append(
             Process(
                 name=f"process {i}",
@@ -106,9 +116,9 @@ def processes(
                 environ={**environ, **defaults(environ, bool(gpus)), **added},
                 cpus=place.binding.cpus,
                 stdin=i == 0,
-                log=run_dir / f"{i}.log" if job.log_dir else None,
-                joined=files[0] if sum(node.counts) > 1 else None,
-                error=files[1],
+                log=logs and logs / f"{i}.log",
+                joined=run_dir / f"joined.{i}" if sum(node.counts) > 1 else None,
+                error=run_dir / f"error.{i}",
             )
         )
     return made
@@ -118,7 +128,7 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
     """Print what would be started here."""
     node = node._replace(coordinator=node.coordinator or "127.0.0.1:PORT")
     for place in places(node, gpus):
-        added = settings(job, node, place, _run_dir(job, node, 1) or Path("RUN_DIR"), bool(gpus))
+        added = settings(job, node, place, Path("RUN_DIR"), bool(gpus))
         added |= defaults(environ, bool(gpus))
         on = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
         print(f"# process {place.process}: {on}; {place.binding.says}")
@@ -134,49 +144,73 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
         say(says)
     outer = is_part(environ)
     environ = {name: value for name, value in environ.items() if name != PART}
+    if len(node.counts) == 1:
+        environ = with_token(environ)
 
-    def attempt(number: int) -> Outcome:
-        kept = _run_dir(job, node, number)
-        if kept is not None:
-            kept.mkdir(parents=True, exist_ok=True)
-        run_dir = kept or Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
+    def attempt() -> Outcome:
+        # Attempts on several machines have one folder, made by who starts them.
+        logs = job.log_dir and job.log_dir.absolute()
+        if logs is not None and len(node.counts) == 1:
+            logs = new_attempt(logs)
+        run_dir = Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
         here = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
         try:
-            outcome = Group(processes(job, here, gpus, environ, run_dir), job.grace).run()
+            outcome = Group(processes(job, here, gpus, environ, run_dir, logs), job.grace).run()
         finally:
-            stalled = sorted(run_dir.glob("stacks.*"))
-            if kept is None and not stalled:
+            stalled = [*run_dir.glob("stacks.*")]
+            kept = run_dir if logs is None else logs
+            if logs is not None:
+                _keep([*run_dir.glob("error.*"), *stalled], logs)
+            if logs is not None or not stalled:
                 shutil.rmtree(run_dir, ignore_errors=True)
         if outcome.failure is not None:
             outcome.failure.report() if outer else outcome.failure.show()
         if outcome.status == STALLED and stalled:
-            say(f"the stacks of all threads are in {run_dir}/stacks.*")
+            say(f"the stacks of all threads are in {kept}/stacks.*")
         return outcome
 
     return attempts(attempt, job.max_restarts)
 
 
-def attempts(attempt: Callable[[int], Outcome], max_restarts: int) -> int:
+def new_attempt(folder: Path) -> Path:
+    """Makes a folder ``attempt-N`` that no launch has used.
+
+    Raises:
+      UsageError: None can be made.
+    """
+    number = 1
+    while True:
+        try:
+            (attempt := folder / f"attempt-{number}").mkdir(parents=True)
+            return attempt
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UsageError(f"--log-dir {folder} cannot be used: {in_a_line(error)}") from None
+
+
+def _keep(files: list[Path], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copy(file, folder)
+    except OSError as error:
+        say(f"{', '.join(file.name for file in files)} are not kept in {folder}: {error}")
+
+
+def attempts(attempt: Callable[[], Outcome], max_restarts: int) -> int:
     """The exit status of the first attempt that succeeds, or of the last.
 
     Args:
-      attempt: Takes the attempt's number, from 1.
+      attempt: Starts all, and waits.
       max_restarts: How many may follow the first.
     """
     for number in range(1, max_restarts + 2):
-        outcome = attempt(number)
+        outcome = attempt()
         if outcome.status == 0 or not outcome.again or number > max_restarts:
             break
         say(f"attempt {number + 1} of {max_restarts + 1}, because {outcome.why}")
     return outcome.status
-
-
-def _run_dir(job: Job, node: Node, number: int) -> Path | None:
-    """A folder for each attempt; attempts on several machines are counted by who starts them."""
-    if job.log_dir is None:
-        return None
-    folder = job.log_dir.absolute()
-    return folder / f"attempt-{number}" if len(node.counts) == 1 else folder
 
 
 def is_part(environ: Mapping[str, str]) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from zerojax.launch.group import Group, Outcome, Process
 from zerojax.launch.hosts import Host
-from zerojax.launch.job import PART, Job, Node, node_command
-from zerojax.launch.local import attempts
+from zerojax.launch.job import PART, TOKEN, Job, Node, node_command, with_token
+from zerojax.launch.local import attempts, new_attempt
 
 # What mpirun needs after the supervisors' own grace has passed.
 _SLACK_SECONDS = 5.0
@@ -25,8 +25,8 @@ def installed() -> str | None:
     return shutil.which("mpirun")
 
 
-def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
-    """One program of one process on each host.
+def mpirun_command(hosts: list[Host], commands: list[list[str]], *options: str) -> list[str]:
+    """One program of one process on each host, with mpirun's ``options`` for each.
 
     Without ``--bind-to none`` Open MPI ties a supervisor, and all that it starts, to one core.
     """
@@ -36,7 +36,17 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]]) -> list[str]:
     for name, seconds in _KEEPALIVE.items():
         command += ["--mca", f"oob_tcp_keepalive_{name}", seconds]
     for host, each in zip(hosts, commands, strict=True):
-        command += ["-np", "1", "--host", host.name, "--wdir", str(Path.cwd()), *each, ":"]
+        command += [
+            "-np",
+            "1",
+            "--host",
+            host.name,
+            "--wdir",
+            str(Path.cwd()),
+            *options,
+            *each,
+            ":",
+        ]
     return command[:-1]
 
 
@@ -52,12 +62,13 @@ def run(
       environ: The environment of mpirun, and what is passed on of it.
     """
 
-    def attempt(number: int) -> Outcome:
-        logs = job.log_dir and job.log_dir / f"attempt-{number}"
+    def attempt() -> Outcome:
+        logs = job.log_dir and new_attempt(job.log_dir)
         part = job._replace(log_dir=logs)
         told = {**environ, PART: "1"}
-        command = mpirun_command(hosts, [node_command(part, node, told) for node in nodes()])
-        process = Process("mpirun", "", command, dict(environ), stdin=True, relays=True)
+        commands = [node_command(part, node, told) for node in nodes()]
+        command = mpirun_command(hosts, commands, "-x", TOKEN)
+        process = Process("mpirun", "", command, with_token(environ), stdin=True, relays=True)
         # mpirun answers SIGTERM by killing, and passes SIGUSR1 on.
         outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
         if outcome.failure is not None:

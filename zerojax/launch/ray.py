@@ -13,7 +13,7 @@ from zerojax.distributed.ray_train import ray_train_variables
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError
 from zerojax.launch.failure import say
-from zerojax.launch.job import Job, passed_on
+from zerojax.launch.job import TOKEN, Job, passed_on, with_token
 from zerojax.launch.local import defaults
 
 
@@ -61,6 +61,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
         raise UsageError(f"--ray needs Ray: pip install 'zerojax[ray]' ({error})") from None
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     told = defaults(environ, on_gpus) | passed_on(environ)
+    told[TOKEN] = with_token(environ)[TOKEN]
     if job.watchdog is not None:
         told["ZEROJAX_WATCHDOG"] = job.watchdog
     trainer = JaxTrainer(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import select
 import selectors
 import threading
+import time
 from typing import IO
 
 from zerojax.launch.failure import Failure, reported
 
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")  # a progress bar's lines end with "\r"
-# Gloo tells of each connection, and no switch stops that; its threads mix the words of their lines.
+# Gloo logs each connection, and no switch stops that; its threads mix the words of their lines.
+# Possessive (`++`), so that no line takes more than one pass.
 _GLOO = re.compile(
-    rb"(?=.*(?:\[Gloo\]|peer ranks))(?:\[Gloo\] Rank | is connected to | peer ranks\. "
-    rb"|Expected number of connected peer ranks is : |\d+|\s)+"
+    rb"(?:\[Gloo\] Rank | is connected to | peer ranks\. "
+    rb"|Expected number of connected peer ranks is : |\d|\s)++"
 )
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may be held up within a line
+_LOOK = 100  # milliseconds
 _TAIL = 1 << 14
 
 
@@ -41,22 +45,42 @@ class Source:
         failures: list[Failure] | None = None,
     ) -> None:
         self.prefix, self.to, self.log, self.failures = prefix, to, log, failures
-        self.rest, self.tail = b"", b""
+        self.rest, self.tail = bytearray(), b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that ended, and what is too long to wait for its end."""
+        """The lines that ended, and what is too long to wait for its end.
+
+        A line ends with a newline, or as a progress bar's do with a carriage return. Each byte is
+        looked at once, however many calls a line takes.
+        """
         self.tail = (self.tail + data)[-_TAIL:]
-        self.rest += data
-        ended = _LINE.findall(self.rest)
-        self.rest = self.rest[sum(map(len, ended)) :]
+        if self.rest.endswith(b"\r"):  # a newline may follow
+            del self.rest[-1]
+            data = b"\r" + data
+        *ended, last = data.splitlines(keepends=True) or [b""]
+        if last.endswith(b"\n"):
+            ended.append(last)
+            last = b""
+        if ended:
+            ended[0] = bytes(self.rest + ended[0])
+            self.rest.clear()
+        self.rest += last
         if len(self.rest) > _LONGEST:
-            ended.append(self.rest)
-            self.rest = b""
+            ended.append(self.take())
         return ended
+
+    def take(self) -> bytes:
+        """The line that has not ended, which begins anew."""
+        rest = bytes(self.rest)
+        self.rest.clear()
+        return rest
 
 
 class Relay(threading.Thread):
-    """A thread that writes what processes say; a full pipe behind it delays nobody else."""
+    """A thread that writes the output of processes: to their logs first, then to the terminal.
+
+    A terminal that nobody reads holds the processes up, as it would one that writes to it itself.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -66,6 +90,7 @@ class Relay(threading.Thread):
         self._open: Source | None = None  # whose line has no end yet
         self._at_start = True
         self._deaf: set[int] = set()
+        self._until = math.inf
 
     def pipe(self, source: Source) -> int:
         """A descriptor that a process writes to; before the thread starts."""
@@ -79,6 +104,13 @@ class Relay(threading.Thread):
         A pipe that a process of somebody else's holds open is not waited for.
         """
         os.close(self._finish)
+
+    def hurry(self, seconds: float) -> None:
+        """From so many seconds on write to the logs alone, unless the terminal takes all at once.
+
+        Logs are written to their end.
+        """
+        self._until = time.monotonic() + seconds
 
     def run(self) -> None:
         finishing = False
@@ -103,6 +135,10 @@ class Relay(threading.Thread):
                     else:
                         finishing = True
         self._end_line()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the pipes, of a thread that has not started."""
         for key in [*self._selector.get_map().values()]:
             self._close(key.fd)
         self._selector.close()
@@ -112,36 +148,51 @@ class Relay(threading.Thread):
         os.close(fd)
 
     def _flush(self, source: Source) -> None:
-        rest, source.rest = source.rest, b""
-        if rest:
+        if rest := source.take():
             self._write(source, rest)
 
     def _write(self, source: Source, piece: bytes) -> None:
         if source.failures is not None and (failure := reported(piece)):
             source.failures.append(failure)
             return
-        if self._at_start and _GLOO.fullmatch(piece):
-            if source.log is not None:
-                self._put(source.log.fileno(), piece)
+        if source.log is not None:
+            self._put(source.log.fileno(), piece)
+        if self._at_start and _is_of_gloo(piece):
             return
         if self._open is not source:
             self._end_line()
         prefix = source.prefix if self._at_start else b""
-        self._put(source.to, prefix + piece)
-        if source.log is not None:
-            self._put(source.log.fileno(), piece)
+        self._say(source.to, prefix + piece)
         self._at_start = piece.endswith((b"\n", b"\r"))
         self._open = None if piece.endswith(b"\n") else source
 
     def _end_line(self) -> None:
         if self._open is not None:
-            self._put(self._open.to, b"\n")
+            self._say(self._open.to, b"\n")
         self._open, self._at_start = None, True
+
+    def _say(self, to: int, data: bytes) -> None:
+        """Writes to the terminal, or to who reads in its place, as soon as they take it."""
+        ready = select.poll()
+        ready.register(to, select.POLLOUT)
+        while data and to not in self._deaf:
+            if ready.poll(_LOOK):
+                self._put(to, data[: select.PIPE_BUF])  # which a ready pipe takes without waiting
+                data = data[select.PIPE_BUF :]
+            elif time.monotonic() >= self._until:
+                self._lose(to, "its reader does not read")
 
     def _put(self, to: int, data: bytes) -> None:
         while data and to not in self._deaf:
             try:
                 data = data[os.write(to, data) :]
             except OSError as error:  # nobody reads, or a disk is full: the processes go on
-                self._deaf.add(to)
-                self._put(2, f"zerojax launch: output is lost: {error}\n".encode())
+                self._lose(to, str(error))
+
+    def _lose(self, to: int, why: str) -> None:
+        self._deaf.add(to)
+        self._say(2, f"zerojax launch: output is lost: {why}\n".encode())
+
+
+def _is_of_gloo(line: bytes) -> bool:
+    return (b"[Gloo]" in line or b"peer ranks" in line) and _GLOO.fullmatch(line) is not None

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 
 from zerojax.launch.error import UsageError
-from zerojax.launch.job import Job, passed_on
+from zerojax.launch.job import TOKEN, Job, passed_on
 from zerojax.launch.local import defaults
 
 # A TERM for srun kills the tasks; scancel's reaches them alone, and they save. --kill-on-bad-exit
@@ -65,12 +65,17 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
       environ: What JAX is told.
 
     Raises:
-      UsageError: The options cannot be read.
+      UsageError: The options cannot be read, or would not stay in their line of the script.
     """
     try:
         more = shlex.split(options)
     except ValueError as error:
         raise UsageError(f"--slurm {options!r}: {error}") from None
+    if odd := [word for word in (options, _name(job), str(job.log_dir)) if not word.isprintable()]:
+        raise UsageError(
+            f"{odd[0]!r} has a character that does not print, a newline say: a batch script would "
+            "take the rest for a command"
+        )
     wrong = [word for word in more if not word.startswith("-")]
     if wrong:
         raise UsageError(f"--slurm: write --name=value, not {wrong[0]!r} alone")
@@ -93,6 +98,8 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     if job.watchdog is not None:
         exports["ZEROJAX_WATCHDOG"] = job.watchdog
     parts = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(line)}" for line in [*lines, *more])]
+    secret = "$(od -An -N16 -tx8 /dev/urandom | tr -d ' \\n')"
+    parts.append(f"export {TOKEN}=${{{TOKEN}:-{secret}}}")
     parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     # Since Slurm 22.05 srun does not take sbatch's --cpus-per-task.
     cpus = "SLURM_CPUS_PER_TASK"

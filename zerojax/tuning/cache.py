@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import pydantic
 
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds
 from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure
-from zerojax.foresight.forecast import Traffic
 from zerojax.xla import compat
 
 VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 MEASURING = ("hlo", "foresight", "devices", "xla")
 """The rooms whose code decides what is measured; a change there makes old measurements void."""
+_MEASUREMENT = pydantic.TypeAdapter(Measurement)
 KEPT = 2000
 """How many measurements are kept; those not used for the longest go first."""
 
@@ -56,18 +56,25 @@ class Cache:
         nodes: tuple[int, ...],
     ) -> Measurement:
         path = self._folder / f"{_key(lowered, known, rates, nodes)}.json"
-        try:
-            fields = json.loads(path.read_text())
-            fields["traffic"] = tuple(map(_traffic, fields["traffic"]))
-            measurement = Measurement(**fields | {"compile_seconds": 0.0})
-            os.utime(path)
-        except (OSError, ValueError, TypeError, KeyError):  # absent, or cut off
-            self.misses += 1
-            measurement = measure(lowered, known, rates, nodes)
-            self._keep(path, json.dumps(dataclasses.asdict(measurement)))
-        else:
+        measurement = self._remembered(path)
+        if measurement is not None:
             self.hits += 1
+            return dataclasses.replace(measurement, compile_seconds=0.0)
+        self.misses += 1
+        measurement = measure(lowered, known, rates, nodes)
+        text = _MEASUREMENT.dump_json(measurement).decode()
+        self._keep(path, f"{_digest(text)}\n{text}\n")
         return measurement
+
+    def _remembered(self, path: Path) -> Measurement | None:
+        """The measurement in a file; None where the file is absent, or not as it was written."""
+        try:
+            digest, text = path.read_text().splitlines()
+            measurement = _MEASUREMENT.validate_json(text)
+            os.utime(path)
+        except (OSError, ValueError):  # pydantic's ValidationError is one
+            return None
+        return measurement if digest == _digest(text) else None
 
     def _keep(self, path: Path, text: str) -> None:
         """Write a file whole or not at all; a folder that cannot be written is no error."""
@@ -108,5 +115,5 @@ def _version(package: str) -> str:
         return ""
 
 
-def _traffic(fields: dict[str, object]) -> Traffic:
-    return Traffic(**fields | {"dtypes": tuple(fields["dtypes"])})  # type: ignore[arg-type]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

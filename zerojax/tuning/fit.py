@@ -25,7 +25,7 @@ from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.options import search_options
-from zerojax.tuning.search import COMPILES, SECONDS, search
+from zerojax.tuning.search import COMPILES, SECONDS, Searched, listed, search
 from zerojax.tuning.space import left_open
 from zerojax.tuning.study import Study
 from zerojax.xla.compiler import GPUS
@@ -41,6 +41,7 @@ class Fitted:
       ranking: Every choice that was compiled and fits, most tokens a second first (the shortest
         step first where ``autotuning.metric`` is "latency"). With ``xla``
         first the fastest under several options of XLA.
+      unseen: Combinations of stage, remat and offload that the limits of the search left out.
       compiled: How many programs were compiled.
       remembered: How many programs the cache knew.
     """
@@ -48,6 +49,7 @@ class Fitted:
     config: dict[str, Any]
     choice: Choice
     ranking: tuple[Trial, ...]
+    unseen: tuple[Choice, ...]
     compiled: int
     remembered: int
 
@@ -135,14 +137,12 @@ def fit(
         note=_tell if note is None else note,
         measured=cache,
     )
-    ranking = tuple(search(study, space, compiles, seconds, done))
+    searched = search(study, space, compiles, seconds, done)
+    ranking = tuple(searched.ranking)
     if not ranking and study.failed is not None:
         raise study.failed
     if not ranking:
-        raise OutOfMemoryError(
-            f"nothing fits {mesh.size} x {rates.kind}: take more devices, or a model whose blocks "
-            "are rematerialised (one that takes `remat`)"
-        )
+        raise OutOfMemoryError(_nothing(study, searched, f"{mesh.size} x {rates.kind}"))
     if xla:
         run = study.run if are_there(mesh) else None
         left = until - time.monotonic()
@@ -151,7 +151,24 @@ def fit(
             *ranking[1:],
         )
     chosen = ranking[0].choice
-    return Fitted(chosen.json(fixed, world), chosen, ranking, cache.misses, cache.hits)
+    return Fitted(
+        chosen.json(fixed, world), chosen, ranking, tuple(searched.unseen), cache.misses, cache.hits
+    )
+
+
+def _nothing(study: Study, searched: Searched, devices: str) -> str:
+    """Why no choice is left, and what to do."""
+    if searched.unseen:
+        return (
+            f"nothing that was compiled fits {devices}, and the limit of compiles or of seconds "
+            f"came before these: {listed(searched.unseen)}. Raise the limit"
+        )
+    least = study.least(searched.leanest) / 1e9
+    more = "" if searched.leanest.remat else ", or a model that takes `remat`"
+    return (
+        f"nothing fits {devices}: {searched.leanest} needs at least {least:.1f} of "
+        f"{study.rates.room / 1e9:.1f} GB. Take more devices{more}"
+    )
 
 
 def _tell(text: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
-from zerojax.foresight.choice import OFFLOADS, Choice
+from zerojax.foresight.choice import OFFLOADS, Choice, Offload
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.gathered import TRIES, with_room_filled
 from zerojax.foresight.trials import Trial, Trials
@@ -17,21 +19,36 @@ REFINED = 2
 """How many choices are tried again with parameters that stay gathered."""
 
 
+class Searched(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+      ranking: The choices that fit, most rows a second first; by the metric "latency" of the
+        space's bounds the shortest step first.
+      unseen: The modes that the limits of the search left out.
+      leanest: The choice that needs the least memory of all.
+    """
+
+    ranking: list[Trial]
+    unseen: list[Choice]
+    leanest: Choice
+
+
 def search(
     trials: Trials,
     space: Space,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
     done: Callable[[int, int], None] = lambda modes, of: None,
-) -> list[Trial]:
-    """The choices that fit, most rows a second first; by the metric "latency" of the space's bounds
-    the shortest step first.
+) -> Searched:
+    """Searches for the largest micro-batch of each mode (stage, remat, offload) that fits.
 
-    The search looks for the largest micro-batch of each mode (stage, remat, offload): the first
-    compile tells which bytes grow with the micro-batch, and the size at which they fill the memory
-    is compiled next. A mode with more offload is tried only where nothing fits with less: its
-    traffic over the host's link would buy nothing. Where the config leaves open what stays gathered
-    at stage 3, the fastest choices are tried again with as much of that as fits.
+    The first compile of a mode tells which bytes grow with the micro-batch, and the size at which
+    they fill the memory is compiled next. The modes of an offload are tried only where the leanest
+    of them, the highest stage with remat, fits at the smallest micro-batch; and those of a further
+    offload only where nothing fits with less: its traffic over the host's link would buy nothing.
+    Where the config leaves open what stays gathered at stage 3, the fastest choices are tried again
+    with as much of that as fits.
 
     Args:
       trials: The trials of the step on the devices.
@@ -40,54 +57,112 @@ def search(
       seconds: How long the search takes at the most, in seconds.
       done: Called with how many modes are done, and how many there are.
     """
-    fitting: list[Trial] = []
     bounds = space.bounds
     shortest = bounds is not None and bounds.metric == "latency"
     modes, sizes = list(space.modes()), space.sizes()
-    left, until = compiles, time.monotonic() + seconds
+    leanest = {mode.offload: space.choice(mode, sizes[0]) for mode in modes}  # the last of each
+    at_most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
+    limits, in_vain = _Limits(trials, compiles, seconds), set[Offload]()
+    fitting: dict[Choice, Trial] = {}
     for at, mode in enumerate(modes):
         done(at, len(modes))
-        if any(_less(each.choice, mode) for each in fitting):
+        if mode.offload in in_vain or any(_less(each, mode) for each in fitting):
             continue
-        low, high, at_size = 0, len(sizes), 0  # sizes below low fit, those from high on do not
-        most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
-        while low < high and most:
-            most -= 1
-            if not left or time.monotonic() >= until:
-                return ranked(fitting, shortest)
-            choice = space.choice(mode, sizes[at_size])
-            if trials.hopeless(choice):
-                high = at_size
-            else:
-                forecast = trials.tried(choice)
-                left -= forecast is None or forecast.compile_seconds > 0
-                if forecast and forecast.fits:
-                    fitting.append(Trial(choice, forecast))
-                    low = at_size + 1
-                    at_size = _fills(forecast, sizes[at_size], sizes, trials.rates.room)
-                    if at_size < low:
-                        break  # the next size exceeds the memory by far more than the estimate errs
-                else:
-                    high = at_size
-            at_size = min(at_size, high - 1)
+        try:
+            least = leanest[mode.offload]
+            if (forecast := limits.fitting(least)) is None:
+                in_vain.add(mode.offload)
+                continue
+            fitting[least] = Trial(least, forecast)
+            for trial in _of_mode(limits, space, mode, sizes, at_most):
+                fitting[trial.choice] = trial
+        except TimeoutError:
+            unseen = [
+                each
+                for each in modes[at:]
+                if each.offload not in in_vain and not any(_less(x, each) for x in fitting)
+            ]
+            return Searched(ranked(fitting.values(), shortest), unseen, [*leanest.values()][-1])
     if space.live is None:
-        fastest = [each.choice for each in ranked(fitting, shortest) if each.choice.drops][:REFINED]
-        for choice in fastest:
-            if left < TRIES or time.monotonic() >= until:
+        fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
+        for choice in fastest[:REFINED]:
+            if limits.compiles < TRIES or limits.over:
                 break
-            filled = with_room_filled(trials, choice)
-            left -= TRIES
-            fitting += [filled] if filled else []
+            if (filled := with_room_filled(trials, choice)) is not None:
+                fitting[filled.choice] = filled
+            limits.compiles -= TRIES
     done(len(modes), len(modes))
-    return ranked(fitting, shortest)
+    return Searched(ranked(fitting.values(), shortest), [], [*leanest.values()][-1])
 
 
-def ranked(trials: Sequence[Trial], shortest: bool = False) -> list[Trial]:
+class _Limits:
+    """Trials within the limits of a search.
+
+    Attributes:
+      compiles: How many choices may still be compiled.
+    """
+
+    def __init__(self, trials: Trials, compiles: int, seconds: float) -> None:
+        self.trials, self.compiles = trials, compiles
+        self._until = time.monotonic() + seconds
+        self._known: dict[Choice, Forecast | None] = {}
+
+    @property
+    def over(self) -> bool:
+        return self.compiles <= 0 or time.monotonic() >= self._until
+
+    def fitting(self, choice: Choice) -> Forecast | None:
+        """The forecast of a choice; None where it does not fit, by an estimate or a compile.
+
+        Raises:
+          TimeoutError: It would have to be compiled, and the limits do not allow that.
+        """
+        if choice not in self._known and not self.trials.hopeless(choice):
+            if self.over:
+                raise TimeoutError
+            forecast = self.trials.tried(choice)
+            self.compiles -= forecast is None or forecast.compile_seconds > 0
+            self._known[choice] = forecast if forecast and forecast.fits else None
+        return self._known.get(choice)
+
+
+def _of_mode(
+    limits: _Limits, space: Space, mode: Choice, sizes: Sequence[int], at_most: int
+) -> Iterator[Trial]:
+    """The micro-batches of a mode that fit, of those that are tried.
+
+    Raises:
+      TimeoutError: The limits of the search are reached.
+    """
+    low, high, at = 0, len(sizes), 0  # sizes below low fit, those from high on do not
+    for _ in range(at_most):
+        choice = space.choice(mode, sizes[at])
+        if forecast := limits.fitting(choice):
+            yield Trial(choice, forecast)
+            low = at + 1
+            at = _fills(forecast, sizes[at], sizes, limits.trials.rates.room)
+            if at < low:
+                break  # the next size exceeds the memory by far more than the estimate errs
+        else:
+            high = at
+        at = min(at, high - 1)
+        if low >= high:
+            break
+
+
+def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
     """The trials, most rows a second first, or the shortest step first."""
     return sorted(
         trials,
         key=lambda x: x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation),
     )
+
+
+def listed(modes: Sequence[Choice]) -> str:
+    """The modes for a message, the first eight."""
+    names = [str(dataclasses.replace(mode, micro=1)) for mode in modes]
+    names = [name.replace(", micro-batch 1", "") for name in names]
+    return "; ".join(names[:8]) + f"; and {len(names) - 8} more" * (len(names) > 8)
 
 
 def _less(fitting: Choice, mode: Choice) -> bool:
@@ -97,8 +172,13 @@ def _less(fitting: Choice, mode: Choice) -> bool:
 
 def _fills(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:
     """The position of the largest micro-batch that should fit, by the bytes that grow with it."""
-    grows = sum(forecast.peak.memory.get(kind, 0) for kind in (ACTIVATIONS, LOGITS, BATCH))
-    fixed = forecast.peak.bytes - grows
-    return max(
-        (at for at, size in enumerate(sizes) if fixed + grows * size / micro <= room), default=0
-    )
+    grows = [
+        sum(program.memory.get(kind, 0) for kind in (ACTIVATIONS, LOGITS, BATCH))
+        for program in forecast.programs
+    ]
+
+    def fits(size: int) -> bool:
+        each = zip(forecast.programs, grows, strict=True)
+        return all(program.bytes + grown * (size / micro - 1) <= room for program, grown in each)
+
+    return max((at for at, size in enumerate(sizes) if fits(size)), default=0)

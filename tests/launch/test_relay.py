@@ -1,0 +1,104 @@
+"""Output in lines, whatever it is: each byte is passed on once, and looked at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+from groups import LIMIT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerojax.launch.failure import Failure, reported
+from zerojax.launch.relay import Relay, Source, _is_of_gloo
+
+GLOO = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+
+
+def split(*pieces: bytes) -> tuple[list[bytes], bytes]:
+    """The lines of an output that comes in these pieces, and what has no end."""
+    source = Source(b"", 1, None)
+    lines = [line for piece in pieces for line in source.lines(piece)]
+    return lines, source.take()
+
+
+def test_newlines_and_carriage_returns_end_lines() -> None:
+    assert split(b"a\nb\r\nc\rd") == ([b"a\n", b"b\r\n", b"c\r"], b"d")
+    assert split(b"a\r", b"\nb") == ([b"a\r\n"], b"b")
+    assert split(b"a\r", b"b") == ([b"a\r"], b"b")
+    assert split(b"a\r") == ([], b"a\r")
+
+
+@given(st.lists(st.text("a\r\n", max_size=5).map(str.encode), max_size=8))
+def test_the_lines_do_not_depend_on_the_pieces(pieces: list[bytes]) -> None:
+    lines, rest = split(*pieces)
+    assert (lines, rest) == split(b"".join(pieces))
+    assert b"".join([*lines, rest]) == b"".join(pieces)
+    assert all(line.endswith((b"\n", b"\r")) for line in lines)
+
+
+def test_a_line_without_end_takes_one_pass() -> None:
+    """Ten million bytes in pieces of a hundred."""
+    source = Source(b"", 1, None)
+    passed = sum(len(line) for _ in range(100_000) for line in source.lines(b"." * 100))
+    assert passed + len(source.take()) == 10_000_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"1" * 60_000 + b"[Gloo] x",
+        b"1 " * 30_000 + b" peer ranks. x",
+        b" is connected to" * 4000 + b"[Gloo]",
+        b"[Gloo] Rank " * 5000 + b"[Gloo",
+        b" " * 60_000 + b"peer ranks",
+    ],
+)
+def test_no_line_is_searched_twice(line: bytes) -> None:
+    assert not _is_of_gloo(line)
+
+
+@given(
+    st.permutations([b"[Gloo] Rank ", b"0", b" is connected to ", b"17", b" peer ranks. ", b"\n"])
+)
+def test_words_of_gloo_in_any_order(words: list[bytes]) -> None:
+    assert _is_of_gloo(b"".join(words))
+
+
+def test_gloo_and_what_looks_like_it() -> None:
+    assert _is_of_gloo(GLOO + b"\n")
+    assert not _is_of_gloo(GLOO + b" and more\n")
+    assert not _is_of_gloo(b"12\n")
+
+
+@given(st.binary(max_size=40))
+def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
+    assert reported(b"\x1e" + noise) is None
+    assert reported(b"\x1e" + b"[" * 100_000) is None
+    assert reported(b'\x1e{"at": "x", "status": 1, "why": "", "text": "", "again": true}') is None
+    failure = Failure(1.5, 3, "why", "text")
+    told = b'\x1e{"at": 1.5, "status": 3, "why": "why", "text": "text", "again": true}\n'
+    assert reported(told) == failure
+
+
+def test_logs_are_whole_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """The terminal is a pipe that is full."""
+    read, terminal = os.pipe()
+    os.set_blocking(terminal, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(terminal, b"x" * 4096)
+    os.set_blocking(terminal, True)
+    with (tmp_path / "log").open("wb", buffering=0) as log:
+        relay = Relay()
+        write = relay.pipe(Source(b"[0] ", terminal, log))
+        relay.start()
+        said = b"".join(b"%d\n" % i for i in range(1000))
+        os.write(write, said)
+        os.close(write)
+        relay.finish()
+        relay.hurry(0.0)
+        relay.join(LIMIT)
+    assert not relay.is_alive()
+    assert (tmp_path / "log").read_bytes() == said
+    os.close(read)
+    os.close(terminal)

@@ -232,7 +232,7 @@ class SavedStep(SavedArrays):
         of = self.record.processes
         every = [x if isinstance(x := self._extra(n), dict) else {} for n in range(of)]
         keys = [k for k in every[0] if len({json.dumps(x.get(k)) for x in every}) > 1]
-        named = f" ({', '.join(keys):.200} differ)" if keys else ""
+        named = f" (other values of {', '.join(keys):.200})" if keys else ""
         raise CheckpointError(
             f"{self.folder}: {of} processes saved it, each an extra of its own{named}, and {count} "
             f"would read it. Read what each saved, extra(process=0) to extra(process={of - 1}), "

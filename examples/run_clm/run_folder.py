@@ -148,7 +148,7 @@ class RunFolder:
 
     def _extra(self) -> dict[str, Any]:
         try:
-            return self._checkpointer.extra(self.step) or {}
+            return self._checkpointer.extra(self.step, process=0) or {}
         except DamagedCheckpointError as error:
             raise ValueError(_offer(error)) from error
 

@@ -193,3 +193,23 @@ def die_in_a_save(process: int, port: int, folder: Path) -> None:
             writer.wait_for = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         checkpointer.save(1, state)
         checkpointer.wait()
+
+
+def keep_own_extras(process: int, folder: Path) -> dict[str, Any]:
+    """A loader's own position in each process, the same one in both, and a step set in one."""
+    zero = zerojax.zero(stage=3)
+    state = zero.init(create, jax.random.key(0))
+    ahead = state.replace(step=state.step + 1) if process else state
+    found: dict[str, Any] = {}
+    with Checkpointer(folder, zero) as checkpointer:
+        extra = {"position": 10 + process, "epoch": 1, "key": jax.random.key(process)}
+        checkpointer.save(1, state, extra=extra)
+        got = checkpointer.extra()
+        found["own"] = got["position"], jax.random.key_data(got["key"]).tolist(), got["epoch"]
+        found["other"] = checkpointer.extra(process=1 - process)["position"]
+        found["step"] = failure(lambda: checkpointer.save(2, ahead))
+        checkpointer.save(2, state, extra={"position": 20})
+        checkpointer.wait()
+        found["same"] = checkpointer.extra()
+        found["steps"] = checkpointer.all_steps()
+    return found

@@ -1,5 +1,7 @@
 """What a checkpoint holds, told from its files; damage is the matter of `test_damage.py`."""
 
+import contextlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.recorded import flip, save_plain, tree, write
+from checkpoint.mutated import mutated
+from checkpoint.recorded import at_a_fifo, flip, read, save_plain, tree, write
 from checkpoint.recorded import made as made
 from checkpoint.recorded import steps as steps
 from checkpoint.states import KEY, create_nnx, zero_of
 from etils import epath
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, inspection, saved
 from zerojax.checkpoint import record as records
@@ -227,12 +232,72 @@ def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.Monk
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(inspection.records, "sizes", fails)
-    step = only(steps, step=100)
-    assert step.status == "damaged"
-    assert any("Input/output error" in line for line in step.problems)
+    found = inspect(steps)
+    assert {step.status for step in found.steps} == {"not verifiable"}  # and not damaged
+    assert found.damaged == ()
+    assert found.newest_whole is None
+    assert any("Input/output error" in line for line in found.steps[1].notes)
 
 
 def test_no_device_is_touched(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "devices", "device_put", "jit":
         monkeypatch.setattr(jax, name, pytest.fail)
     assert inspect(made).damaged == ()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"tree_metadata": ' * 20_000, "[1]", '{"a": 1}'])
+def test_metadata_of_another_form(steps: Path, text: str) -> None:
+    file = steps / "100" / "state" / "_METADATA"
+    file.write_text(text)
+    step = only(steps, step=100)
+    assert step.status == "damaged"
+    assert any(line.startswith(f"{file} cannot be read: ") for line in step.problems)
+    (steps / "100" / records.FILE).unlink()  # as of plain orbax
+    (steps / "100" / "_CHECKPOINT_METADATA").write_text(text)
+    (problem,) = only(steps, step=100).problems
+    assert problem.startswith(f"{file} cannot be read: ")
+    assert len(problem) < 1500
+
+
+def test_an_array_outside_of_the_folder(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, 5, {"a": {"w": np.ones(3)}})
+    file = folder / "state" / "_METADATA"
+    file.write_text(file.read_text().replace('"key": "a"', '"key": "../../a"'))
+    (problem,) = only(tmp_path).problems
+    assert "an array's name leaves the folder: ('../../a', 'w')" in problem
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Any]:
+    """A step of plain orbax, its metadata, and its arrays."""
+    values = {"a": {"w": np.arange(6.0)}, "b": [np.ones((2, 3), np.int32)]}
+    folder = save_plain(tmp_path_factory.mktemp("plain"), 5, values)
+    return folder, (folder / "state" / "_METADATA").read_text(), read(folder)
+
+
+@settings(max_examples=40, deadline=2000)
+@given(data=st.data())
+def test_metadata_that_was_changed(plain: tuple[Path, str, Any], data: st.DataObject) -> None:
+    folder, good, arrays = plain
+    file = folder / "state" / "_METADATA"
+    text = good
+    if data.draw(st.booleans()):
+        text = json.dumps(mutated(json.loads(good), data))
+    else:
+        at, deep = data.draw(st.integers(0, len(good))), data.draw(st.integers(0, 10_000))
+        text = good[:at] + "[" * deep + data.draw(st.text(max_size=3)) + good[at + 1 :]
+    file.write_text(text, errors="surrogatepass")
+    step = only(folder)
+    assert all(len(line) < 2000 and str(folder) in line for line in step.problems)
+    with contextlib.suppress(CheckpointError):
+        found = read(folder)
+        assert {name: arrays[name] for name in found} == found
+        return
+    assert step.problems
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+def test_a_fifo_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = save_plain(tmp_path, 5, {"w": np.ones(3)})
+    file = folder / "state" / name
+    assert at_a_fifo(file, lambda: [*only(folder).problems]) == [f"{file} is not a regular file"]

@@ -14,9 +14,10 @@ from checkpoint.states import assert_same
 from checkpoint.test_disk_full import create
 from etils import epath
 from groups import LIMIT
+from orbax.checkpoint import v1
 
 import zerojax
-from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, inspect
 from zerojax.checkpoint import record as records
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -78,6 +79,32 @@ def test_one_that_cannot_save(
             checkpointer.restore(zero.abstract_state(create, jax.random.key(0))),
             zero.init(create, jax.random.key(0)),
         )
+
+
+def test_each_keeps_its_own_extra(tmp_path: Path, in_two_processes: Run) -> None:
+    for process, found in enumerate(in_two_processes(apart.keep_own_extras, tmp_path)):
+        assert found["own"] == (10 + process, [0, process], 1)
+        assert found["other"] == 11 - process
+        said = "step of the state differs between the processes: 0 in process 0; 1 in process 1"
+        assert found["step"].said.startswith(said)
+        assert found["same"] == {"position": 20}
+        assert found["steps"] == [1, 2]
+    assert not (tmp_path / "2" / "extra").exists()
+    assert inspect(tmp_path).damaged == ()
+    zero = zerojax.zero(stage=1)
+    abstract = zero.abstract_state(create, jax.random.key(0))
+    with Checkpointer(tmp_path, zero, read_only=True) as checkpointer:
+        assert [checkpointer.extra(1, process=n)["position"] for n in (0, 1)] == [10, 11]
+        with pytest.raises(CheckpointError, match=r"other values of position, key\), and 1 would"):
+            checkpointer.extra(1)
+        checkpointer.restore(abstract, 1)
+    v1.load(tmp_path / "1", abstract)  # orbax alone, which finds a folder that it does not know
+    (tmp_path / "1" / "extra" / "1.json").write_text("{}")
+    with (
+        Checkpointer(tmp_path, zero, read_only=True) as checkpointer,
+        pytest.raises(DamagedCheckpointError, match=r"extra/1\.json has 2 bytes instead of"),
+    ):
+        checkpointer.extra(1, process=0)
 
 
 @pytest.mark.sweep

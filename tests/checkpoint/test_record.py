@@ -2,12 +2,16 @@
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.recorded import flip, write
+from checkpoint.mutated import JSON, mutated
+from checkpoint.recorded import at_a_fifo, flip, write
 from etils import epath
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint import record as records
@@ -51,6 +55,10 @@ def test_what_is_recorded_of_files(folder: epath.Path) -> None:
 
 
 def changed(folder: epath.Path) -> list[str]:
+    return [str(problem) for problem in problems(folder)]
+
+
+def problems(folder: epath.Path) -> list[CheckpointError]:
     record = records.read(folder)
     assert record is not None
     return records.changed(folder, record)
@@ -85,11 +93,12 @@ def test_files_that_cannot_be_read(folder: epath.Path, monkeypatch: pytest.Monke
     def fails(*_: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(records, "_crc32", fails)
-    (problem,) = changed(folder)
-    assert problem == f"{folder}/state/_METADATA cannot be read: [Errno 5] Input/output error"
-    monkeypatch.setattr(records, "sizes", fails)
-    assert changed(folder) == [f"{folder} cannot be read: [Errno 5] Input/output error"]
+    for name, what in (("_crc32", f"{folder}/state/_METADATA"), ("sizes", f"{folder}")):
+        monkeypatch.setattr(records, name, fails)
+        (problem,) = problems(folder)
+        said = f"{what} cannot be read on {socket.gethostname()}: [Errno 5] Input/output error. "
+        assert str(problem).startswith(said)
+        assert not isinstance(problem, DamagedCheckpointError)
 
 
 def test_a_folder_of_another_name(folder: epath.Path) -> None:
@@ -169,3 +178,112 @@ def test_a_record_of_other_fields(folder: epath.Path) -> None:
     file.write_text(json.dumps({"format": 1, "sha256": digest, "record": body}))
     with pytest.raises(DamagedCheckpointError, match="Field required"):
         records.read(folder)
+
+
+def sealed(folder: epath.Path, body: Any, version: Any = 1) -> None:
+    """Writes a record whose digest is right, whatever it says."""
+    digest = records._sha256(version, body)
+    text = {"format": version, "sha256": digest, "record": body}
+    (Path(folder) / records.FILE).write_text(json.dumps(text))
+
+
+def body_of(folder: epath.Path) -> Any:
+    return json.loads((Path(folder) / records.FILE).read_text())["record"]
+
+
+@pytest.mark.parametrize("version", ["9", None, [1], {}, 1.5, True, 0, -3])
+def test_a_format_that_is_no_number(folder: epath.Path, version: Any) -> None:
+    sealed(folder, body_of(folder), version)
+    with pytest.raises(DamagedCheckpointError, match=r"zerojax\.json has format .*no number"):
+        records.read(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"format": 1, "sha256": "", "record": ' + "[" * 900 + "]" * 900 + "}",
+        '{"a":' * 50_000,
+        "9" * 5000,
+    ],
+    ids=["lists", "a record", "mappings", "digits"],
+)
+def test_what_is_nested_or_long_beyond_all_bounds(folder: epath.Path, text: str) -> None:
+    (Path(folder) / records.FILE).write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=r"zerojax\.json ") as caught:
+        records.read(folder)
+    assert len(str(caught.value)) < 1500
+
+
+def test_many_wrong_fields_are_one_line(folder: epath.Path) -> None:
+    body = body_of(folder)
+    body["leaves"] = {f"w{i}": {"shape": "x" * 1000} for i in range(100)}
+    sealed(folder, body)
+    with pytest.raises(DamagedCheckpointError, match="and 399 more are wrong") as caught:
+        records.read(folder)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[epath.Path, bytes]:
+    """A step's folder and its record, to be changed by one example after the other."""
+    path = tmp_path_factory.mktemp("sound") / "7"
+    path.mkdir()
+    write(path, {}, extra={"epoch": 1, "order": [1.5, None, True]}, metrics={"loss": 2.0})
+    leaves = {"w": {"shape": [3, 4], "dtype": "float32", "spec": ["data", None], "checksum": 5}}
+    folder = epath.Path(path)
+    files = {"state/_METADATA": {"bytes": 2, "crc32": 7}}
+    sealed(folder, body_of(folder) | {"leaves": leaves, "files": files})
+    return folder, (path / records.FILE).read_bytes()
+
+
+@settings(
+    max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_record_that_was_changed_is_itself_or_one_error(
+    sound: tuple[epath.Path, bytes], data: st.DataObject
+) -> None:
+    folder, good = sound
+    file = Path(folder) / records.FILE
+    file.write_bytes(good)
+    before = records.read(folder)
+    text = json.loads(good)
+    how = data.draw(st.sampled_from(["sealed", "broken seal", "format", "deep", "bytes"]))
+    if how == "sealed":  # by somebody who knows the digest
+        sealed(folder, mutated(text["record"], data))
+    elif how == "broken seal":
+        file.write_text(json.dumps(mutated(text, data)))
+    elif how == "format":
+        sealed(folder, text["record"], data.draw(JSON))
+    elif how == "deep":
+        at, levels = data.draw(st.integers(0, len(good))), data.draw(st.integers(0, 10_000))
+        file.write_bytes(good[:at] + b"[" * levels + good[at:])
+    else:
+        at = data.draw(st.integers(0, len(good)))
+        file.write_bytes(good[:at] + data.draw(st.binary(max_size=8)) + good[at + 1 :])
+    told = ""
+    try:
+        after = records.read(folder)
+    except CheckpointError as error:
+        told = str(error)
+    if told:
+        assert records.FILE in told
+        assert len(told) < 2000
+        return
+    assert how == "sealed" or after == before
+    assert after is not None
+    records.changed(folder, after)
+
+
+@pytest.mark.parametrize("name", [records.FILE, "state/_METADATA", "state/d/data"])
+def test_a_fifo_is_refused(folder: epath.Path, name: str) -> None:
+    """Opened, it would wait for a writer that never comes."""
+    file = Path(folder) / name
+    told = at_a_fifo(file, lambda: changed(folder))
+    assert any(f"{file} is not a regular file" in line for line in told), told
+
+
+def test_a_copy_of_another_number_is_compared_alone(folder: epath.Path) -> None:
+    elsewhere = folder.rename(folder.parent / "٨")
+    assert changed(elsewhere) == []

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,47 @@ def test_one_that_was_forgotten_lets_the_folder_go(tmp_path: Path, zero: zerojax
     gc.collect()
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, zero.init(create(a=(8, 4)), KEY))
+
+
+def _move_and_make_anew(folder: Path) -> None:
+    folder.rename(folder.with_name("before"))
+    folder.mkdir()
+
+
+LOST: dict[str, Callable[[Path], Any]] = {
+    "removed": shutil.rmtree,
+    "replaced": _move_and_make_anew,
+    "lock removed": lambda folder: (folder / ".writer").unlink(),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_folder_that_is_lost_under_a_run(tmp_path: Path, zero: zerojax.Zero, how: str) -> None:
+    """Another run may take the new folder's lock: both must not save into it."""
+    folder, state = tmp_path / "run", zero.init(create(a=(8, 4)), KEY)
+    with Checkpointer(folder, zero) as first:
+        first.save(1, state)
+        first.wait()
+        LOST[how](folder)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"run was removed or replaced while this .*"):
+                first.save(2, state)
+        with Checkpointer(folder, zero) as second:
+            second.save(3, state)
+            with pytest.raises(CheckpointError, match=r"lock, \.writer, is another file"):
+                first.save(4, state)
+            with pytest.raises(CheckpointError, match=r"was removed or replaced"):
+                first.delete(3)
+        assert second.latest_step() == 3
+
+
+def test_an_extra_that_is_too_deep(tmp_path: Path, zero: zerojax.Zero) -> None:
+    deep: Any = 0
+    for _ in range(900):
+        deep = [deep]
+    endless: dict[str, Any] = {}
+    endless["it"] = endless
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        for extra in (deep, endless):
+            with pytest.raises(CheckpointError, match="more than 100 levels of lists and mappings"):
+                checkpointer.save(1, zero.init(create(a=(8, 4)), KEY), extra=extra)

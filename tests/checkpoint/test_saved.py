@@ -299,3 +299,37 @@ def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jnp, "asarray", pytest.fail)
     saved = find(tmp_path)
     assert sum(leaf.bytes for leaf in saved.arrays()) == 48 + 6 + 16 + 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"$key": "threefry2x32", "data": ["x"]},
+        {"$key": "no such kind", "data": [1, 2]},
+        {"$key": "threefry2x32", "data": [-1, 2]},
+        {"$key": "threefry2x32"},
+        {"$key": ["fry"], "data": [1, 2]},
+    ],
+)
+def test_an_extra_with_a_key_that_is_none(tmp_path: Path, extra: Any) -> None:
+    folder = save(tmp_path, 5, STATE, extra={"rows": [extra]})
+    with pytest.raises(DamagedCheckpointError, match=r"/5: extra cannot be read: ") as caught:
+        SavedStep(folder).extra(None)
+    assert len(str(caught.value)) < 1500
+
+
+def test_the_extra_of_each_process(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, STATE)
+    (folder / "extra").mkdir()
+    for process in (0, 1):
+        (folder / "extra" / f"{process}.json").write_text(f'{{"row": {process}, "epoch": 3}}')
+    write(folder, STATE, processes=2, extra={"row": 0, "epoch": 3})
+    saved = SavedStep(folder)
+    assert [saved.extra(process)["row"] for process in (None, 0, 1)] == [0, 0, 1]
+    saved.require_processes(2)
+    with pytest.raises(
+        CheckpointError, match=r"2 processes saved it, .*\(other values of row\), and 3"
+    ):
+        saved.require_processes(3)
+    with pytest.raises(CheckpointError, match="has no extra of process 2: 2 processes saved it"):
+        saved.extra(2)

@@ -2,14 +2,20 @@
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 import pytest
 from checkpoint import apart, bucket
 from checkpoint.states import KEY, assert_same, create_linen, filled, zero_of
 from etils import epath
+from flax.training.train_state import TrainState
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, steps_folder
@@ -119,3 +125,59 @@ def test_a_step_on_a_disk_appears_with_its_name(tmp_path: Path) -> None:
     assert (root / ".deleted" / "7").is_dir()
     steps_folder.sweep(root)
     assert [x.name for x in root.iterdir()] == ["notes"]
+
+
+def test_a_step_s_name_is_a_number_as_python_prints_it(tmp_path: Path) -> None:
+    for name in ("2", "0", "10", "٣", "0002", "1_0", "+3", " 4", "²", "00000007"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0002" / "zerojax.json").touch()  # a copy of a step of zerojax's
+    # Plain orbax pads names (step_format_fixed_length).
+    root = epath.Path(tmp_path)
+    assert steps_folder.folders(root) == {
+        0: root / "0", 2: root / "2", 7: root / "00000007", 10: root / "10"
+    }  # fmt: skip
+
+
+PIECES = st.sampled_from([*"[]*?!-\\{}~#%&' \n\"é.:=,\0\udcff", "**", "lr=0.1", "[!a]", "a"])
+NAMES = st.lists(PIECES, min_size=1, max_size=6).map("".join).filter(lambda x: x.strip("."))
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[zerojax.Zero, TrainState]:
+    def create(key: jax.Array) -> TrainState:
+        params = {"w": jax.random.normal(key, (3,))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.identity())
+
+    zero = zerojax.zero(stage=0, mesh=zerojax.mesh(1))
+    return zero, zero.init(create, KEY)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@example(name="run[lr=0.1]")
+@example(name="a\\b")
+@example(name="a*?**")
+@given(name=NAMES)
+def test_a_folder_of_any_name_works_or_is_refused(
+    small: tuple[zerojax.Zero, TrainState], name: str
+) -> None:
+    zero, state = small
+    with tempfile.TemporaryDirectory() as parent:
+        (Path(parent) / "aaaaaaa").mkdir()  # what a pattern may match
+        folder = f"{parent}/{name}"
+        if {"\\", "\0", "\udcff"} & {*name}:
+            with pytest.raises(CheckpointError, match="choose a name without"):
+                Checkpointer(folder, zero)
+            return
+        left = Path(folder, "1.orbax-checkpoint-tmp")
+        left.mkdir(parents=True)
+        with Checkpointer(folder, zero) as checkpointer:
+            checkpointer.save(3, state)
+            checkpointer.wait()
+            assert not left.exists()
+            assert_same(checkpointer.restore(state), state)
+        assert [(x.step, x.status) for x in inspect(folder).steps] == [(3, "whole")]
+
+
+def test_a_folder_that_etils_takes_for_a_bucket() -> None:
+    with pytest.raises(CheckpointError, match=r"etils takes /s3/run for the URL s3://run: give"):
+        steps_folder.opened("/s3/run")

@@ -84,11 +84,21 @@ def test_lies_on_the_mesh_itself() -> None:
     np.testing.assert_array_equal(x.whole(), VALUES[:80])
 
 
+def test_says_how_it_lies_and_what_jax_gets() -> None:
+    """JAX takes no array in unequal shards, and reads an argument's ``sharding``."""
+    x = padded()
+    assert x.sharding == NamedSharding(zerojax.mesh(devices=7), P(None, None))
+    assert x.stored.sharding == NamedSharding(zerojax.mesh(devices=7), P(None, "data"))
+    assert jax.jit(lambda x: x)(x).sharding.is_equivalent_to(x.sharding, 2)
+    with pytest.raises(ValueError, match="should evenly divide the shape"):
+        jax.jit(lambda x: x, in_shardings=x.stored.sharding)(VALUES)
+
+
 def test_looks_like_an_array() -> None:
     x = padded()
     assert (x.shape, x.ndim, x.size, x.nbytes) == ((100, 200), 2, 20000, 80000)
     assert jax.eval_shape(lambda x: x, x).shape == (100, 200)
     assert [s.data.shape for s in x.addressable_shards] == [(100, 29)] * 7
-    assert repr(x) == "StoredArray(float32[100, 200], in pieces of [100, 29])"
+    assert repr(x) == "StoredArray(float32[100, 200], P(None, 'data') in pieces of [100, 29])"
     x.delete()
     assert x.is_deleted()

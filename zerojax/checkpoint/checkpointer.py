@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
+import jax
 from etils import epath
 
 from zerojax.api import Zero
@@ -16,14 +18,15 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
-from zerojax.checkpoint.processes import agreed, first, share_a_folder
-from zerojax.checkpoint.record import decoded, encoded
+from zerojax.checkpoint.processes import agreed, first, share_a_folder, told, with_words
+from zerojax.checkpoint.record import encoded
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.checkpoint.writer import Lock, Writer
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
+from zerojax.distributed.roll_call import by_value
 from zerojax.distributed.watchdog import paused
 
 
@@ -152,13 +155,13 @@ class Checkpointer:
           step: Updates done.
           state: A ``TrainState``, or a tuple of an ``nnx.Module``, its ``nnx.Optimizer`` and more.
           extra: Anything else that a continued run needs (data position, keys, history): JSON, with
-            PRNG keys in it.
+            PRNG keys in it. Where the processes pass different ones, each gets its own back.
           metrics: Numbers by name, for ``keep_best`` and for readers.
 
         Raises:
           CheckpointError: the earlier save failed (this one is not begun then, call again); this
-            step or a later one exists; the state is no state, or was donated; extra or metrics
-            cannot be written.
+            step or a later one exists; the state is no state, was donated, or differs between the
+            processes; extra or metrics cannot be written; the folder was removed or replaced.
         """
 
         def prepared() -> PendingSave:
@@ -173,8 +176,23 @@ class Checkpointer:
 
         self._note(f"a save of step {step}")
         with self._alone, paused("a save"):
-            pending = agreed(self._name, prepared)
+            pending, words = with_words(self._name, prepared, lambda p: p.word)
+            if not pending.compare(words):
+                self._writing().discard(pending)
+                self._refuse(told(self._name, lambda: json.dumps(pending.replicated)))
             self._writing().begin(pending)
+
+    def _refuse(self, replicated: list[str]) -> NoReturn:
+        """Raises CheckpointError with the arrays that differ between the processes."""
+        every: list[dict[str, str]] = [json.loads(word) for word in replicated]
+        names = [name for name in every[0] if len({each.get(name) for each in every}) > 1]
+        values = by_value({i: each.get(names[0], "none") for i, each in enumerate(every)})
+        said = "; ".join(f"{value} in {who}" for value, who in values.items())
+        more = f", and so do {len(names) - 1} more arrays" if names[1:] else ""
+        raise CheckpointError(
+            f"{names[0]} of the state differs between the processes: {said}{more}. Whatever "
+            "changes the state, as state.replace(step=...), must do so in all processes"
+        )
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -213,12 +231,24 @@ class Checkpointer:
             lambda act: first(self._name, act),
         )
 
-    def extra(self, step: int | None = None) -> Any:
-        """The ``extra`` of :meth:`save`; None for a step of plain orbax."""
+    def extra(self, step: int | None = None, process: int | None = None) -> Any:
+        """The ``extra`` of :meth:`save`; None for a step of plain orbax.
+
+        Args:
+          step: The step; the newest by default.
+          process: Whose, of the processes that saved the step; this process's own by default.
+
+        Raises:
+          CheckpointError: no such step exists; each process saved another ``extra``, and now there
+            are more or fewer processes.
+        """
 
         def read(folder: epath.Path) -> Any:
-            record = SavedStep(folder).record
-            return decoded(record.extra if record else None)
+            found = SavedStep(folder)
+            if process is not None:
+                return found.extra(process)
+            found.require_processes(jax.process_count())
+            return found.extra(jax.process_index())
 
         return self._read(step, read, lambda act: act())
 
@@ -253,15 +283,27 @@ class Checkpointer:
     def _with_offer(
         self, error: DamagedCheckpointError, damaged: epath.Path
     ) -> DamagedCheckpointError:
-        others = [(n, f) for n, f in steps_folder.folders(self.directory).items() if f != damaged]
-        whole = next((n for n, folder in reversed(others) if _looks_whole(folder)), None)
-        offer = (
-            "No other step is whole."
-            if whole is None
-            else f"Step {whole} looks whole: restore(abstract_state, step={whole}). To go on "
-            "saving from there delete later ones first."
-        )
-        return DamagedCheckpointError(f"{error}\n{offer}", whole)
+        unread: list[str] = []
+        for step, folder in reversed(steps_folder.folders(self.directory).items()):
+            if folder == damaged:
+                continue
+            try:
+                SavedStep(folder)
+            except DamagedCheckpointError:
+                continue
+            except CheckpointError as other:
+                unread.append(str(other))
+                continue
+            return DamagedCheckpointError(
+                f"{error}\nStep {step} looks whole: restore(abstract_state, step={step}). To go on "
+                "saving from there delete later ones first.",
+                step,
+            )
+        offer = "No other step is whole."
+        if unread:
+            more = f"\nand {len(unread) - 1} more" if unread[1:] else ""
+            offer = f"Whether another step is whole is not known:\n{unread[0]}{more}"
+        return DamagedCheckpointError(f"{error}\n{offer}")
 
     def all_steps(self) -> list[int]:
         """The complete steps, oldest first; without one that is still being saved."""
@@ -345,11 +387,3 @@ def _whole(step: Any) -> int:
     if number < 0 or isinstance(step, bool):
         raise CheckpointError(f"step {step!r}: a whole number of updates, 0 or more")
     return number
-
-
-def _looks_whole(folder: epath.Path) -> bool:
-    try:
-        SavedStep(folder)
-    except CheckpointError:
-        return False
-    return True

@@ -1,6 +1,13 @@
 """Errors of checkpoints."""
 
+from __future__ import annotations
+
+import errno
+import os
 import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -19,6 +26,72 @@ class DamagedCheckpointError(CheckpointError):
         self.whole = whole
 
 
-def reason(error: Exception) -> str:
+_MOST = 1000
+"""Characters of another library's message."""
+
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""Errors of the operating system that a missing file causes, or something else in its place."""
+
+_REFUSALS = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close files of other programs, or raise the system's limit on open files",
+    errno.EACCES: "give this user permission to read the path",
+    errno.EPERM: "give this user permission to read the path",
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        "look at the disk, or at the file system's server",
+    ),
+    errno.ENOMEM: "free memory",
+}
+"""What to do where the operating system refuses to read."""
+
+
+def reason(error: BaseException) -> str:
     """The message of tensorstore, without its specification and source locations."""
     return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
+
+
+def cannot_be_read(what: Any, error: BaseException) -> CheckpointError:
+    """The error for what cannot be read: damage, unless the operating system refused to read.
+
+    Example:
+      >>> cannot_be_read("1/zerojax.json", KeyError("format"))
+      DamagedCheckpointError("1/zerojax.json cannot be read: KeyError: 'format'")
+      >>> type(cannot_be_read("1/zerojax.json", PermissionError(13, "Permission denied")))
+      <class 'zerojax.checkpoint.errors.CheckpointError'>
+    """
+    said = f"{what} cannot be read"
+    for cause in _causes(error):
+        if (number := _refusal(cause)) is not None:
+            remedy = _REFUSALS.get(number, "look at this machine and the file system")
+            return CheckpointError(
+                f"{said} on {socket.gethostname()}: {reason(cause)[:_MOST]}. The system refused, "
+                f"which is no sign of damage: {remedy} and try again; delete nothing"
+            )
+    return DamagedCheckpointError(f"{said}: {type(error).__name__}: {reason(error)[:_MOST]}")
+
+
+def together(errors: Sequence[CheckpointError]) -> CheckpointError:
+    """One error in place of several: of damage where one of them is."""
+    damaged = any(isinstance(error, DamagedCheckpointError) for error in errors)
+    kind = DamagedCheckpointError if damaged else CheckpointError
+    return kind("\n".join(map(str, errors)))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _refusal(error: BaseException) -> int | None:
+    """The operating system's number of an error that is no sign of damage, else None.
+
+    Tensorstore has the system's words in its message alone.
+    """
+    if isinstance(error, OSError):
+        return None if error.errno is None or error.errno in _NOT_THERE else error.errno
+    words = str(error)
+    return next((number for number in _REFUSALS if os.strerror(number) in words), None)

@@ -13,11 +13,11 @@ from typing import Literal
 from etils import epath
 
 from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved
+from zerojax.checkpoint import saved, steps_folder
 from zerojax.checkpoint.checksum import share
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint.record import LeafRecord, Record, Spec
-from zerojax.checkpoint.saved import SavedArray, SavedArrays, unlike
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
+from zerojax.checkpoint.record import Record, Spec
+from zerojax.checkpoint.saved import SavedArray, SavedArrays, alike, differs, unlike
 from zerojax.checkpoint.state_tree import OPTIMIZER, PARAMS, Form
 from zerojax.checkpoint.steps_folder import DELETED, UNDER_WAY
 
@@ -52,7 +52,8 @@ class InspectedStep:
       step: Its number; None for a folder without a record that no number names.
       folder: Its path.
       status: "whole": every array is as it was saved; "files whole": sizes and digests of files
-        are, and arrays were not read; "not verifiable": no record exists to compare with.
+        are, and arrays were not read; "not verifiable": no record exists to compare with, or the
+        system does not give the files.
       saved: The time, ISO 8601 in UTC; None where unknown.
       form: The arrangement of its arrays; None where zerojax has no such arrangement.
       record: Zerojax's; None for plain orbax.
@@ -137,7 +138,7 @@ def inspect(
     Raises:
       CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
     """
-    root = epath.Path(checkpoint)
+    root = steps_folder.path_of(checkpoint)
     steps = [StepInspector(folder) for folder in _at(root, step)]
     todo = 0 if quick else sum(array.bytes for one in steps for array in one.arrays)
     done = 0
@@ -196,7 +197,8 @@ class StepInspector:
         with self._noted():
             self._record = records.read(folder)
         if self._record:
-            self._problems += records.changed(folder, self._record)
+            for error in records.changed(folder, self._record):
+                self._note(error)
         with self._noted():
             self._saved = SavedArrays(folder)
             self._problems += unlike(self._saved, self._record)
@@ -218,7 +220,6 @@ class StepInspector:
 
     def _read(self, array: SavedArray) -> Iterator[int]:
         assert self._saved
-        where = f"{self._saved.item}: {array.name}"
         checksum = 0
         for start, block in self._saved.blocks(array.name):
             checksum = (checksum + share(block, start)) % 2**32
@@ -226,20 +227,19 @@ class StepInspector:
         recorded = self._record.leaves.get(array.name) if self._record else None
         if recorded is None:
             return
-        if not _alike(array, recorded):
-            self._problems.append(
-                f"{where} is {array.dtype}{[*array.shape]}, saved was "
-                f"{recorded.dtype}{[*recorded.shape]}"
-            )
+        if not alike(array, recorded):
+            self._problems.append(f"{self._saved.item}: {differs(array, recorded)}")
         elif checksum != recorded.checksum:
-            self._problems.append(f"{where} holds other numbers than were saved")
+            self._problems.append(
+                f"{self._saved.item}: {array.name} holds other numbers than were saved"
+            )
 
     def result(self, quick: bool) -> InspectedStep:
         """The step as inspected so far; ``quick`` where :meth:`read` was left out."""
         record = self._record
         form = record.form if record else _form(self.arrays)
         whole: Status = "files whole" if quick else "whole"
-        named = int(self.folder.name) if self.folder.name.isdecimal() else None
+        named = steps_folder.step_of(self.folder)
         return InspectedStep(
             step=record.step if record and named is None else named,
             folder=str(self.folder),
@@ -258,16 +258,15 @@ class StepInspector:
         """Collects an error in place of raising it."""
         try:
             yield
-        except (DamagedCheckpointError, OSError) as error:
-            self._problems.append(str(error))
         except CheckpointError as error:
-            self._notes.append(str(error))
+            self._note(error)
+        except OSError as error:
+            self._note(cannot_be_read(self.folder, error))
 
-
-def _alike(array: SavedArray, recorded: LeafRecord) -> bool:
-    if recorded.dtype.startswith("key<"):  # its data is on disk
-        return array.shape[: len(recorded.shape)] == recorded.shape and array.dtype == "uint32"
-    return array.shape == recorded.shape and str(array.dtype) == recorded.dtype
+    def _note(self, error: CheckpointError) -> None:
+        told = self._problems if isinstance(error, DamagedCheckpointError) else self._notes
+        if str(error) not in told:
+            told.append(str(error))
 
 
 def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> InspectedArray:
@@ -297,8 +296,8 @@ def _form(arrays: list[SavedArray]) -> Form | None:
 def _committed(folder: epath.Path) -> str | None:
     """The time of orbax's commit, ISO 8601 in UTC; None where unknown."""
     try:
-        about = json.loads((folder / "_CHECKPOINT_METADATA").read_text())
+        about = json.loads(steps_folder.read(folder / "_CHECKPOINT_METADATA").decode())
         at = datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except records.UNREADABLE:
         return None
     return at.isoformat(timespec="seconds")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from zerojax import weights
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.record import decoded
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import PARAMS, Form, Path, unboxed
 from zerojax.weights.names import Linked, link
@@ -93,10 +92,7 @@ def rename(
     """
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     try:
-        if callable(names):
-            renamed = names(shapes, decoded(saved.record.extra) if saved.record else None)
-        else:
-            renamed = Renamed(names, {})
+        renamed = names(shapes, saved.extra(None)) if callable(names) else Renamed(names, {})
         paths = {name.replace(".", "/"): name for name in leaves}
         linked = link(renamed.names, {path: shapes[name] for path, name in paths.items()})
     except ValueError as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pydantic_core
 from etils import epath
@@ -24,10 +26,14 @@ from zerojax.checkpoint import saved, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
+from zerojax.checkpoint.state_tree import is_key
 from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, stored
+
+_SMALL = 1024
+"""Bytes of an array that every save compares between the processes."""
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -43,7 +49,10 @@ class PendingSave:
       metrics: Numbers by name.
 
     Attributes:
-      tree: The arrays that orbax writes.
+      tree: The arrays that orbax writes; None once they are copied.
+      replicated: A digest of each small array of integers or keys that all processes hold, by
+        name. Floats may differ in the last bit, as some devices add up in any order.
+      extra_by_process: Whether each process writes an ``extra`` of its own.
 
     Raises:
       CheckpointError: an array of the state cannot be saved.
@@ -60,8 +69,10 @@ class PendingSave:
         self.step = step
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
-        self.tree = jax.tree.map(_array, tree)
+        self.tree: Any = jax.tree.map(_array, tree)
         leaves = state_tree.named(self.tree)
+        self.replicated = {name: _digest(x) for name, x in leaves.items() if _is_replicated(x)}
+        self.extra_by_process = False
         self._sums: dict[str, jax.Array] = {}
         self._began = time.time_ns()
         self._leaves = {
@@ -88,6 +99,33 @@ class PendingSave:
             extra=extra,
         )
 
+    @property
+    def word(self) -> str:
+        """For :meth:`compare`: this process's digests."""
+        return json.dumps([_sha256(self.replicated), _sha256(self._record.extra)])
+
+    def compare(self, words: Sequence[str]) -> bool:
+        """Compares the processes' :attr:`word`: an ``extra`` may differ, then each process keeps
+        its own, and arrays may not.
+
+        Returns:
+          Whether the arrays that all processes hold are the same.
+        """
+        arrays, extras = zip(*map(json.loads, words), strict=True)
+        self.extra_by_process = len({*extras}) > 1
+        return len({*arrays}) == 1
+
+    def release(self) -> None:
+        """Lets the arrays go, which are copied."""
+        self.tree = None
+
+    def write_extra(self, folder: epath.Path) -> None:
+        """Writes this process's ``extra`` where the processes' differ."""
+        if self.extra_by_process:
+            file = records.extra_file(folder, jax.process_index())
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(self._record.extra))
+
     def begin_checksums(self) -> None:
         """Starts the checksums of arrays in memory on the devices, in all processes together."""
         leaves = state_tree.named(self.tree)
@@ -101,6 +139,9 @@ class PendingSave:
         Args:
           folder: With all arrays.
           on_disk: The checksums of the arrays that lie on a disk, by name.
+
+        Raises:
+          CheckpointError: what is written is not complete.
         """
         checksums = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
@@ -120,6 +161,33 @@ class PendingSave:
             "commit_timestamp_nsecs": time.time_ns(),
         }
         (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+        saved.require_complete(folder)
+        if self.extra_by_process:
+            for process in range(jax.process_count()):
+                if not records.extra_file(folder, process).exists():
+                    raise CheckpointError(f"{folder}: the extra of process {process} is missing")
+
+
+def _is_replicated(x: Any) -> bool:
+    """Whether all processes hold the whole of a small array of integers or keys."""
+    return (
+        isinstance(x, jax.Array)
+        and not x.is_fully_addressable
+        and x.is_fully_replicated
+        and x.nbytes <= _SMALL
+        and (is_key(x) or x.dtype.kind in "iub")
+    )
+
+
+def _digest(x: jax.Array) -> str:
+    """A small array in words; equal arrays have equal words."""
+    mine = x.addressable_data(0)
+    values = np.asarray(jax.random.key_data(mine) if is_key(mine) else mine)
+    return repr(values.tolist()) if values.size <= 4 else _sha256(values.tobytes().hex())
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _class_name(handler: type) -> str:

@@ -45,7 +45,7 @@ def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
       >>> agreed("an example", lambda: 3)  # the only process
       3
     """
-    return _together(name, act, lambda _: "", seconds)[0]
+    return with_words(name, act, lambda _: "", seconds)[0]
 
 
 def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[str]:
@@ -55,7 +55,7 @@ def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[s
       >>> told("an example", lambda: "n1")
       ['n1']
     """
-    return _together(name, act, str, seconds)[1]
+    return with_words(name, act, str, seconds)[1]
 
 
 def first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -> str:
@@ -63,9 +63,15 @@ def first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -
     return told(name, lambda: (act() or "") if jax.process_index() == 0 else "", seconds)[0]
 
 
-def _together(
-    name: str, act: Callable[[], _T], word: Callable[[_T], str], seconds: float
+def with_words(
+    name: str, act: Callable[[], _T], word: Callable[[_T], str], seconds: float = PATIENCE
 ) -> tuple[_T, list[str]]:
+    """The result of ``act``, and what ``word`` makes of it in every process; see :func:`agreed`.
+
+    Example:
+      >>> with_words("an example", lambda: 3, str)
+      (3, ['3'])
+    """
     if jax.process_count() == 1:
         result = act()
         return result, [word(result)]

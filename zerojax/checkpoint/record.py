@@ -20,11 +20,12 @@ import numpy as np
 import pydantic
 from etils import epath
 
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint import steps_folder
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
 from zerojax.checkpoint.state_tree import is_key
 
 FORMAT = 1
-FILE = "zerojax.json"
+FILE = steps_folder.RECORD
 MARK = {"record": FILE}
 """In orbax's metadata of a state with a record, so that a lost record is noticed."""
 
@@ -33,7 +34,19 @@ WHOLE_FILE_BYTES = 16 * 2**20
 
 Spec = list[str | list[str] | None]
 
+EXTRA = "extra"
+"""The folder within a step that holds the ``extra`` of each process, where these differ."""
+
+UNREADABLE = (
+    ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError,
+    OSError,
+)  # fmt: skip
+"""What reading JSON of any form raises."""
+
 _KEY = "$key"
+
+_DEEPEST = 100
+"""Levels of an ``extra``; a reader of JSON has no more than 1,000."""
 
 
 class _Strict(pydantic.BaseModel):
@@ -106,28 +119,37 @@ def read(folder: epath.Path) -> Record | None:
 
     Raises:
       DamagedCheckpointError: the record is not as it was written.
-      CheckpointError: a newer zerojax wrote the record.
+      CheckpointError: a newer zerojax wrote the record, or the system does not give it.
     """
     file = folder / FILE
-    if not file.exists():
-        return None
     try:
-        text = json.loads(file.read_text())
+        text = json.loads(steps_folder.read(file).decode())
         version, digest, body = text["format"], text["sha256"], text["record"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise DamagedCheckpointError(f"{file} cannot be read: {why}") from None
-    if digest != _sha256(version, body):
+        signed = _sha256(version, body)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UNREADABLE as error:
+        raise cannot_be_read(file, error) from None
+    if digest != signed:
         raise DamagedCheckpointError(f"{file} is not as it was written: its sha256 differs")
+    if type(version) is not int or version < 1:
+        raise DamagedCheckpointError(f"{file} has format {version!r:.50}, which is no number")
     if version > FORMAT:
         raise CheckpointError(
-            f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax "
+            f"{file} has format {version!r:.50}, this zerojax reads up to {FORMAT}: update zerojax "
             f"(the state itself is orbax's: {folder / 'state'})"
         )
     try:
         return Record.model_validate(body)
     except pydantic.ValidationError as error:
-        raise DamagedCheckpointError(f"{file} cannot be read: {error}") from None
+        first, *more = error.errors(include_url=False)
+        where = ".".join(map(str, first["loc"]))[:200]
+        others = f", and {len(more)} more are wrong" if more else ""
+        raise DamagedCheckpointError(
+            f"{file} cannot be read: {where}: {first['msg']:.200}{others}"
+        ) from None
+    except UNREADABLE as error:
+        raise cannot_be_read(file, error) from None
 
 
 def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRecord]:
@@ -144,51 +166,71 @@ def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRe
     }
 
 
-def changed(folder: epath.Path, record: Record) -> list[str]:
-    """Differences from the recorded step and its files, one line each."""
-    problems = []
-    if folder.name.isdecimal() and int(folder.name) != record.step:
+def changed(folder: epath.Path, record: Record) -> list[CheckpointError]:
+    """Differences from the recorded step and its files: damage, and what the system does not give.
+
+    Args:
+      folder: Of the step.
+      record: Of the step.
+    """
+    problems: list[CheckpointError] = []
+    if steps_folder.number(folder.name) not in (None, record.step):
         problems.append(
-            f"{folder / FILE} is of step {record.step}: name the folder {record.step} again"
+            DamagedCheckpointError(
+                f"{folder / FILE} is of step {record.step}: name the folder {record.step} again"
+            )
         )
     try:
         present = dict(sizes(folder))
     except OSError as error:
-        return [*problems, f"{folder} cannot be read: {error}"]
+        return [*problems, cannot_be_read(folder, error)]
+    except DamagedCheckpointError as error:
+        return [*problems, error]
     for name, file in record.files.items():
+        wrong = ""
         if name not in present:
-            problems.append(f"{folder / name} is missing")
+            wrong = "is missing"
         elif present[name] != file.bytes:
-            problems.append(
-                f"{folder / name} has {present[name]:,} bytes instead of {file.bytes:,}"
-            )
+            wrong = f"has {present[name]:,} bytes instead of {file.bytes:,}"
         elif file.crc32 is not None:
-            problems += _differs(folder / name, file.crc32)
+            try:
+                if _crc32(folder / name) != file.crc32:
+                    wrong = "is not as it was written: its CRC differs"
+            except (OSError, ValueError) as error:
+                problems.append(cannot_be_read(folder / name, error))
+        if wrong:
+            problems.append(DamagedCheckpointError(f"{folder / name} {wrong}"))
     return problems
 
 
-def _differs(file: epath.Path, crc32: int) -> list[str]:
-    try:
-        same = _crc32(file) == crc32
-    except OSError as error:
-        return [f"{file} cannot be read: {error}"]
-    return [] if same else [f"{file} is not as it was written: its CRC differs"]
-
-
 def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Every file below ``folder``: its path within the folder, and its bytes."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
+    """Every file below ``folder``: its path within the folder, and its bytes.
+
+    Raises:
+      DamagedCheckpointError: A file is not a regular one.
+      OSError: The system does not say.
+    """
+    for entry in folder.iterdir() if steps_folder.exists(folder) and folder.is_dir() else ():
         if entry.is_dir():
             yield from ((f"{entry.name}/{name}", size) for name, size in sizes(entry))
         else:
-            yield entry.name, entry.stat().length
+            try:
+                size = steps_folder.size(entry)
+            except ValueError as error:
+                raise DamagedCheckpointError(str(error)) from None
+            yield entry.name, size
 
 
-def encoded(value: Any, path: str = "extra") -> Any:
+def extra_file(folder: epath.Path, process: int) -> epath.Path:
+    """The file of a process's ``extra`` in the folder of a step."""
+    return folder / EXTRA / f"{process}.json"
+
+
+def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
     """``value`` as JSON, PRNG keys by their data.
 
     Raises:
-      CheckpointError: a part of it, named by its path, is neither JSON nor a PRNG key.
+      CheckpointError: a part of it, named by its path, is neither JSON nor a PRNG key, or too deep.
 
     Example:
       >>> decoded(encoded({"key": jax.random.key(7), "row": 3}))
@@ -197,18 +239,20 @@ def encoded(value: Any, path: str = "extra") -> Any:
     """
     if isinstance(value, bool | int | float | str | None):
         return value
+    if level > _DEEPEST:
+        raise CheckpointError(f"{path:.60}...: more than {_DEEPEST} levels of lists and mappings")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
                 raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
-        return {key: encoded(item, f"{path}[{key!r}]") for key, item in value.items()}
+        return {key: encoded(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encoded(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [encoded(item, f"{path}[{i}]", level + 1) for i, item in enumerate(value)]
     if isinstance(value, jax.Array) and is_key(value):
         data = np.asarray(jax.random.key_data(value))
         return {_KEY: str(jax.random.key_impl(value)), "data": data.tolist()}
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
-        return value.item()
+        return encoded(value.item(), path, level + 1)
     raise CheckpointError(
         f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
     )
@@ -227,7 +271,7 @@ def decoded(value: Any) -> Any:
 
 
 def _crc32(file: epath.Path) -> int:
-    return zlib.crc32(file.read_bytes())
+    return zlib.crc32(steps_folder.read(file))
 
 
 def _sha256(version: Any, body: Any) -> str:

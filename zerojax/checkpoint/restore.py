@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
 from zerojax.checkpoint.matching import ERROR, match
 from zerojax.checkpoint.processes import LONGEST, agreed, told
 from zerojax.checkpoint.saved import SavedArray, SavedStep
@@ -225,7 +225,7 @@ def _read(
     except RuntimeError:  # of the devices, such as too little memory
         raise
     except Exception as error:  # orbax has no class of its own for what it cannot read
-        raise DamagedCheckpointError(f"{saved.item} cannot be read: {error}") from error
+        raise cannot_be_read(saved.item, error) from error
     finally:
         handler.close()
     read = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}

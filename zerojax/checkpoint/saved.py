@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,13 @@ from etils import epath
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import steps_folder
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, reason
-from zerojax.checkpoint.record import Record
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    cannot_be_read,
+    together,
+)
+from zerojax.checkpoint.record import LeafRecord, Record
 from zerojax.offload.disk.pieces import grid
 
 STATE = "state"
@@ -23,6 +28,7 @@ ITEMS = (STATE, "default", "pytree", "")
 """Where orbax keeps a tree: zerojax and v1, the manager, an older v1, the step's folder itself."""
 
 _METADATA = "_METADATA"
+_MANIFEST = "manifest.ocdbt"
 _BLOCK_BYTES = 4 * 2**20
 _INDEX = "cache_pool#index"
 """The cache of ocdbt's index, which would be read anew for every array."""
@@ -53,22 +59,30 @@ class SavedArrays:
 
     Raises:
       DamagedCheckpointError: the step has no arrays, or orbax's metadata cannot be read.
+      CheckpointError: the system does not give its files.
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
-        self.folder = epath.Path(folder)
+        self.folder = steps_folder.path_of(folder)
         self._context = tensorstore.Context({_INDEX: {"total_bytes_limit": 64 * 2**20}})
-        item = item_of(self.folder)
+        try:
+            item = item_of(self.folder)
+            if not steps_folder.in_bucket(self.folder):
+                for _ in records.sizes(item or self.folder):  # tensorstore would wait at a FIFO
+                    pass
+            empty = "" if item else contents(self.folder)
+        except OSError as error:
+            raise cannot_be_read(self.folder, error) from None
         if item is None:
             raise DamagedCheckpointError(
-                f"{self.folder} holds no arrays ({STATE}/{_METADATA} or the like): "
-                f"{contents(self.folder)}"
+                f"{self.folder} holds no arrays ({STATE}/{_METADATA} or the like): {empty}"
             )
         self.item = item
         try:
-            about = json.loads((item / _METADATA).read_text())
+            about = json.loads(steps_folder.read(item / _METADATA).decode())
             self._driver = "zarr3" if about.get("use_zarr3") else "zarr"
-            self._ocdbt = bool(about.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
+            ocdbt = about.get("use_ocdbt")
+            self._ocdbt = bool((item / _MANIFEST).exists() if ocdbt is None else ocdbt)
             # Chunks of zeros are stored too: a missing chunk was lost.
             self._filled = bool(about.get("store_array_data_equal_to_fill_value"))
             self.recorded = about.get("custom_metadata") == records.MARK
@@ -77,10 +91,10 @@ class SavedArrays:
                 for entry in about["tree_metadata"].values()
                 if not entry["value_metadata"].get("skip_deserialize")
             ]
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise DamagedCheckpointError(
-                f"{item / _METADATA} cannot be read: {type(error).__name__}: {error}"
-            ) from None
+            if outside := [path for path in paths if ".." in "/".join(path).split("/")]:
+                raise ValueError(f"an array's name leaves the folder: {outside[0]!r:.200}")
+        except records.UNREADABLE as error:
+            raise cannot_be_read(item / _METADATA, error) from None
         self._paths = {".".join(path): path for path in paths}
         self.names = sorted(self._paths)
 
@@ -144,15 +158,18 @@ class SavedArrays:
             "kvstore": kvstore,
             "fill_missing_data_reads": not self._filled,
         }
-        return tensorstore.open(spec, open=True, read=True, context=self._context)
+        return self._tried(
+            name, lambda: tensorstore.open(spec, open=True, read=True, context=self._context)
+        )
 
     def _result(self, name: str, future: Any) -> Any:
+        return self._tried(name, future.result)
+
+    def _tried(self, name: str, act: Callable[[], Any]) -> Any:
         try:
-            return future.result()
-        except ValueError as error:
-            raise DamagedCheckpointError(
-                f"{self.item}: {name} cannot be read: {reason(error)}"
-            ) from None
+            return act()
+        except (*records.UNREADABLE, NotImplementedError) as error:
+            raise cannot_be_read(f"{self.item}: {name:.200}", error) from None
 
 
 class SavedStep(SavedArrays):
@@ -168,12 +185,65 @@ class SavedStep(SavedArrays):
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
-        self.record: Record | None = records.read(epath.Path(folder))
-        if self.record and (problems := records.changed(epath.Path(folder), self.record)):
-            raise DamagedCheckpointError("\n".join(problems))
-        super().__init__(folder)
-        if problems := unlike(self, self.record):
-            raise DamagedCheckpointError("\n".join(problems))
+        root = steps_folder.path_of(folder)
+        self.record: Record | None = records.read(root)
+        if self.record and (problems := records.changed(root, self.record)):
+            raise together(problems)
+        super().__init__(root)
+        if differences := unlike(self, self.record):
+            raise DamagedCheckpointError("\n".join(differences))
+
+    def extra(self, process: int | None) -> Any:
+        """The ``extra`` of a save; None for a step of plain orbax.
+
+        Args:
+          process: Whose, where each process saved another one; None for that of process 0.
+
+        Raises:
+          CheckpointError: no such process saved the step.
+          DamagedCheckpointError: it cannot be read.
+        """
+        try:
+            return records.decoded(self._extra(process))
+        except records.UNREADABLE as error:
+            raise cannot_be_read(f"{self.folder}: extra", error) from None
+
+    def _extra(self, process: int | None) -> Any:
+        """The same as JSON."""
+        if self.record is None:
+            return None
+        if process is None or not self.extra_by_process:
+            return self.record.extra
+        if not 0 <= process < self.record.processes:
+            raise CheckpointError(
+                f"{self.folder} has no extra of process {process}: {self.record.processes} "
+                "processes saved it"
+            )
+        return json.loads(steps_folder.read(records.extra_file(self.folder, process)).decode())
+
+    def require_processes(self, count: int) -> None:
+        """Checks that as many processes saved the step, where each has an ``extra`` of its own.
+
+        Raises:
+          CheckpointError: there were more or fewer.
+        """
+        if self.record is None or not self.extra_by_process or count == self.record.processes:
+            return
+        of = self.record.processes
+        every = [x if isinstance(x := self._extra(n), dict) else {} for n in range(of)]
+        keys = [k for k in every[0] if len({json.dumps(x.get(k)) for x in every}) > 1]
+        named = f" (other values of {', '.join(keys):.200})" if keys else ""
+        raise CheckpointError(
+            f"{self.folder}: {of} processes saved it, each an extra of its own{named}, and {count} "
+            f"would read it. Read what each saved, extra(process=0) to extra(process={of - 1}), "
+            "and divide it anew"
+        )
+
+    @property
+    def extra_by_process(self) -> bool:
+        """Whether each process saved an ``extra`` of its own."""
+        files = self.record.files if self.record else ()
+        return any(name.startswith(f"{records.EXTRA}/") for name in files)
 
 
 def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
@@ -186,6 +256,36 @@ def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
     return [f"{arrays.item}: {problem}" for problem in lost + new]
 
 
+def require_complete(folder: epath.Path) -> None:
+    """Checks that a step which was just written has its record, and all arrays that this lists.
+
+    Raises:
+      DamagedCheckpointError: the record or an array is missing, or is another one.
+    """
+    record, arrays = records.read(folder), SavedArrays(folder)
+    differences = unlike(arrays, record)
+    if record and not differences:
+        pairs = ((array, record.leaves[array.name]) for array in arrays.arrays())
+        differences = [f"{arrays.item}: {differs(*pair)}" for pair in pairs if not alike(*pair)]
+    if differences:
+        raise DamagedCheckpointError("\n".join(differences))
+
+
+def alike(array: SavedArray, recorded: LeafRecord) -> bool:
+    """Whether a saved array has the recorded shape and dtype."""
+    if recorded.dtype.startswith("key<"):  # its data is on disk
+        return array.shape[: len(recorded.shape)] == recorded.shape and array.dtype == "uint32"
+    return array.shape == recorded.shape and str(array.dtype) == recorded.dtype
+
+
+def differs(array: SavedArray, recorded: LeafRecord) -> str:
+    """For messages: a saved array that is not :func:`alike`."""
+    return (
+        f"{array.name} is {array.dtype}{[*array.shape]}, saved was "
+        f"{recorded.dtype}{[*recorded.shape]}"
+    )
+
+
 def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     """The folders of the steps at a path, in order: the path itself, or its steps.
 
@@ -196,8 +296,15 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     Raises:
       CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
     """
-    root = epath.Path(checkpoint)
-    if not root.exists():
+    root = steps_folder.path_of(checkpoint)
+    try:
+        return _at(root, step)
+    except OSError as error:
+        raise cannot_be_read(root, error) from None
+
+
+def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
+    if not steps_folder.exists(root):
         raise CheckpointError(f"{root} does not exist")
     if root.name == STATE and (root.parent / records.FILE).exists():
         root = root.parent
@@ -224,10 +331,18 @@ def find(checkpoint: epath.PathLike, step: int | None = None) -> SavedStep:
 
 
 def item_of(folder: epath.Path) -> epath.Path | None:
-    """The folder of orbax's tree in a step's folder; None where none exists."""
-    known = (folder / n for n in ITEMS if (folder / n / _METADATA).exists())
-    named = (file.parent for file in sorted(folder.glob(f"*/{_METADATA}")))
-    return next(known, next(named, None))
+    """The folder of orbax's tree in a step's folder; None where none exists.
+
+    Raises:
+      OSError: The system does not say.
+    """
+    for name in ITEMS:
+        if steps_folder.exists(folder / name / _METADATA):
+            return folder / name
+    for other in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if steps_folder.number(other.name) is None and steps_folder.exists(other / _METADATA):
+            return other
+    return None
 
 
 def contents(folder: epath.Path) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 from etils import epath
+from etils.epath.gpath import PosixGPath
 
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, cannot_be_read
 
 DELETED = ".deleted"
 UNDER_WAY = ".orbax-checkpoint-tmp"
@@ -21,7 +25,49 @@ WHOLE = "commit_success.txt"
 """The last file of a step in a bucket, without which nothing takes the folder for a step; orbax's
 own."""
 
-_STEP = re.compile(r"\d+")
+RECORD = "zerojax.json"
+"""The file that zerojax adds to a step."""
+
+_STEP, _PADDED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"0[0-9]+")
+
+
+_REFUSED = {
+    r"\\": "a backslash, which tensorstore takes for a slash",
+    "\0": "a null character",
+    "[\ud800-\udfff]": "bytes that are not UTF-8, which tensorstore refuses",
+}
+
+
+class _Folder(PosixGPath):
+    """A path whose name is not a pattern.
+
+    Orbax finds what the processes have written with :meth:`glob` of the path that it is given, and
+    etils takes a bracket in that path for a pattern too: orbax would find nothing, and say nothing.
+    """
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        if in_bucket(self):
+            yield from super().glob(pattern)
+        else:
+            yield from (self / name for name in glob.iglob(pattern, root_dir=self))
+
+
+def path_of(path: str | os.PathLike[str]) -> epath.Path:
+    """A path for etils, orbax and tensorstore.
+
+    Raises:
+      CheckpointError: One of them takes the path for another one.
+    """
+    text = os.fspath(path)
+    if refused := [why for character, why in _REFUSED.items() if re.search(character, text)]:
+        raise CheckpointError(f"directory: {text!r:.300} has {refused[0]}: choose a name without")
+    folder = _Folder(text)
+    if text.startswith("/") and "://" in os.fspath(folder):
+        raise CheckpointError(
+            f"directory: etils takes {text} for the URL {folder}: give the folder another name, as "
+            "by a symbolic link"
+        )
+    return folder
 
 
 def opened(directory: str | os.PathLike[str]) -> epath.Path:
@@ -36,10 +82,10 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     # pathlib makes "gs:/" of "gs://".
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", path)
     if not url:
-        return epath.Path(path).expanduser().absolute()
+        return path_of(os.path.abspath(os.path.expanduser(path)))
     scheme, rest = url[1].lower(), path[url.end() :]
     if scheme == "gs":
-        return _google(epath.Path(f"gs://{rest}"))
+        return _google(path_of(f"gs://{rest}"))
     instead = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
     if scheme == "file":
         instead = f"the path alone: /{rest}"
@@ -74,9 +120,83 @@ def in_bucket(path: epath.Path) -> bool:
     return os.fspath(path).startswith("gs://")
 
 
+def number(name: str) -> int | None:
+    """The step that zerojax saves under a name; None where the name is not a step's.
+
+    Example:
+      >>> number("20"), number("020"), number("\N{ARABIC-INDIC DIGIT THREE}")
+      (20, None, None)
+    """
+    return int(name) if _STEP.fullmatch(name) else None
+
+
+def step_of(folder: epath.Path) -> int | None:
+    """The step that a folder holds: plain orbax has names of fixed length too, zerojax has not."""
+    padded = _PADDED.fullmatch(folder.name) and not (folder / RECORD).exists()
+    return int(folder.name) if padded else number(folder.name)
+
+
+def exists(path: epath.Path) -> bool:
+    """Whether a path exists.
+
+    Raises:
+      OSError: The system does not say, as without permission.
+    """
+    if in_bucket(path):
+        return path.exists()
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def size(file: epath.Path) -> int:
+    """The bytes of a file.
+
+    Raises:
+      ValueError: It is not a regular file.
+      OSError: The system does not say.
+    """
+    if in_bucket(file):
+        return file.stat().length
+    about = os.stat(file)
+    _require_regular(file, about)
+    return about.st_size
+
+
+def read(file: epath.Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+      ValueError: It is not a regular file; of a FIFO, a reader would wait for ever.
+      OSError: The system does not give it.
+    """
+    if in_bucket(file):
+        return file.read_bytes()
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        _require_regular(file, os.fstat(handle))
+        with open(handle, "rb", closefd=False) as content:
+            return content.read()
+    finally:
+        os.close(handle)
+
+
+def _require_regular(file: epath.Path, about: os.stat_result) -> None:
+    if stat.S_ISDIR(about.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(file))
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{file} is not a regular file")
+
+
 def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The folders of complete steps below ``directory``, by step, in order."""
-    root = epath.Path(directory)
+    """The folders of complete steps below ``directory``, by step, in order.
+
+    Raises:
+      CheckpointError: The system does not list the directory.
+    """
+    root = path_of(directory)
     numbered = _numbered(root)
     if in_bucket(root):
         numbered = {step: x for step, x in numbered.items() if (x / WHOLE).exists()}
@@ -84,8 +204,13 @@ def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _numbered(root: epath.Path) -> dict[int, epath.Path]:
-    entries = root.iterdir() if root.is_dir() else ()
-    return {int(entry.name): entry for entry in entries if _STEP.fullmatch(entry.name)}
+    try:
+        entries = [*root.iterdir()] if exists(root) and root.is_dir() else []
+    except OSError as error:
+        raise cannot_be_read(root, error) from error
+    entries.sort(key=lambda entry: -len(entry.name))  # the number itself is last, and counts
+    steps = {step_of(entry): entry for entry in entries}
+    return {step: entry for step, entry in steps.items() if step is not None}
 
 
 def under_way(directory: epath.Path, step: int) -> epath.Path:

@@ -54,7 +54,7 @@ class Writer:
 
     def __init__(self, directory: epath.Path, retention: Retention, name: str) -> None:
         self._directory, self._retention, self._name = directory, retention, name
-        self._pending: PendingSave | None = None
+        self._step: int | None = None
         self._saving: Future[None] | None = None
         self._background = ThreadPoolExecutor(1, "zerojax-save")
         self._sweeper: threading.Thread | None = None
@@ -76,7 +76,13 @@ class Writer:
         """Makes the folder of a step to come, in process 0, once the one before is settled."""
         if jax.process_index() == 0:
             folder = steps_folder.under_way(self._directory, pending.step)
+            steps_folder.discard(folder)  # of a save that another process refused
             (folder / saved.STATE).mkdir(parents=True)
+
+    def discard(self, pending: PendingSave) -> None:
+        """Removes the folder that :meth:`make` has made."""
+        if jax.process_index() == 0:
+            steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
 
     def begin(self, pending: PendingSave) -> None:
         """Begins to write a step into the folder that process 0 has made.
@@ -89,19 +95,22 @@ class Writer:
         # A removal is slow: it runs beside the write.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
         self._sweeper.start()
-        self._pending = pending
+        self._step = pending.step
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=chunks, custom_metadata=records.MARK)
         writing: list[Any] = []
         try:
             pending.begin_checksums()
-            folder = steps_folder.under_way(self._directory, pending.step) / saved.STATE
-            writing += _completed(lambda: self._handler.async_save(folder, args=args)) or []
+            folder = steps_folder.under_way(self._directory, pending.step)
+            state = folder / saved.STATE
+            writing += _completed(lambda: self._handler.async_save(state, args=args)) or []
             self._piecewise.wait()
+            pending.write_extra(folder)
             said = ""
         except Exception as error:
             writing.append(_failed(error))
             said = "failed"
+        pending.release()
         self._saving = self._background.submit(self._finish, pending, writing)
         if any(told(self._name, lambda: said)):
             self.settle()
@@ -127,8 +136,11 @@ class Writer:
         self._handler.finalize(folder / saved.STATE)
         pending.finish(folder, on_disk)
         steps_folder.complete(folder, pending.step)
+        there = steps_folder.folders(self._directory)
+        if pending.step not in there:
+            raise CheckpointError(f"{self._directory} does not show the finished step")
         with contextlib.suppress(OSError):  # the next save tries again
-            for step in self._retention.expired(steps_folder.folders(self._directory)):
+            for step in self._retention.expired(there):
                 steps_folder.remove(self._directory, step)
 
     def _discard(self, pending: PendingSave) -> None:
@@ -147,21 +159,26 @@ class Writer:
           CheckpointError: the write failed in a process; nothing is left of the step, and the next
             can begin.
         """
-        saving, pending = self._saving, self._pending
-        self._saving = self._pending = None
+        saving, step = self._saving, self._step
+        self._saving = self._step = None
         try:
             if saving:
                 saving.result()
         except Exception as error:
-            assert pending is not None
-            there = steps_folder.folders(self._directory)
-            kept = f"step {max(there)} is the last good one" if there else "there is none yet"
+            kept = self._last_good()
             raise CheckpointError(
-                f"step {pending.step} was not saved in {self._directory} ({kept}): {reason(error)}"
+                f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
             ) from error
         if swept and self._sweeper:
             self._sweeper.join()
             self._sweep()
+
+    def _last_good(self) -> str:
+        try:
+            there = steps_folder.folders(self._directory)
+        except CheckpointError as error:  # for the same reason, maybe
+            return str(error)
+        return f"step {max(there)} is the last good one" if there else "there is none yet"
 
     def delete(self, step: int) -> None:
         """Removes a step; for process 0."""
@@ -224,14 +241,17 @@ class Lock:
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
         self._held: weakref.finalize | None = None
+        self._file = -1
 
     def take(self) -> bool:
         """Whether this object holds the lock now; False where another one of this process does.
 
         Raises:
-          CheckpointError: another process holds the lock.
+          CheckpointError: another process holds the lock, or the lock that this object holds is not
+            the folder's any more.
         """
         if self._held:
+            self._require_place()
             return True
         file = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -248,8 +268,23 @@ class Lock:
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, _me().encode(), 0)
-        self._held = weakref.finalize(self, os.close, file)
+        self._file, self._held = file, weakref.finalize(self, os.close, file)
         return True
+
+    def _require_place(self) -> None:
+        """Checks that the folder still has the file that is locked."""
+        path = self._directory / LOCK
+        try:
+            if os.path.samestat(os.stat(path), os.fstat(self._file)):
+                return
+            what = "another file"
+        except (FileNotFoundError, NotADirectoryError):
+            what = "gone"
+        raise CheckpointError(
+            f"{self._directory} was removed or replaced while this run saved there: its lock, "
+            f"{LOCK}, is {what}, and another run may write there. Nothing was saved now: make a "
+            "new Checkpointer, of this folder or of another one"
+        )
 
     def release(self) -> None:
         """Lets the lock go."""

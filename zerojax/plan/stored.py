@@ -49,7 +49,11 @@ class StoredArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
-        """In whole axes of the mesh alone, which divide the shape."""
+        """Of the array that JAX gets: whole axes of the mesh, where these divide the shape.
+
+        JAX reads this attribute of every argument, and refuses unequal shards; the sharding of the
+        shards at rest is ``stored.sharding``.
+        """
         at_rest = self.stored.sharding
         return layout.in_whole_axes(at_rest.mesh, at_rest.spec, self.shape)
 
@@ -94,7 +98,8 @@ class StoredArray:
 
     def __repr__(self) -> str:
         pieces = self.stored.sharding.shard_shape(self.stored.shape)
-        return f"StoredArray({self.dtype}{list(self.shape)}, in pieces of {list(pieces)})"
+        spec = tuple(self.stored.sharding.spec)
+        return f"StoredArray({self.dtype}{list(self.shape)}, P{spec} in pieces of {list(pieces)})"
 
 
 def _cut(x: Any, shape: tuple[int, ...]) -> Any:

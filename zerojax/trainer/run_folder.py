@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 from zerojax.api import Zero
-from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption
+from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption, steps_folder
 from zerojax.distributed import log
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import TrainerState, saved
@@ -73,25 +73,28 @@ class RunFolder:
         """
         there, steps = self.checkpoints.directory, self._epochs.steps
         if resume is None or resume is False:
+            self._check_room(after=-1)
+            begun = Begun(fresh(), TrainerState(max_steps=steps), [])
             self._make_room(after=-1)
-            return Begun(fresh(), TrainerState(max_steps=steps), [])
+            return begun
         folder, step = (there, None) if resume is True else _found(pathlib.Path(resume))
         with contextlib.ExitStack() as stack:
             source = self.checkpoints
             if pathlib.Path(folder).resolve() != pathlib.Path(there).resolve():
-                self._make_room(after=-1)
                 source = stack.enter_context(Checkpointer(folder, self._zero, read_only=True))
             step = source.latest_step() if step is None else step
             if step is None:
+                what = "has no checkpoint" if folder.exists() else "does not exist: nothing"
                 raise CheckpointError(
-                    f"{folder} has no checkpoint to go on from: train() without "
-                    "resume_from_checkpoint begins a new run"
+                    f"{folder} {what} to go on from: train() without resume_from_checkpoint begins "
+                    "a new run"
                 )
-            if source is self.checkpoints:
-                self._make_room(after=step)
-            extra = source.extra(step)
+            extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
+            after = step if source is self.checkpoints else -1
+            self._check_room(after)
             restored = source.restore(abstract(), step)
+        self._make_room(after)  # last: what is given up is given up for what was found
         state = TrainerState(**{**extra["trainer"], "max_steps": steps})
         return Begun(restored, state, extra["losses"])
 
@@ -143,16 +146,26 @@ class RunFolder:
                 "from here on", where, *steps, steps[1],
             )  # fmt: skip
 
-    def _make_room(self, after: int) -> None:
-        """Removes later steps, where the arguments allow that."""
-        later = [step for step in self.checkpoints.all_steps() if step > after]
+    def _later(self, after: int) -> list[int]:
+        return [step for step in self.checkpoints.all_steps() if step > after]
+
+    def _check_room(self, after: int) -> None:
+        """Checks that there are no later steps, or that the arguments let them go.
+
+        Raises:
+          CheckpointError: the arguments do not.
+        """
+        later = self._later(after)
         if later and not self._args.overwrite_output_dir:
             raise CheckpointError(
                 f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to {later[-1]}: "
                 "go on from the last with train(resume_from_checkpoint=True), choose another "
                 "output_dir, or let overwrite_output_dir=True remove them"
             )
-        for step in reversed(later):
+
+    def _make_room(self, after: int) -> None:
+        """Removes later steps."""
+        for step in reversed(self._later(after)):
             self.checkpoints.delete(step)
 
 
@@ -172,7 +185,7 @@ def _fields(config: Any) -> dict[str, Any] | None:
 
 def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     """The folder of steps and the step of a path: that of a run, of steps, or of a step."""
-    if path.name.isdecimal():
-        return path.parent, int(path.name)
+    if (step := steps_folder.number(path.name)) is not None:
+        return path.parent, step
     inner = path / "checkpoints"
     return (inner if inner.exists() else path), None

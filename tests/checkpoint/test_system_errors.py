@@ -1,0 +1,170 @@
+"""What the system refuses, as without permission or with too many open files, is not damage."""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+from checkpoint.recorded import flip
+from checkpoint.states import KEY, assert_same
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, inspect
+from zerojax.checkpoint import record as records
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def create(key: jax.Array) -> TrainState:
+    params = {"w": jax.random.normal(key, (16, 8))}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-3))
+
+
+@pytest.fixture
+def saved(open_to_all: Path) -> tuple[Path, zerojax.Zero, Any]:
+    """A folder of steps 1 and 2."""
+    zero = zerojax.zero(stage=1)
+    state = zero.init(create, KEY)
+    with Checkpointer(open_to_all, zero) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, state)
+    return open_to_all, zero, state
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """As in a program that has opened as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in held:
+            os.close(file)
+
+
+def refused(error: CheckpointError, says: str) -> None:
+    assert not isinstance(error, DamagedCheckpointError)
+    said = str(error)
+    assert says in said
+    assert "The system refused, which is no sign of damage" in said
+    assert "delete nothing" in said
+    assert "whole" not in said
+
+
+def test_too_many_open_files(saved: tuple[Path, zerojax.Zero, Any]) -> None:
+    folder, zero, state = saved
+    with Checkpointer(folder, zero, read_only=True) as checkpointer:
+        assert_same(checkpointer.restore(state), state)
+        inspect(folder)
+        acts: list[Any] = [
+            lambda: checkpointer.restore(state, 2),
+            lambda: checkpointer.restore(state),
+            checkpointer.all_steps,
+            lambda: checkpointer.extra(2),
+        ]
+        for act in acts:
+            with pytest.raises(CheckpointError) as told, no_more_files():
+                act()
+            refused(told.value, "Too many open files")
+            assert "ulimit -n" in str(told.value)
+        assert_same(checkpointer.restore(state), state)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("raises", ["record", "arrays", "files"])
+def test_each_place_that_reads(
+    saved: tuple[Path, zerojax.Zero, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    raises: str,
+) -> None:
+    """Within orbax too, and where tensorstore has the system's words alone."""
+    folder, zero, state = saved
+
+    def fails(*_: Any, **__: Any) -> Any:
+        if raises == "arrays":
+            raise ValueError(f"PERMISSION_DENIED: Error opening d/1 [{os.strerror(number)}]")
+        raise OSError(number, os.strerror(number))
+
+    place: Any = {
+        "record": (records.json, "loads"),
+        "arrays": (zerojax.checkpoint.restore.ocp.PyTreeCheckpointHandler, "restore"),
+        "files": (records, "_crc32"),
+    }[raises]
+    with Checkpointer(folder, zero, read_only=True) as checkpointer:
+        monkeypatch.setattr(*place, fails)
+        with pytest.raises(CheckpointError) as told:
+            checkpointer.restore(state)
+        refused(told.value, os.strerror(number))
+
+
+def test_another_step_that_cannot_be_looked_at(
+    saved: tuple[Path, zerojax.Zero, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is not said that none is whole."""
+    folder, zero, state = saved
+    flip(folder / "2" / records.FILE, 40)
+    read = records.read
+
+    def fails(of: Any) -> Any:
+        if of.name == "1":
+            raise CheckpointError(f"{of} cannot be read: Permission denied")
+        return read(of)
+
+    monkeypatch.setattr(records, "read", fails)
+    with (
+        Checkpointer(folder, zero, read_only=True) as checkpointer,
+        pytest.raises(DamagedCheckpointError) as told,
+    ):
+        checkpointer.restore(state)
+    assert "No other step is whole" not in str(told.value)
+    assert "Whether another step is whole is not known:\n" in str(told.value)
+    assert f"{folder}/1 cannot be read: Permission denied" in str(told.value)
+
+
+def as_nobody(folder: str) -> None:
+    """The rest of the test below, in a process without root's rights."""
+    if os.getuid() == 0:
+        os.setuid(65534)
+    zero = zerojax.zero(stage=1)
+    with Checkpointer(f"{folder}/run", zero, read_only=True) as checkpointer:
+        for step in (1, 2):
+            with pytest.raises(CheckpointError) as told:
+                checkpointer.extra(step)
+            refused(told.value, "Permission denied")
+        assert [x.status for x in inspect(f"{folder}/run").steps] == ["not verifiable"] * 2
+    for hidden in ("hidden", "hidden/run"):
+        with pytest.raises(CheckpointError) as told:
+            Checkpointer(f"{folder}/{hidden}", zero, read_only=True).latest_step()
+        refused(told.value, "Permission denied")
+
+
+def test_no_permission_to_read(open_to_all: Path) -> None:
+    zero = zerojax.zero(stage=1)
+    for name in ("run", "hidden/run"):
+        with Checkpointer(open_to_all / name, zero) as checkpointer:
+            checkpointer.save(1, zero.init(create, KEY))
+            checkpointer.save(2, zero.init(create, KEY))
+    for path, mode in (("run/1", 0o700), ("run/2/state", 0o700), ("hidden", 0o700)):
+        (open_to_all / path).chmod(mode)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=as_nobody, args=(str(open_to_all),)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0

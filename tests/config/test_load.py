@@ -310,7 +310,7 @@ def test_bad_file(tmp_path, text, says):
 def test_missing_file_and_folder(tmp_path):
     assert "no such file" in refusal(tmp_path / "none.json")
     assert "no such file in" in refusal("surely/not/here.json")
-    assert "cannot be read" in refusal(tmp_path)
+    assert "a folder; the path of a file is needed" in refusal(tmp_path)
     assert "cannot be read" in refusal("nul\0.json")
 
 

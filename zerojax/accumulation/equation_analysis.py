@@ -30,12 +30,12 @@ class Conflict:
     Attributes:
       kind: Of the number.
       backward: The equation belongs to the backward pass.
-      where: The equation.
+      path: The equation.
     """
 
     kind: RowKind
     backward: bool
-    where: str
+    path: Path
 
 
 @dataclass
@@ -114,7 +114,7 @@ class EquationAnalysis:
         adds_up = name in ("scatter-add", "scatter_add") and kinds[0].name == "sum"
         if numbers := [k for k in kinds[adds_up:] if k.needs_whole]:
             if self.hopeful:
-                self.conflicts += [Conflict(k, backward, where(eqn)) for k in numbers]
+                self.conflicts += [Conflict(k, backward, path) for k in numbers]
                 kinds = [
                     RowKind("own", **together([k]))
                     if k.needs_whole and not (adds_up and i == 0)

@@ -36,6 +36,10 @@ def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[
     return found, [found.kind(v) for v in whole.outvars]
 
 
+def convolved(kernel: jax.Array, row: jax.Array) -> jax.Array:
+    return (lax.conv(row[None], kernel, (1,), "SAME") ** 2).sum()
+
+
 def layout(kind: RowKind) -> tuple[int, int | None]:
     return kind.dim, kind.outer
 
@@ -49,6 +53,8 @@ def layout(kind: RowKind) -> tuple[int, int | None]:
         (lambda w, b: b["t"].reshape(-1, 24).reshape(-1, 2, 12), 0, 1),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4), 0, 6),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4).reshape(6, -1, 4), 1, 1),
+        (lambda w, b: lax.reshape(b["t"], (b["t"].size,), (1, 0, 2)), 0, 6),
+        (lambda w, b: jax.vmap(jax.grad(convolved), (None, 0))(jnp.ones((2, 6, 2)), b["t"]), 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]]), 0, 2),
         (lambda w, b: jnp.split(jnp.concatenate([b["x"], 2 * b["x"]]), 2)[1], 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]])[: b["x"].shape[0]], 0, 1),

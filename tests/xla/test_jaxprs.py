@@ -105,7 +105,7 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     ),
     "iota": (lambda x: lax.broadcasted_iota("int32", x.shape, 0) * x, "dimension shape sharding"),
     "broadcast_in_dim": (lambda x: x[:, None], "shape broadcast_dimensions sharding"),
-    "reshape": (jnp.ravel, "new_sizes sharding"),
+    "reshape": (lambda x: lax.reshape(x, (24,), (1, 0)), "dimensions new_sizes sharding"),
     "transpose": (jnp.transpose, "permutation"),
     "squeeze": (lambda x: lax.squeeze(x[:1], (0,)), "dimensions"),
     "rev": (lambda x: lax.rev(x, (0,)), "dimensions"),

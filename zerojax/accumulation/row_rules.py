@@ -84,6 +84,9 @@ def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
 def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    order = param(eqn, "dimensions", None)  # of the operand, which is transposed first
+    if order is not None:
+        old, kind = [old[d] for d in order], kind.but(dim=[*order].index(kind.dim))
     outside = math.prod(old[: kind.dim]) * (kind.outer or 1)
     for j, size in enumerate(new):
         before = math.prod(new[:j])

@@ -39,6 +39,7 @@ from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla import jaxprs
 
 LITTLE = 0.01
 """The share of a device's bytes at rest that it may hold twice without a warning."""
@@ -245,7 +246,9 @@ class States:
         def make(*args: Any) -> Parts:
             made = create(*args)
             parts = self.open(made if isinstance(made, tuple) else (made,))
-            opened.append(parts)
+            # Without the arrays, which are the trace's own.
+            shapes = jax.tree.map(jaxprs.like, parts.parts)
+            opened.append(dataclasses.replace(parts, parts=shapes))
             return jax.tree.map(jnp.asarray, parts.parts)
 
         def make_there(*args: Any) -> Parts:

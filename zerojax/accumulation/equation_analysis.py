@@ -8,7 +8,7 @@ from typing import Any
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import EquationPair, scaled
-from zerojax.accumulation.row_rules import OPAQUE, RULES
+from zerojax.accumulation.row_rules import CALLBACKS, OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
 from zerojax.xla import jaxprs
 
@@ -127,6 +127,8 @@ class EquationAnalysis:
             return self._opaque(pair, both)
         if not any(k.rows for k in kinds):
             return self.of_fixed(pair, kinds)
+        if name in CALLBACKS:
+            return refused(eqn, "hands all rows to Python at once, and not each in jax.lax.map")
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:

@@ -279,8 +279,11 @@ RULES: dict[str, Rule] = {
 
 OPAQUE = frozenset({
     "custom_partitioning", "ffi_call", "mosaic_gpu", "mosaic_gpu_call", "pallas_call",
-    "pure_callback", "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
+    "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip
 """Kernels, which are taken to work on each row by itself, and to add gradients up over rows."""
+
+CALLBACKS = frozenset({"pure_callback", "io_callback"})
+"""Functions of Python, of which nothing is known."""

@@ -241,6 +241,12 @@ class States:
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
     ) -> tuple[Callable[..., Parts], list[OpenedState]]:
+        if is_nnx(create) or not callable(create):
+            raise TypeError(
+                f"zero.init and zero.abstract_state take a function that makes the state, and not "
+                f"a {type(create).__name__}: write zero.init(create_state, key), or pass the state "
+                "to the step, which places it."
+            )
         opened: list[OpenedState] = []  # all but the arrays is needed, of each trace
 
         def make(*args: Any) -> Parts:
@@ -291,6 +297,13 @@ class States:
 
     def check_mesh(self, parts: Any) -> None:
         """Raises ValueError where an array of a state lies on another mesh."""
+        counter = getattr(parts.step, "sharding", None)
+        if np.ndim(parts.step) and counter is not None and len(counter.device_set) > 1:
+            raise ValueError(
+                f"the state has a copy for each of {len(counter.device_set)} devices, as "
+                "flax.jax_utils.replicate makes: pass the state without it (or "
+                "flax.jax_utils.unreplicate(state)); the step places the state itself."
+            )
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:

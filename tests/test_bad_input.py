@@ -132,7 +132,7 @@ class TestBatch:
             return good_step(state, {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
 
         zero = zerojax.zero(stage=3)
-        with pytest.raises(TypeError, match=r"random key as 1 \(key\).*batch_argnums=2"):
+        with pytest.raises(ValueError, match=r"random key as 1 \(key\).*batch_argnums=2"):
             zero(noisy)(make_state(), key, batch_of())
         zero(noisy, batch_argnums=2)(make_state(), key, batch_of())
         refuses(zero(good_step), make_state(), key, ValueError, "the batch is a random key")
@@ -470,5 +470,5 @@ class TestZero:
         state, batch = make_state(), batch_of()
         if how is not jax.jit:
             state, batch = jax.tree.map(lambda x: np.stack([x] * 8), (state, batch))
-        with pytest.raises(TypeError, match=rf"inside.*jax\.{how.__name__}.*plain Python loop"):
+        with pytest.raises(TypeError, match=rf"inside.*\b{how.__name__},.*plain Python loop"):
             how(step)(state, batch)

@@ -223,7 +223,8 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
     """:func:`explicit_around`; within, those axes are automatic, and ``jax.jit`` compiles: under
     ``jax.disable_jit`` no array would get its sharding."""
     explicit = explicit_around(given)
-    compiled = jax.disable_jit(False) if jax.config.jax_disable_jit else contextlib.nullcontext()
+    config: Any = jax.config
+    compiled = jax.disable_jit(False) if config.jax_disable_jit else contextlib.nullcontext()
     with compiled, jax.set_mesh(given) if explicit else contextlib.nullcontext():
         yield explicit
 

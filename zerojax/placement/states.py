@@ -297,8 +297,9 @@ class States:
 
     def check_mesh(self, parts: Any) -> None:
         """Raises ValueError where an array of a state lies on another mesh."""
-        counter = getattr(parts.step, "sharding", None)
-        if np.ndim(parts.step) and counter is not None and len(counter.device_set) > 1:
+        step: Any = getattr(parts, "step", None)
+        counter = getattr(step, "sharding", None)
+        if np.ndim(step) and counter is not None and len(counter.device_set) > 1:
             raise ValueError(
                 f"the state has a copy for each of {len(counter.device_set)} devices, as "
                 "flax.jax_utils.replicate makes: pass the state without it (or "

@@ -76,7 +76,8 @@ class Arguments:
 
         Raises:
           TypeError: The call has no state or no batch.
-          ValueError: The function's own jit donates something else than the state.
+          ValueError: The batch is a random key, or the function's own jit donates something else
+            than the state.
         """
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
@@ -106,10 +107,10 @@ class Arguments:
             slot for slot in free if slot not in (*objects, *batch) and _has_rows(given[slot])
         ]
         if not self._batch and arrays and is_key(given[batch[0]]):
-            raise TypeError(
-                f"{self.name} was called with a random key as {self._told(batch)}, the first "
-                "argument after the state, which is the batch: write the key behind the batch, or "
-                f"say where the batch is, zero({self.name}, batch_argnums={arrays[0]!r})."
+            raise ValueError(
+                f"{self.name} was called with a random key as {self._told(batch)}: the batch is "
+                "the first argument after the state, unless batch_argnums names another. Write "
+                f"the key behind the batch, or zero({self.name}, batch_argnums={arrays[0]!r})."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:

@@ -90,7 +90,8 @@ def updating(advance: Advance, to_shards: Constrain) -> Any:
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
         if after.compute is not None and params is not None:
-            if jax.config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
+            config: Any = jax.config
+            if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
                 updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
             updates = jax.tree.map(change, after.compute, params, updates)
         return updates, after if view.compute is not None else after._replace(compute=None)

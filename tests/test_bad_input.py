@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +19,7 @@ import zerojax
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROWS = 16
+ADAM = optax.adam(1e-2)
 
 
 def make_state(**replaced: Any) -> TrainState:
@@ -51,6 +52,7 @@ def refuses(
     before = [(np.array(x), x.sharding) for x in arrays]
     with pytest.raises(kind) as caught:
         step(state, batch)
+    assert len(str(caught.value)) < 600
     for word in says:
         assert re.search(word, str(caught.value)), str(caught.value)
     for x, (value, sharding) in zip(arrays, before, strict=True):
@@ -116,6 +118,40 @@ class TestBatch:
         with pytest.raises(TypeError, match="batch"):
             step(make_state())
 
+    def test_of_lists(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        for batch in ({"x": [[1.0] * 8] * ROWS}, [[1.0] * 8] * ROWS):
+            refuses(
+                step, make_state(), batch, ValueError,
+                "list of numbers", r"np\.asarray", "and 122 more",
+            )  # fmt: skip
+
+    @pytest.mark.parametrize("key", [jax.random.PRNGKey(0), jax.random.key(0)])
+    def test_that_is_a_random_key(self, key: jax.Array) -> None:
+        def noisy(state: TrainState, key: jax.Array, batch: Any) -> Any:
+            return good_step(state, {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
+
+        zero = zerojax.zero(stage=3)
+        with pytest.raises(ValueError, match=r"random key as 1 \(key\).*batch_argnums=2"):
+            zero(noisy)(make_state(), key, batch_of())
+        zero(noisy, batch_argnums=2)(make_state(), key, batch_of())
+        refuses(zero(good_step), make_state(), key, ValueError, "the batch is a random key")
+
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_of_two_arguments_of_different_lengths(self, accumulation: int) -> None:
+        """Without micro-batches lengths may differ, and JAX says where they may not."""
+
+        def step(state: TrainState, x: Any, y: Any) -> Any:
+            new, loss = good_step(state, {"x": x})
+            return new, loss + jnp.mean(x[:, 0] - y)
+
+        zero = zerojax.zero(stage=2, gradient_accumulation_steps=accumulation)
+        step = zero(step, batch_argnums=(1, 2))
+        words = r"\(16,\).*\(8,\)|disagree.*\(16, 8\).*\(8,\)"
+        with pytest.raises((TypeError, ValueError), match=words) as caught:
+            step(make_state(), np.ones((16, 8), np.float32), np.ones(8, np.float32))
+        assert len(str(caught.value).splitlines()[0]) < 500
+
     def test_of_strings(self) -> None:
         step = zerojax.zero(stage=3)(good_step)
         refuses(step, make_state(), {"x": ["a"] * 16}, ValueError, "only scalars", "x")
@@ -142,6 +178,25 @@ class TestState:
     def test_with_a_field_that_is_none(self, field: str) -> None:
         step = zerojax.zero(stage=3)(good_step)
         refuses(step, make_state(**{field: None}), batch_of(), (TypeError, ValueError), field)
+
+    def test_that_comes_behind_the_batch(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        with pytest.raises(TypeError, match=r"the state as 1 \(batch\).*good_step\(state, batch"):
+            step(batch_of(), make_state())
+
+    def test_that_init_is_given_for_a_function(self) -> None:
+        zero = zerojax.zero(stage=3)
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        for state in (make_state(), model, (model, nnx.Optimizer(model, ADAM, wrt=nnx.Param))):
+            for make in (zero.init, zero.abstract_state):
+                name = type(state).__name__
+                with pytest.raises(TypeError, match=rf"not a {name}.*zero\.init\(create_state"):
+                    make(state)
+
+    def test_replicated_by_flax(self) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        state = jax_utils.replicate(make_state())
+        refuses(step, state, batch_of(), ValueError, "unreplicate", "places the state itself")
 
     @pytest.mark.parametrize("made", ["dict", "none"])
     def test_that_init_is_given(self, made: str) -> None:
@@ -248,7 +303,7 @@ class TestStep:
             (gradients, TypeError, [r"\(state, metrics\)"]),
             (never, ValueError, ["apply_gradients", "never"]),
             (by_hand, ValueError, ["apply_gradients", "never"]),
-            (other_structure, TypeError, ["structure"]),
+            (other_structure, TypeError, ["structure", r"\['params'\]\['extra'\] added"]),
         ],
     )
     @pytest.mark.parametrize("accumulation", [1, 2])
@@ -406,5 +461,14 @@ class TestZero:
 
     def test_decorating_without_parentheses(self) -> None:
         """``@zerojax.zero`` is not ``@zerojax.zero(...)``."""
-        with pytest.raises((TypeError, ValueError), match="path"):
+        with pytest.raises(TypeError, match=r"path.*@zerojax\.zero\(stage=3\).*\(good_step\)"):
             zerojax.zero(good_step)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("how", [jax.jit, jax.vmap, jax.pmap])
+    def test_a_step_within_another_program(self, how: Any) -> None:
+        step = zerojax.zero(stage=3)(good_step)
+        state, batch = make_state(), batch_of()
+        if how is not jax.jit:
+            state, batch = jax.tree.map(lambda x: np.stack([x] * 8), (state, batch))
+        with pytest.raises(TypeError, match=rf"inside.*\b{how.__name__},.*plain Python loop"):
+            how(step)(state, batch)

@@ -33,6 +33,7 @@ class Blocks:
       average: what happens to the second set of parameters: nothing, the average of all, the
         average before the gradients, a copy every second step.
       read: whether the loss reads it.
+      backward: what a backward function of the user's own makes of the outputs' gradients.
       shaping: what is made of the gradients.
       guard: how a step that is not finite is left out; such a batch comes where there is a guard.
       frozen: how the bias is held still.
@@ -47,6 +48,7 @@ class Blocks:
     second: str
     average: str
     read: bool
+    backward: str
     shaping: str
     guard: str
     frozen: str
@@ -57,7 +59,8 @@ class Blocks:
     @property
     def interact(self) -> bool:
         """Whether rows meet in another way than by sums and means."""
-        return self.loss == "above" or self.second == "there"
+        meet = self.backward in ("normalized", "centred")
+        return meet or self.loss == "above" or self.second == "there"
 
     @property
     def hard(self) -> bool:
@@ -87,6 +90,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "second": ("none", "here", "none", "here", "there"),
     "average": ("none", "after", "before", "copied"),
     "read": (False, True),
+    "backward": ("none", "clipped", "none", "wide", "none", "normalized", "none", "centred"),
     "shaping": ("none", "clip", "normalize", "by_loss", "cond", "decay"),
     "guard": ("none", "where", "params", "cond"),
     "frozen": ("none", "stop_gradient", "zeros"),
@@ -167,6 +171,26 @@ def reduced(loss: str, rows: jax.Array, mask: jax.Array) -> jax.Array:
     }[loss]()
 
 
+def with_backward(backward: str, remat: bool) -> Callable[[jax.Array], jax.Array]:
+    """The identity on [rows, 4], and another backward pass."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        return ({
+            "none": lambda: g,
+            "clipped": lambda: g * jnp.minimum(1, 0.1 / jnp.linalg.norm(g, axis=-1, keepdims=True)),
+            "wide": lambda: g * len(g),
+            "normalized": lambda: g / (1e-3 + jnp.linalg.norm(g)),
+            "centred": lambda: g - g.mean(0),
+        }[backward](),)  # fmt: skip
+
+    identity.defvjp(lambda x: (x, None), back)
+    return jax.checkpoint(identity) if remat else identity
+
+
 def shaped(shaping: str, grads: Any, loss: jax.Array, params: Any) -> Any:
     """Gradients changed by what follows from them, or from the loss."""
     norm = optax.tree.norm(grads)
@@ -195,6 +219,7 @@ def assembled(blocks: Blocks) -> Callable[..., Any]:
         def loss_fn(params: Any) -> Any:
             params = held(params)
             made = apply(blocks.network, params, batch["x"])
+            made = with_backward(blocks.backward, blocks.network == "remat")(made)
             loss = reduced(blocks.loss, jnp.mean((made - batch["y"]) ** 2, -1), batch["mask"])
             if blocks.regularized:
                 loss = loss + 0.1 * optax.tree.norm(params, squared=True)

@@ -314,6 +314,12 @@ def zero(
       ... def train_step(state, batch):
       ...     ...
     """
+    if callable(config):
+        name = getattr(config, "__name__", type(config).__name__)
+        raise TypeError(
+            f"zerojax.zero was given {name} for its config, which is a path, a mapping or a "
+            f"ZeroConfig: write @zerojax.zero(stage=3), or zerojax.zero(config)({name})."
+        )
     if config is not None and keywords:
         raise ConfigError(
             f"{', '.join(keywords)}: pass a config or keywords, not both; change the config."

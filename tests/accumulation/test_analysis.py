@@ -36,6 +36,10 @@ def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[
     return found, [found.kind(v) for v in whole.outvars]
 
 
+def convolved(kernel: jax.Array, row: jax.Array) -> jax.Array:
+    return (lax.conv(row[None], kernel, (1,), "SAME") ** 2).sum()
+
+
 def layout(kind: RowKind) -> tuple[int, int | None]:
     return kind.dim, kind.outer
 
@@ -49,6 +53,8 @@ def layout(kind: RowKind) -> tuple[int, int | None]:
         (lambda w, b: b["t"].reshape(-1, 24).reshape(-1, 2, 12), 0, 1),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4), 0, 6),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4).reshape(6, -1, 4), 1, 1),
+        (lambda w, b: lax.reshape(b["t"], (b["t"].size,), (1, 0, 2)), 0, 6),
+        (lambda w, b: jax.vmap(jax.grad(convolved), (None, 0))(jnp.ones((2, 6, 2)), b["t"]), 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]]), 0, 2),
         (lambda w, b: jnp.split(jnp.concatenate([b["x"], 2 * b["x"]]), 2)[1], 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]])[: b["x"].shape[0]], 0, 1),
@@ -170,6 +176,124 @@ def test_statistics_that_are_kept_are_a_micro_batchs_own() -> None:
     assert any("test_analysis.py" in place for place in found.owners)
     _, (params, *_) = analysis(step)  # nothing is kept
     assert params.name == "mixed"
+
+
+def by_custom_vjp(rule: Any) -> Any:
+    """The identity, whose cotangents go through ``rule``."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (rule(g),))
+    return identity
+
+
+def by_custom_gradient(rule: Any) -> Any:
+    return jax.custom_gradient(lambda x: (x, rule))
+
+
+def by_custom_jvp(rule: Any) -> Any:
+    """The same by tangents, for a linear rule that is its own transpose."""
+
+    @jax.custom_jvp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defjvp(lambda x, t: (x[0], rule(t[0])))
+    return identity
+
+
+def centred(g: jax.Array) -> jax.Array:
+    return g - g.mean(0)
+
+
+def normalized(g: jax.Array) -> jax.Array:
+    return g / jnp.linalg.norm(g)
+
+
+def clipped(g: jax.Array) -> jax.Array:
+    return g * jnp.minimum(1, 1 / jnp.linalg.norm(g))
+
+
+def clipped_by_row(g: jax.Array) -> jax.Array:
+    return g * jnp.minimum(1, 1 / jnp.linalg.norm(g, axis=1, keepdims=True))
+
+
+def of_the_batchs_size(g: jax.Array) -> jax.Array:
+    return g * len(g)
+
+
+HOW = [by_custom_vjp, by_custom_gradient, lambda rule: jax.checkpoint(by_custom_vjp(rule))]
+
+
+@pytest.mark.parametrize("rule", [centred, normalized, clipped])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("statistics", [False, True])
+def test_backward_functions_in_which_rows_meet(how: Any, rule: Any, statistics: bool) -> None:
+    """Also beside batch statistics, whose own backward pass is a micro-batch's own, and where a
+    function of jax that is traced once takes both."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        def loss(w: jax.Array) -> Any:
+            x = b["x"] @ w
+            mean, norm = x.mean(0), jnp.linalg.norm(x)
+            x = how(rule)((x - mean) / norm if statistics else x)
+            return (x**2).mean(), mean + norm
+
+        (value, kept), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grads, kept, value
+
+    _, (params, kept, value) = analysis(step, rest=(1,) if statistics else ())
+    assert (params.name, kept.name) == ("mixed", "own" if statistics else "whole")
+    assert value.name == "sum"
+    assert params.problem is not None
+    assert "a number made of all rows" in params.problem.why
+    assert "test_analysis.py:" in params.problem.where
+
+
+def test_tangents_in_which_rows_meet() -> None:
+    def loss(w: jax.Array, b: Any) -> jax.Array:
+        return (by_custom_jvp(centred)(b["x"] @ w) ** 2).mean()
+
+    _, (kind,) = analysis(lambda w, b: jax.grad(loss)(w, b))
+    assert kind.name == "mixed"
+
+
+@pytest.mark.parametrize("rule", [clipped_by_row, of_the_batchs_size])
+@pytest.mark.parametrize("how", HOW)
+def test_backward_functions_of_rows_by_themselves(how: Any, rule: Any) -> None:
+    _, (kind,) = analysis(lambda w, b: jax.grad(lambda w: (how(rule)(b["x"] @ w) ** 2).sum())(w))
+    assert kind.name == "sum"
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, jax.jit, lambda layer: layer])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_backward_pass_of_statistics_that_are_kept(around: Any, scanned: bool) -> None:
+    """However often jax traces a layer again, for a checkpoint, a jit or a loop."""
+
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        x = x @ w @ w.T
+        mean = jnp.mean(x, 0)
+        x = x - mean
+        cov = x.T @ x / len(x)
+        return jax.nn.gelu(x) @ cov, (mean, cov)
+
+    def step(w: jax.Array, b: Any) -> Any:
+        def loss(w: jax.Array) -> Any:
+            if scanned:
+                x, kept = lax.scan(around(layer), b["x"], jnp.stack([w, 2 * w]))
+            else:
+                x, one = around(layer)(b["x"], w)
+                x, other = around(layer)(x, 2 * w)
+                kept = jax.tree.map(lambda *x: jnp.stack(x), one, other)
+            return (x**2).mean(), kept
+
+        (value, kept), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grads, *kept, value
+
+    _, kinds = analysis(step, rest=(1, 2))
+    assert [k.name for k in kinds] == ["whole", "own", "own", "sum"], kinds
 
 
 def test_noise_in_the_batchs_shape() -> None:

@@ -194,6 +194,60 @@ def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixt
     np.testing.assert_array_equal(jax.random.key_data(mine[0].key), jax.random.key_data(key))
 
 
+def with_loss(loss: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
+    def step(state: State, b: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state.params, b)
+        return state.apply_gradients(grads=grads), value
+
+    return step
+
+
+def on_the_host(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def test_callbacks_row_by_row() -> None:
+    step = with_loss(
+        lambda p, b: jnp.mean((apply(p, b["x"]) - jax.lax.map(on_the_host, b["y"])) ** 2)
+    )
+    # On several virtual CPU devices two programs with callbacks wait for each other.
+    plain, mine = plain_and_accumulated(step, dict, 1, 4)
+    assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_callbacks_on_all_rows_are_refused_by_name(stage: int) -> None:
+    zero = zerojax.zero(stage=stage, gradient_accumulation_steps=2)
+    step = with_loss(lambda p, b: jnp.mean((apply(p, b["x"]) - on_the_host(b["y"])) ** 2))
+    with pytest.raises(
+        ValueError,
+        match=r"hands all rows to Python at once.*jax.lax.map.*pure_callback at test_run.py:",
+    ):
+        zero(step)(start(), batch())
+
+
+@pytest.mark.parametrize(
+    "reshaped",
+    [
+        lambda x: x.reshape(ROWS, 2, 2),
+        lambda x: x + jnp.zeros((ROWS, 1)),
+        lambda x: {ROWS: x}[len(x)],
+    ],
+)
+@pytest.mark.parametrize(("stage", "k"), [(0, 2), (3, ROWS)])
+def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int) -> None:
+    """With the user's line, and the rows with which the step was traced."""
+    zero = zerojax.zero(stage=stage, gradient_accumulation_steps=k, mesh=zerojax.mesh(1))
+    step = with_loss(lambda p, b: jnp.mean(reshaped(apply(p, b["x"])) ** 2))
+    rows = ROWS // k if k < ROWS else 2
+    with pytest.raises(
+        ValueError, match=rf"traced on a micro-batch of {rows} rows.*test_run\.py:\d+"
+    ) as caught:
+        zero(step)(start(), batch())
+    assert f"the {ROWS} rows of the whole batch" in str(caught.value)
+    assert caught.value.__cause__.__cause__ is not None
+
+
 @pytest.mark.parametrize(
     ("step", "says"),
     [

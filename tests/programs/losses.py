@@ -109,6 +109,35 @@ def surgery_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state.apply_gradients(grads=grads), {"along": along}
 
 
+def backward_step(rule: Any, wrap: Any = lambda f: f) -> Any:
+    """A step whose outputs hand their gradients through ``rule``, in a backward function of the
+    user's own."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (rule(g),))
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def loss_fn(params: Any) -> jax.Array:
+            out = wrap(identity)(state.apply_fn({"params": params}, batch["x"]))
+            return jnp.mean((out - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    return step
+
+
+def clipped_by_row(g: jax.Array) -> jax.Array:
+    return g * jnp.minimum(1, 1e-3 / jnp.linalg.norm(g, axis=1, keepdims=True))
+
+
+def clipped(g: jax.Array) -> jax.Array:
+    return g * jnp.minimum(1, 1e-3 / jnp.linalg.norm(g))
+
+
 class RunningState(TrainState):
     """Carries the running mean of its losses."""
 
@@ -156,6 +185,15 @@ PROGRAMS = (
     Program("meta_learning", creator(tx=SGD), meta_step, vectors, accumulated=INTERACT),
     Program("two_losses", creator(tx=SGD), two_losses_step, vectors),
     Program("gradient_surgery", creator(tx=SGD), surgery_step, vectors),
+    Program("backward_by_row", creator(tx=SGD), backward_step(clipped_by_row), vectors),
+    Program(
+        "backward_of_all_rows", creator(tx=SGD), backward_step(clipped), vectors,
+        accumulated=INTERACT,
+    ),
+    Program(
+        "backward_rematerialized", creator(tx=SGD), backward_step(clipped, jax.checkpoint),
+        vectors, accumulated=INTERACT,
+    ),
     *(
         Program(
             f"hard_examples_by_{by}", running, hard_examples(by), vectors, dtypes=("float64",),

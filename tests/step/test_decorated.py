@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -69,3 +70,29 @@ def test_remat3_is_refused_by_name() -> None:
             zero(function)(state, jnp.ones(8))
     finally:
         jax.config.update("jax_remat3", False)
+
+
+def test_a_block_made_under_remat3_is_named() -> None:
+    """The flag is read where the block is made, and may be off again where the step is traced."""
+    params = {"w": jnp.ones(8)}
+    jax.config.update("jax_remat3", True)
+    try:
+        block = jax.checkpoint(lambda w, x: jnp.sin(w * x))
+        update = jax.checkpoint(lambda state, grads: state.apply_gradients(grads=grads))
+    finally:
+        jax.config.update("jax_remat3", False)
+
+    def step(state: TrainState, batch: Any) -> Any:
+        grads = jax.grad(lambda p: block(p["w"], batch).mean())(state.params)
+        return state.apply_gradients(grads=grads), 0
+
+    def within(state: TrainState, batch: Any) -> Any:
+        return update(state, {"w": batch}), 0
+
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    plain, _ = jax.jit(step)(state, jnp.arange(8.0))
+    mine, _ = zerojax.zero(stage=3)(step)(state, jnp.arange(8.0))
+    np.testing.assert_allclose(mine.params["w"], plain.params["w"], rtol=1e-6)
+    zero = zerojax.zero(stage=0)
+    with pytest.raises(NotImplementedError, match=r"within calls RematTraced \(.*jax_remat3"):
+        zero(within)(state, jnp.ones(8))

@@ -105,7 +105,7 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     ),
     "iota": (lambda x: lax.broadcasted_iota("int32", x.shape, 0) * x, "dimension shape sharding"),
     "broadcast_in_dim": (lambda x: x[:, None], "shape broadcast_dimensions sharding"),
-    "reshape": (jnp.ravel, "new_sizes sharding"),
+    "reshape": (lambda x: lax.reshape(x, (24,), (1, 0)), "dimensions new_sizes sharding"),
     "transpose": (jnp.transpose, "permutation"),
     "squeeze": (lambda x: lax.squeeze(x[:1], (0,)), "dimensions"),
     "rev": (lambda x: lax.rev(x, (0,)), "dimensions"),
@@ -172,6 +172,7 @@ def test_no_other_parameter_is_read() -> None:
     """Each name in the package that asks for a parameter is one of the table above."""
     known = {name for _, names in PARAMETERS.values() for name in names.split()}
     known |= {"num_consts", "num_carry", "ft_in"}  # either, see test_counts_of_a_scan
+    known |= {"_prim"}  # see test_calls_that_jax_alone_can_open
     asked = {
         node.args[1].value
         for path in Path(jaxprs.__file__).parent.parent.rglob("*.py")
@@ -333,3 +334,47 @@ def test_an_opened_equation_comes_from_where_it_was_called() -> None:
     assert jaxprs.source_within(outer, inner, own_line=True).traceback is inner.traceback
     assert inside.replace(source_info=source).source_info.traceback is outer.traceback
     assert {f.file_name for f in outer.traceback.frames if f.line_num} >= {__file__}
+
+
+def test_what_differentiation_makes_of_an_equation_has_its_place() -> None:
+    """Not so the backward function of a custom_vjp, also in the same line."""
+
+    @jax.custom_vjp
+    def flipped(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    flipped.defvjp(lambda x: (2 * x, None), lambda _, g: (jnp.flip(g),))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return (flipped(x[1:]) * x[:-1]).sum()
+
+    def places(function: Any, name: str) -> set[Any]:
+        made = equations(jax.make_jaxpr(function)(X).jaxpr)
+        found = [e for e in made if e.primitive.name == name]
+        return {jaxprs.bound_at(jaxprs.source(e).traceback) for e in found}
+
+    forward, pads = places(loss, "slice"), places(jax.grad(loss), "pad")
+    assert len(forward) == 2  # two slices of one line
+    assert {place[0] for place in forward} == {place[0] for place in pads}
+    (backward,) = places(jax.grad(loss), "rev")
+    assert backward[0] not in {place[0] for place in forward}
+    assert backward[0][0] is loss.__code__
+    assert jaxprs.bound_at(None) == ()
+
+
+def test_what_vmap_makes_is_known() -> None:
+    product = traced(jax.vmap(lambda x: x @ x), "dot_general")
+    assert jaxprs.is_batched(product)
+    assert jaxprs.is_batched(traced(jax.vmap(jax.grad(lambda x: jnp.sin(x).sum())), "cos"))
+    assert not jaxprs.is_batched(traced(lambda x: x @ x.T, "dot_general"))
+
+
+def test_calls_that_jax_alone_can_open() -> None:
+    jax.config.update("jax_remat3", True)
+    try:
+        block = jax.checkpoint(jnp.sin)
+        jaxpr = jax.make_jaxpr(lambda x: lax.scan(lambda c, x: (block(c), x), x[0], x))(X).jaxpr
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert jaxprs.name_of_call(jaxprs.unread_call(jaxpr)) == "RematTraced"
+    assert jaxprs.unread_call(jax.make_jaxpr(looped)(X).jaxpr) is None

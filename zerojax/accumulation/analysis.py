@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from zerojax.accumulation.kinds import (
     mixed,
     together,
 )
-from zerojax.accumulation.lines import where
+from zerojax.accumulation.lines import line, where
 from zerojax.accumulation.pairs import EquationPair, pairs, scaled
 from zerojax.xla import jaxprs
 
@@ -65,11 +66,21 @@ class Analysis(EquationAnalysis):
         self.literals: set[Path] = set()
         self.kinds: dict[Any, RowKind] = {}
         self.pairs: list[EquationPair] = []
+        self._bound, self._inside = whole.bound, dict[Path, Any]()
         self._run(whole, micro, given, (), False, self.kinds, self.pairs)
 
     def kind(self, atom: Any) -> RowKind:
         """The kind of a variable of ``whole``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
+
+    def place(self, path: Path) -> tuple[Any, ...] | None:
+        """Where the user's program binds an equation, call by call, see
+        :func:`zerojax.xla.jaxprs.bound_at`; None if that is not known."""
+        inside = (self._inside.get(path[:n]) for n in range(3, len(path) + 1, 2))
+        within = [jaxprs.source(eqn).traceback for eqn in inside if eqn is not None]
+        places = [jaxprs.bound_at(x) for x in (*self._bound[path[0]], *within)]
+        # Of a function of jax that is traced by itself the call's place alone is known.
+        return tuple(x for x, _ in itertools.groupby(filter(None, places))) or None
 
     def _run(
         self,
@@ -94,6 +105,8 @@ class Analysis(EquationAnalysis):
             eqn = pair.whole
             kinds = [read(v) for v in eqn.invars]
             here = (*path, i)
+            if path:
+                self._inside[here] = eqn
             later = backward or jaxprs.is_transposed(eqn)
             outs = self._equation(pair, kinds, here, later)
             for v, kind in zip(eqn.outvars, outs, strict=True):
@@ -130,8 +143,10 @@ class Analysis(EquationAnalysis):
         """An equation with programs inside, which meet rows of the batch."""
         inside = {prims.scan_p: self._scan, prims.while_p: self._while, prims.cond_p: self._cond}
         if run := inside.get(pair.whole.primitive):
-            return run(pair, kinds, path, backward)
-        return self._body(map(jaxprs.called, pair), kinds, path, backward)
+            outs = run(pair, kinds, path, backward)
+        else:
+            outs = self._body(map(jaxprs.called, pair), kinds, path, backward)
+        return [_located(k, pair.whole) for k in outs]
 
     def _body(
         self,
@@ -181,7 +196,7 @@ class Analysis(EquationAnalysis):
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
             if not kept[at] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, why)
-            key = (*path, 0, at)
+            key = (*path, 0, ~at)  # no equation within
             self.backward[key] = backward
             results.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
@@ -220,6 +235,14 @@ class Analysis(EquationAnalysis):
         for other in branches[1:]:
             outs = [join(a, b, where(eqn)) for a, b in zip(outs, other, strict=True)]
         return [mixed(MIXES, where(eqn)) if k.name == "whole" else k.but(home=None) for k in outs]
+
+
+def _located(kind: RowKind, call: Any) -> RowKind:
+    """A kind whose problem has the user's line of the call around, where its own is not known."""
+    at = line(jaxprs.source(call).traceback)
+    if kind.problem is None or " at " in kind.problem.where or at is None:
+        return kind
+    return mixed(kind.problem.why, f"{kind.problem.where} at {at}")
 
 
 def _literal(atom: Any) -> RowKind:

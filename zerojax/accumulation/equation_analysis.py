@@ -8,7 +8,7 @@ from typing import Any
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import EquationPair, scaled
-from zerojax.accumulation.row_rules import OPAQUE, RULES
+from zerojax.accumulation.row_rules import CALLBACKS, OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
 from zerojax.xla import jaxprs
 
@@ -30,12 +30,12 @@ class Conflict:
     Attributes:
       kind: Of the number.
       backward: The equation belongs to the backward pass.
-      where: The equation.
+      path: The equation.
     """
 
     kind: RowKind
     backward: bool
-    where: str
+    path: Path
 
 
 @dataclass
@@ -114,7 +114,7 @@ class EquationAnalysis:
         adds_up = name in ("scatter-add", "scatter_add") and kinds[0].name == "sum"
         if numbers := [k for k in kinds[adds_up:] if k.needs_whole]:
             if self.hopeful:
-                self.conflicts += [Conflict(k, backward, where(eqn)) for k in numbers]
+                self.conflicts += [Conflict(k, backward, path) for k in numbers]
                 kinds = [
                     RowKind("own", **together([k]))
                     if k.needs_whole and not (adds_up and i == 0)
@@ -127,6 +127,8 @@ class EquationAnalysis:
             return self._opaque(pair, both)
         if not any(k.rows for k in kinds):
             return self.of_fixed(pair, kinds)
+        if name in CALLBACKS:
+            return refused(eqn, "hands all rows to Python at once, and not each in jax.lax.map")
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:

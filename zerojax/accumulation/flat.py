@@ -30,6 +30,7 @@ class Flat:
       invars, outvars: As in a jaxpr; results may be literals.
       eqns: Equations in order.
       constvars, consts: Arrays that the program brings along, and their variables.
+      bound: By equation, the tracebacks of the calls that held it, outermost first, and its own.
     """
 
     invars: list[Any]
@@ -37,6 +38,7 @@ class Flat:
     outvars: list[Any] = field(default_factory=list)
     constvars: list[Any] = field(default_factory=list)
     consts: list[Any] = field(default_factory=list)
+    bound: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 def flatten(closed: Any, learned: Collection[int]) -> Flat:
@@ -58,12 +60,22 @@ class _Opener:
         self._known: dict[Any, bool] = {}
         self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
-        self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None)
+        self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None, ())
 
     def _open(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outer: Any
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        outer: Any,
+        calls: tuple[Any, ...],
     ) -> list[Any]:
-        """Appends the equations of a jaxpr on these arguments; its results."""
+        """Appends the equations of a jaxpr on these arguments; its results.
+
+        Args:
+          outer: The source of the call that runs the jaxpr; None for the program itself.
+          calls: Tracebacks of all calls around.
+        """
         env = dict(zip(jaxpr.invars, args, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
             env[v] = Variable(v.aval)
@@ -75,18 +87,20 @@ class _Opener:
 
         for eqn in jaxpr.eqns:
             info = jaxprs.source(eqn)
+            bound = (*calls, info.traceback)
             if outer is not None:
                 own = self._users_own(info.traceback)
                 info = jaxprs.source_within(outer, info, own_line=own)
             values = [read(v) for v in eqn.invars]
             if _opens(eqn):
                 inner, inner_consts = jaxprs.open_jaxpr(jaxprs.called(eqn))
-                outs = self._open(inner, inner_consts, values, info)
+                outs = self._open(inner, inner_consts, values, info, bound)
             else:
                 if eqn.primitive is prims.remat_p:
-                    eqn, values = self._without_numbers(eqn, values, info)
+                    eqn, values = self._without_numbers(eqn, values, info, bound)
                 outs = [Variable(v.aval) for v in eqn.outvars]
                 self.flat.eqns.append(eqn.replace(invars=values, outvars=outs, source_info=info))
+                self.flat.bound.append(bound)
                 if any(map(self._is_learned, values)):
                     self._learned.update(outs)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -101,7 +115,9 @@ class _Opener:
     def _is_learned(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._learned
 
-    def _without_numbers(self, eqn: Any, values: list[Any], info: Any) -> tuple[Any, list[Any]]:
+    def _without_numbers(
+        self, eqn: Any, values: list[Any], info: Any, bound: tuple[Any, ...]
+    ) -> tuple[Any, list[Any]]:
         """A checkpoint that is given the numbers which it makes of the batch alone."""
         inner = jaxprs.param(eqn, "jaxpr")
         learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
@@ -121,7 +137,7 @@ class _Opener:
         outside = inner.replace(
             eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
         )
-        counts = self._open(outside, (), values, info)
+        counts = self._open(outside, (), values, info, bound)
         inside = inner.replace(
             invars=[*inner.invars, *numbers],
             eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],

@@ -41,6 +41,7 @@ _NOT_SIDE_BY_SIDE = _NOWHERE | frozenset(
         "while",
         "custom_partitioning",
         "pallas_call",
+        "pure_callback",  # only as its vmap_method has it
         "ragged_dot_general",
         "shard_map",  # has the lanes' axes in use
     }

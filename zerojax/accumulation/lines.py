@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback as tracebacks
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -18,10 +20,21 @@ def where(eqn: Any) -> str:
 
 def line(traceback: Any) -> str | None:
     """The innermost line outside of libraries, as "file.py:7"."""
-    for frame in traceback.frames if traceback is not None else ():
-        file = PurePath(frame.file_name)
+    frames = traceback.frames if traceback is not None else ()
+    return _innermost((frame.file_name, frame.line_num) for frame in frames)
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The innermost line outside of libraries that raised an error."""
+    frames = tracebacks.extract_tb(error.__traceback__)
+    return _innermost((frame.filename, frame.lineno) for frame in reversed(frames))
+
+
+def _innermost(frames: Iterable[tuple[str, int | None]]) -> str | None:
+    for name, number in frames:
+        file = PurePath(name)
         library = "site-packages" in file.parts or "dist-packages" in file.parts
         standard = any(part.startswith("python3.") for part in file.parts)
         if not library and not standard and not file.is_relative_to(_PACKAGE):
-            return f"{file.name}:{frame.line_num}"
+            return f"{file.name}:{number}"
     return None

@@ -22,7 +22,13 @@ class EquationPair(NamedTuple):
 
 
 class UnevenError(Exception):
-    """The step's program depends on the number of rows; the argument says where."""
+    """The step's program depends on the number of rows; the argument says where.
+
+    Attributes:
+      remedy: What to write, where that is known.
+    """
+
+    remedy: str | None = None
 
 
 def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[EquationPair]:

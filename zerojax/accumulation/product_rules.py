@@ -58,11 +58,16 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
     if left.rows and not right.rows:
         plain = left.dim == lhs[0] and param(eqn, "batch_group_count") == 1
         return left.but(dim=out[0], zero=False) if plain else None
-    if left.rows and right.rows and left.dim == lhs[1] and right.dim == rhs[1]:
-        same = agreed([left.but(dim=0), right.but(dim=0)])
-        if same is not None and param(eqn, "feature_group_count") == 1:
-            return RowKind("sum", learned=left.learned or right.learned)
-    return None
+    if not left.rows or not right.rows or left.dim != lhs[1]:
+        return None
+    same = agreed([left.but(dim=0), right.but(dim=0)])
+    if same is None:
+        return None
+    if right.dim == rhs[1] and param(eqn, "feature_group_count") == 1:
+        return RowKind("sum", learned=left.learned or right.learned)
+    # Each feature is a group of its own: gradients by row.
+    apart = right.dim == rhs[0] and eqn.invars[1].aval.shape[rhs[1]] == 1
+    return same.but(dim=out[1]) if apart and param(eqn, "batch_group_count") == 1 else None
 
 
 def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:

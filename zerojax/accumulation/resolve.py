@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Choices
@@ -19,7 +20,9 @@ def analyse(
 
     - and follows from the batch alone (the sum of a mask) is made before the micro-batches;
     - and goes into the carried state too (batch statistics) is each micro-batch's own, and so is
-      what the backward pass makes for it.
+      what differentiation makes of the equations that compute and read it: their backward pass has
+      their place in the program. The sums of any other backward pass, a ``custom_vjp``'s for one,
+      are those of all rows.
 
     Args:
       whole, micro: The step traced on the whole batch and on a micro-batch.
@@ -30,6 +33,7 @@ def analyse(
       UnevenError: The two programs differ in more than shapes.
     """
     choices = Choices()
+    owned = set[Any]()  # places of equations that compute or read batch statistics
     while True:
         analysis = Analysis(whole, micro, given, choices, hopeful=True)
         statistics = set()
@@ -41,7 +45,11 @@ def analyse(
         forward = set()
         for conflict in analysis.conflicts:
             if not conflict.backward and conflict.kind.node is not None:
-                forward |= conflict.kind.node.roots()
+                roots = conflict.kind.node.roots()
+                forward |= roots
+                if roots and roots <= statistics:
+                    owned |= {analysis.place(path) for path in (conflict.path, *roots)}
+        owned -= {None}
         before = len(choices.first), len(choices.own)
         for conflict in analysis.conflicts:
             kind = conflict.kind
@@ -49,9 +57,16 @@ def analyse(
                 choices.first.add(kind.home)
                 continue
             roots = kind.node.roots() if kind.node is not None else set()
-            own = {r for r in roots if analysis.backward.get(r)} - forward
+            backward = {r for r in roots if analysis.backward.get(r)} - forward
+            own = {r for r in backward if _differentiates(analysis.place(r), owned)}
             if roots <= statistics | own:
                 choices.own |= roots
         if before == (len(choices.first), len(choices.own)):
             break
     return Analysis(whole, micro, given, choices, hopeful=False), choices
+
+
+def _differentiates(place: tuple[Any, ...] | None, owned: Collection[Any]) -> bool:
+    """Whether an equation has the place of one of those ``owned``. The forward pass of a checkpoint
+    stands in the step without the checkpoint's call."""
+    return place is not None and any(place[i:] in owned for i in range(len(place)))

@@ -84,6 +84,9 @@ def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
 def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    order = param(eqn, "dimensions", None)  # of the operand, which is transposed first
+    if order is not None:
+        old, kind = [old[d] for d in order], kind.but(dim=[*order].index(kind.dim))
     outside = math.prod(old[: kind.dim]) * (kind.outer or 1)
     for j, size in enumerate(new):
         before = math.prod(new[:j])
@@ -276,8 +279,11 @@ RULES: dict[str, Rule] = {
 
 OPAQUE = frozenset({
     "custom_partitioning", "ffi_call", "mosaic_gpu", "mosaic_gpu_call", "pallas_call",
-    "pure_callback", "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
+    "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip
 """Kernels, which are taken to work on each row by itself, and to add gradients up over rows."""
+
+CALLBACKS = frozenset({"pure_callback", "io_callback"})
+"""Functions of Python, of which nothing is known."""

@@ -14,6 +14,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
+from zerojax.accumulation.lines import raised_at
 from zerojax.accumulation.pairs import UnevenError
 from zerojax.accumulation.resize import Resize
 from zerojax.accumulation.resolve import analyse
@@ -57,10 +58,27 @@ def flat_micro(trace: Trace, whole: Flat, batch: Any, learned: Collection[int]) 
     """
     (sizes,) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
     k, rows = sizes
-    if rows > 1:
-        return flatten(trace(one_of(batch))[0], learned)
-    few = 2 if k != 2 else 3
-    return Resize(k, few).flat(whole, flatten(trace(one_of(batch, few))[0], learned))
+    few = rows if rows > 1 else 2 if k != 2 else 3
+    try:
+        closed = trace(one_of(batch, few))[0]
+    except Exception as e:  # on the whole batch the same step has been traced
+        raise _number_written_out(e, few, k * rows) from e
+    micro = flatten(closed, learned)
+    return micro if rows > 1 else Resize(k, few).flat(whole, micro)
+
+
+def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
+    place = raised_at(error)
+    first = (str(error).splitlines() or [""])[0]
+    uneven = UnevenError(
+        f"traced on a micro-batch of {rows} rows it raises {type(error).__name__}"
+        f"{f' at {place}' if place else ''}: {first.removesuffix('.')}"
+    )
+    uneven.remedy = (
+        f"Where the step has the {whole} rows of the whole batch as a number, write the array's own"
+        " (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
+    )
+    return uneven
 
 
 def rows_together(batch: Any) -> Any:
@@ -155,7 +173,7 @@ class MicroBatches:
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
-                f"depends on the number of rows that it is given ({e}). {REMEDY}"
+                f"depends on the number of rows that it is given ({e}). {e.remedy or REMEDY}"
             ) from e
         warn_of_differences(roles.name, self._divided.analysis, k)
 

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import (
     adjacent,
+    convolutions,
     gradients,
     lookups,
     loops,
@@ -159,6 +160,7 @@ class Inserter(Scans):
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
+                    or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.mesh)
                     or not leaving.isdisjoint(eqn.outvars)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
@@ -184,6 +186,11 @@ class Inserter(Scans):
         if marks.is_mark(eqn, marks.GRADIENT):
             return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
+        if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.mesh):
+            if eqn.primitive is prims.conv_general_dilated_p:
+                whole = self.all_whole(values, scope)
+                return [convolutions.on_own_rows(eqn, whole, self.mesh)]
+            return self._branch(eqn, self._gathered(values, scope) if self.keep else values, scope)
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):

@@ -220,9 +220,12 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
-    """:func:`explicit_around`; within, those axes are automatic."""
+    """:func:`explicit_around`; within, those axes are automatic, and ``jax.jit`` compiles: under
+    ``jax.disable_jit`` no array would get its sharding."""
     explicit = explicit_around(given)
-    with jax.set_mesh(given) if explicit else contextlib.nullcontext():
+    config: Any = jax.config
+    compiled = jax.disable_jit(False) if config.jax_disable_jit else contextlib.nullcontext()
+    with compiled, jax.set_mesh(given) if explicit else contextlib.nullcontext():
         yield explicit
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax.monitor.tags import RATE, Event
 from zerojax.monitor.writers import MetricsWriter
+from zerojax.optim.telemetry import is_known
 
 _LONGEST = 256  # steps
 
@@ -114,7 +114,7 @@ class Backlog:
                 self._warn(tag, RuntimeError("its array was deleted or donated before it was read"))
                 continue
             value = float(x)
-            if tag != RATE or not math.isnan(value):  # a NaN rate is unknown
+            if tag != RATE or is_known(value):
                 yield tag, value, self._samples
 
     def _write(self, events: list[Event]) -> None:

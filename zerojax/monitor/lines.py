@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax.config import ZeroConfig
 from zerojax.monitor.tags import LOSS
+from zerojax.optim.telemetry import is_known
 
 
 def progress(
@@ -29,10 +31,11 @@ def progress(
       >>> progress(report, {LOSS: 0.25}, (0.9, 0.999), fp16=True)
       'step=10, skipped=1, lr=[0.001], mom=[(0.9, 0.999)], loss=0.25, grad_norm=2, loss_scale=32768'
     """
+    rate = float(report["learning_rate"])
     parts = [
         f"step={int(report['step'])}",
         f"skipped={int(report['skipped_steps'])}",
-        f"lr=[{float(report['learning_rate']):.7g}]",
+        f"lr=[{rate if is_known(rate) else math.nan:.7g}]",
     ]
     if momentum is not None:
         parts.append(f"mom=[{momentum}]")

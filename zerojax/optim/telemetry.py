@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim.wrap import ZeroOptState
+from zerojax.optim.wrap import UNKNOWN, ZeroOptState
 
 
 def telemetry(state: Any) -> dict[str, jax.Array]:
@@ -36,11 +37,20 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
             "or pass the state that a decorated step returned (within the step it is not there)."
         )
 
-    return report(opt_state)
+    figures = report(opt_state)
+    rate = figures["learning_rate"]
+    with jax.debug_nans(False):
+        return figures | {"learning_rate": jnp.where(rate == UNKNOWN, jnp.nan, rate)}
+
+
+def is_known(rate: float) -> bool:
+    """Whether a learning rate is one, from either."""
+    return rate != UNKNOWN and not math.isnan(rate)
 
 
 def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
-    """The figures of :func:`telemetry`, from the optimizer's state."""
+    """The figures of :func:`telemetry` as the optimizer's state has them, the learning rate
+    ``UNKNOWN`` in place of NaN."""
 
     def value(x: Any) -> jax.Array:
         return jnp.asarray(x[...] if hasattr(x, "get_metadata") else x)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zerojax.config import ZeroConfig
@@ -16,6 +17,9 @@ from zerojax.optim.frozen import TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
+
+UNKNOWN = float(np.finfo(np.float32).min)
+"""The learning rate of an optimizer that tells none. No NaN, on which ``jax_debug_nans`` stops."""
 
 
 class ZeroOptState(NamedTuple):
@@ -27,7 +31,7 @@ class ZeroOptState(NamedTuple):
       skipped: int32 [], steps that changed nothing, because a gradient was not finite.
       grad_norm: float32 [], global L2 norm of the last gradient, unscaled, before clipping and
         without frozen parameters; inf if the step was skipped.
-      learning_rate: float32 [], the rate of the last step; NaN if unknown.
+      learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` where it is.
       loss_scale: The state of the loss scale; None without one.
       error: What quantized gradients left out, in the form of the parameters, see
         :mod:`zerojax.plan.error_feedback`; None without error feedback.
@@ -160,7 +164,7 @@ def wrap(
         skipped, scale = state.skipped, state.loss_scale
         if may_skip:
             finite = jnp.isfinite(norm)
-            skipped = skipped + ~finite
+            skipped = skipped + (~finite).astype(skipped.dtype)
             norm = jnp.where(finite, norm, jnp.inf)
             if scale is not None and loss_scale is not None:
                 scale = loss_scale.next(scale, finite)
@@ -219,7 +223,7 @@ def adopt(
         steps=jnp.asarray(steps, jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32),
-        learning_rate=jnp.full((), jnp.nan, jnp.float32),
+        learning_rate=jnp.full((), UNKNOWN, jnp.float32),
         loss_scale=None if loss_scale is None else loss_scale.init(),
     )
 
@@ -238,4 +242,4 @@ def _injected_rate(state: optax.OptState) -> Any:
     rates = optax.tree.get_all_with_path(
         state, "learning_rate", filtering=lambda path, value: hasattr(value, "dtype")
     )
-    return rates[0][1] if rates else jnp.nan
+    return rates[0][1] if rates else UNKNOWN

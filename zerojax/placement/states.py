@@ -39,6 +39,7 @@ from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla import jaxprs
 
 LITTLE = 0.01
 """The share of a device's bytes at rest that it may hold twice without a warning."""
@@ -240,12 +241,20 @@ class States:
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
     ) -> tuple[Callable[..., Parts], list[OpenedState]]:
+        if is_nnx(create) or not callable(create):
+            raise TypeError(
+                f"zero.init and zero.abstract_state take a function that makes the state, and not "
+                f"a {type(create).__name__}: write zero.init(create_state, key), or pass the state "
+                "to the step, which places it."
+            )
         opened: list[OpenedState] = []  # all but the arrays is needed, of each trace
 
         def make(*args: Any) -> Parts:
             made = create(*args)
             parts = self.open(made if isinstance(made, tuple) else (made,))
-            opened.append(parts)
+            # Without the arrays, which are the trace's own.
+            shapes = jax.tree.map(jaxprs.like, parts.parts)
+            opened.append(dataclasses.replace(parts, parts=shapes))
             return jax.tree.map(jnp.asarray, parts.parts)
 
         def make_there(*args: Any) -> Parts:
@@ -288,6 +297,14 @@ class States:
 
     def check_mesh(self, parts: Any) -> None:
         """Raises ValueError where an array of a state lies on another mesh."""
+        step: Any = getattr(parts, "step", None)
+        counter = getattr(step, "sharding", None)
+        if np.ndim(step) and counter is not None and len(counter.device_set) > 1:
+            raise ValueError(
+                f"the state has a copy for each of {len(counter.device_set)} devices, as "
+                "flax.jax_utils.replicate makes: pass the state without it (or "
+                "flax.jax_utils.unreplicate(state)); the step places the state itself."
+            )
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:

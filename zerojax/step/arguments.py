@@ -17,7 +17,10 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zerojax.step.call import Call, Constant, Form, Rearranged
+import jax
+import numpy as np
+
+from zerojax.step.call import Call, Constant, Form, Rearranged, is_array, is_key
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.nnx import is_nnx
 
@@ -73,7 +76,8 @@ class Arguments:
 
         Raises:
           TypeError: The call has no state or no batch.
-          ValueError: The function's own jit donates something else than the state.
+          ValueError: The batch is a random key, or the function's own jit donates something else
+            than the state.
         """
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
@@ -87,11 +91,26 @@ class Arguments:
             )
         first = [slot for slot in (*free[:1], *batch) if slot not in objects]
         others = [slot for slot in first if is_train_state(given[slot])]
+        if others and not is_train_state(given[objects[0]]) and not is_nnx(given[objects[0]]):
+            raise TypeError(
+                f"{self.name} was called with the state as {self._told(others)}, behind "
+                f"{self._told(objects)}: write the state first, {self.name}(state, batch, ...), in "
+                "the definition too."
+            )
         if others:
             raise TypeError(
                 f"{self.name} was called with a TrainState as {self._told(others)} beside "
                 f"{self._told(objects)}: a decorated step trains one state. Write a step for "
                 "each, with what it reads of the other (other.params) behind the batch."
+            )
+        arrays = [
+            slot for slot in free if slot not in (*objects, *batch) and _has_rows(given[slot])
+        ]
+        if not self._batch and arrays and is_key(given[batch[0]]):
+            raise ValueError(
+                f"{self.name} was called with a random key as {self._told(batch)}: the batch is "
+                "the first argument after the state, unless batch_argnums names another. Write "
+                f"the key behind the batch, or zero({self.name}, batch_argnums={arrays[0]!r})."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:
@@ -210,6 +229,10 @@ class Arguments:
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
+
+
+def _has_rows(x: Any) -> bool:
+    return any(is_array(leaf) and np.ndim(leaf) for leaf in jax.tree.leaves(x))
 
 
 def is_train_state(x: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,8 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.config import BatchSizes
 from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
-from zerojax.step.call import is_array
+from zerojax.step.call import is_array, is_key
 from zerojax.step.sequence import check_tokens, tokens_entry
+
+_SHOWN = 6
+_NO_BATCH = (
+    "the batch is a random key: it is the first argument after the state, unless batch_argnums "
+    "names another; write the arrays with the rows there, and the key behind them."
+)
 
 
 class BatchLayout:
@@ -86,6 +93,8 @@ class BatchLayout:
             by = f"{self.world} devices" + (f" x {k} micro-batches" if k > 1 else "")
             m = n - n % each
             fits = " or ".join(str(x // (blocks if of else 1)) for x in (m, m + each) if x)
+            if is_key(batch):
+                raise ValueError(_NO_BATCH)
             raise ValueError(
                 f"the batch's leading dimension {n}{of} is not divisible by {each} ({by}): "
                 f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
@@ -121,18 +130,29 @@ class BatchLayout:
         return next(self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
-        shapes = {
-            jax.tree_util.keystr(path) or "batch": np.shape(x)
-            for path, x in jax.tree_util.tree_leaves_with_path(batch)
-        }
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        shapes = {jax.tree_util.keystr(path) or "batch": np.shape(x) for path, x in leaves}
+        if is_key(batch):
+            raise ValueError(_NO_BATCH)
         if not any(shapes.values()):
+            listed = any(
+                isinstance(key, jax.tree_util.SequenceKey) and len(shapes) > _SHOWN
+                for path, _ in leaves
+                for key in path
+            )
             raise ValueError(
                 "the batch is empty: it has no array with a leading batch dimension"
-                + (f" (only scalars: {', '.join(shapes)})." if shapes else ".")
-                + " It is the first argument after the state, unless batch_argnums names another."
+                + (f" (only scalars: {_some(shapes)})." if shapes else ".")
+                + (
+                    " A list of numbers is to JAX that many scalars: write np.asarray(numbers)."
+                    if listed
+                    else " It is the first argument after the state, unless batch_argnums names "
+                    "another."
+                )
             )
+        said = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
         raise ValueError(
-            f"the batch's leaves disagree on the leading dimension: {shapes}. To be cut into "
+            f"the batch's leaves disagree on the leading dimension: {{{said}}}. To be cut into "
             f"{self.accumulation} micro-batches every array of a batch has one row an "
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
@@ -166,3 +186,8 @@ class BatchLayout:
         if self.leaves.blocks > 1 and not self.leaves.own(x):
             return self._deal(sharding)(x)
         return self.leaves.put(x.reshape(self._divided(x.shape)), sharding, axis=1)
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join([*names][:_SHOWN]) + more

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zerojax.accumulation.lines import where
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 
 
 class Alone(NamedTuple):
@@ -69,8 +70,8 @@ class Body:
         after: Any = jax.tree.structure(made)
         if before != after:
             raise TypeError(
-                f"{self.name} changed the structure of the state from {before} to {after}: "
-                "a training state keeps its fields and their trees from step to step."
+                f"{self.name} changed the structure of the state ({_change(parts, made)}): a "
+                "training state keeps its fields and their trees from step to step."
             )
         return made, out
 
@@ -106,6 +107,12 @@ class Body:
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves
         if not n + looped:
+            if (call := jaxprs.unread_call(jaxpr)) is not None:
+                raise NotImplementedError(
+                    f"{self.name} calls {jaxprs.name_of_call(call)} ({where(call)}), which jax "
+                    "alone can open, and updates nowhere else: update outside of it, or make it "
+                    "without jax_remat3 (jax.config.update('jax_remat3', False))."
+                )
             raise ValueError(
                 f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "
                 "nothing would be trained. Call it with the gradients; put a step that does not "
@@ -114,6 +121,25 @@ class Body:
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
+
+
+def _change(before: Parts, after: Parts) -> str:
+    """The paths at which two states differ, a few of them."""
+
+    def paths(parts: Parts) -> dict[str, None]:
+        state = {**parts._asdict(), **parts.rest}
+        del state["rest"]
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {jax.tree_util.keystr(path): None for path, _ in leaves}
+
+    def some(names: list[str], what: str) -> list[str]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return [f"{', '.join(names[:3])}{more} {what}"] if names else []
+
+    old, new = paths(before), paths(after)
+    said = some([x for x in old if x not in new], "left out")
+    said += some([x for x in new if x not in old], "added")
+    return "; ".join(said) or "containers of other types"
 
 
 def _kind(x: Any) -> str:

@@ -193,6 +193,15 @@ def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, 
     return jax.tree.unflatten(static.tree, leaves)
 
 
+def is_key(x: Any) -> bool:
+    """Whether an argument is one random key, typed or as ``jax.random.PRNGKey`` makes it."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is None or dtype is None:
+        return False
+    typed = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return (typed and shape == ()) or (dtype == np.uint32 and shape in ((2,), (4,)))
+
+
 def is_array(x: Any) -> bool:
     """Whether the step traces an argument: an array, abstract or not, or a number."""
     if isinstance(x, bool | str | type):

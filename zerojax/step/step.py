@@ -220,8 +220,8 @@ def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
 def _check_concrete(name: str, tree: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, grad or "
-            "eval_shape: it is compiled as a whole, places its state and cannot be part of another "
-            "program. Call it in a plain Python loop; what is to be compiled with it goes into "
-            "its body, and shapes come from its lower()."
+            f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, pmap, "
+            "grad or eval_shape: it is compiled as a whole for all devices, places its state "
+            "and cannot be part of another program. Call it in a plain Python loop; what is to be "
+            "compiled with it goes into its body, and shapes come from its lower()."
         )

@@ -68,10 +68,15 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
                 return updates, view._replace(opt=opt)
             after = optax.apply_updates(before, updates)
             updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
-            compute = optax.apply_updates(view.compute, updates)
+            compute = jax.tree.map(added, view.compute, updates)
         return updates, view._replace(opt=opt, masters=None if full else after, compute=compute)
 
     return advance
+
+
+def added(param: jax.Array, update: jax.Array) -> jax.Array:
+    """A parameter and its update, added up in the update's dtype."""
+    return (param.astype(update.dtype) + update).astype(param.dtype)
 
 
 def updating(advance: Advance, to_shards: Constrain) -> Any:
@@ -85,6 +90,9 @@ def updating(advance: Advance, to_shards: Constrain) -> Any:
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
         if after.compute is not None and params is not None:
+            config: Any = jax.config
+            if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
+                updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
             updates = jax.tree.map(change, after.compute, params, updates)
         return updates, after if view.compute is not None else after._replace(compute=None)
 

@@ -8,7 +8,9 @@ All of that is read here, and ``tests/xla/test_jaxprs.py`` checks it on every te
 from __future__ import annotations
 
 import contextlib
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ CALLS = {
 """Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
 
 _JAXPRS = (core.ClosedJaxpr, core.Jaxpr)
+_JAX, _PYTHON = str(Path(jax.__file__).parent), sysconfig.get_path("stdlib")
 _REQUIRED = object()
 
 
@@ -98,6 +101,23 @@ def inner(eqn: Any) -> Iterator[Any]:
                 yield open_jaxpr(x)[0]
 
 
+def unread_call(jaxpr: Any) -> Any:
+    """The first equation, in loops and calls too, of a primitive that jax alone can open: one of
+    "hijax", such as ``jax_remat3`` makes. None without one."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("call_hi_primitive"):
+            return eqn
+        for body in inner(eqn):
+            if (found := unread_call(body)) is not None:
+                return found
+    return None
+
+
+def name_of_call(eqn: Any) -> str:
+    """The name of such a primitive."""
+    return type(param(eqn, "_prim")).__name__
+
+
 class ScanCounts(NamedTuple):
     """The operands of a scan, in their order; what it scans over comes last.
 
@@ -148,9 +168,29 @@ def is_transposed(eqn: Any) -> bool:
     return "transpose(" in str(source(eqn).name_stack)
 
 
+def is_batched(eqn: Any) -> bool:
+    """Whether ``jax.vmap`` made it, as its name stack tells."""
+    return "vmap(" in str(source(eqn).name_stack)
+
+
 def source(eqn: Any) -> Any:
     """Where an equation comes from: a stack of names and a traceback, with its frames."""
     return eqn.source_info
+
+
+def bound_at(traceback: Any) -> tuple[Any, ...]:
+    """The place in the program that binds an equation: code and instruction of each frame, the
+    innermost first, without the frames of jax and of Python's library; empty if unknown.
+
+    An equation and what differentiation makes of it have the same place. Equations of the backward
+    function of a ``jax.custom_vjp`` have that of the call.
+    """
+    frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
+    return tuple((code, at) for code, at in frames if not _is_library(code.co_filename))
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_JAX) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
 def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:

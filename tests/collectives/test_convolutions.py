@@ -1,0 +1,166 @@
+"""Gradients of a convolution for each row of the batch are those of one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+from swept import swept
+
+import zerojax
+from zerojax.collectives import convolutions
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, CHANNELS, OUT = 16, 2, 4
+
+
+def params(groups: int) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (3, 3, CHANNELS // groups, OUT), "head": (OUT * 16, 8), "scale": (8,)}
+    return {name: jnp.asarray(rng.normal(size=shape) * 0.3) for name, shape in shapes.items()}
+
+
+def images() -> Any:
+    rng = np.random.default_rng(1)
+    return {"x": rng.normal(size=(ROWS, 4, 4, CHANNELS)), "y": rng.normal(size=(ROWS, 8))}
+
+
+def loss(p: Any, row: Any, groups: int) -> jax.Array:
+    """Of one row."""
+    x = lax.conv_general_dilated(
+        row["x"][None], p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )  # fmt: skip
+    return jnp.mean((jnp.tanh(x).reshape(-1) @ p["head"] * p["scale"] - row["y"]) ** 2)
+
+
+def each(p: Any, batch: Any, groups: int) -> Any:
+    """Losses [rows], and gradients with a first dimension of rows."""
+    return jax.vmap(jax.value_and_grad(lambda p, row: loss(p, row, groups)), (None, 0))(p, batch)
+
+
+def clipped(groups: int, wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """A step on the mean of gradients that are clipped row by row."""
+
+    def step(state: TrainState, batch: Any) -> Any:
+        losses, grads = wrap(lambda p, b: each(p, b, groups))(state.params, batch)
+        norms = jax.vmap(optax.tree.norm)(grads)
+        scale = jnp.minimum(1, 0.5 / norms)
+        grads = jax.tree.map(lambda g: jnp.tensordot(scale, g, 1) / ROWS, grads)
+        return state.apply_gradients(grads=grads), (losses.mean(), norms.mean())
+
+    return step
+
+
+def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
+    """With half of the rows once more, and as many results."""
+
+    def run(p: Any, b: Any) -> Any:
+        losses, grads = f(p, jax.tree.map(lambda x: jnp.concatenate([x, x[: ROWS // 2]]), b))
+        return jax.tree.map(lambda x: x[ROWS // 2 :], (losses, grads))
+
+    return run
+
+
+def looped(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: lax.fori_loop(0, 2, lambda _, __: f(*args), f(*args))
+
+
+def chosen(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda p, b: lax.cond(b["x"][0, 0, 0, 0] < 9, f, f, p, b)
+
+
+def run(step: Callable[..., Any], tx: optax.GradientTransformation, groups: int) -> Any:
+    state = TrainState.create(apply_fn=None, params=params(groups), tx=tx)
+    for _ in range(2):
+        state, out = step(state, images())
+    return jax.tree.map(np.asarray, (state.params, out))
+
+
+def assert_same(
+    step: Callable[..., Any], tx: optax.GradientTransformation, groups: int, **config: Any
+) -> None:
+    with jax.enable_x64(True):
+        zero = zerojax.zero(stage3_param_persistence_threshold=0, **config)
+        got, want = run(zero(step), tx, groups), run(jax.jit(step), tx, groups)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("stage", "groups", "wrap", "k"),
+    swept(
+        (
+            (stage, groups, wrap, k)
+            for stage in (0, 1, 3)
+            for groups in (1, CHANNELS)
+            for wrap in (lambda f: f, jax.checkpoint, looped, chosen, repeated)
+            for k in (1, 2)
+            if k == 1 or (groups == 1 and wrap not in (looped, chosen, repeated))
+        ),
+        lambda stage, groups, wrap, k: (
+            (stage, groups, k, wrap)
+            in [
+                (0, 1, 1, jax.checkpoint),
+                (0, 1, 1, repeated),
+                (3, 1, 1, chosen),
+                (3, CHANNELS, 1, looped),
+            ]
+            or (stage, groups, k) == (3, 1, 2)
+        ),
+    ),
+)
+def test_gradients_by_row(stage: int, groups: int, wrap: Any, k: int) -> None:
+    """In calls, loops and choices too; and of depthwise convolutions."""
+    assert_same(
+        clipped(groups, wrap), optax.sgd(0.1), groups, stage=stage, gradient_accumulation_steps=k
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_differential_privacy(stage: int) -> None:
+    def step(state: TrainState, batch: Any) -> Any:
+        losses, grads = each(state.params, batch, 1)
+        return state.apply_gradients(grads=grads), losses.mean()
+
+    private = optax.contrib.differentially_private_aggregate(0.5, 0.1, key=0)
+    tx = optax.chain(private, optax.sgd(0.1))  # dpsgd
+    assert_same(step, tx, 1, stage=stage)
+
+
+def convolution(lhs: tuple[int, ...], rhs: tuple[int, ...], **groups: int) -> Any:
+    def f(x: Any, w: Any) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=numbers, **groups
+        )  # fmt: skip
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
+    (eqn,) = jax.make_jaxpr(f)(*shapes).jaxpr.eqns
+    return eqn
+
+
+@pytest.mark.parametrize(
+    ("eqn", "rows", "is_one"),
+    [
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), 16, True),
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), None, True),
+        (convolution((1, 4, 4, 48), (3, 3, 2, 48), feature_group_count=24), 16, True),
+        (convolution((1, 4, 4, 24), (3, 3, 2, 24), feature_group_count=12), 16, False),
+        # Depthwise on rows, and its gradient.
+        (convolution((16, 4, 4, 32), (3, 3, 1, 32), feature_group_count=32), 16, False),
+        (convolution((32, 4, 4, 16), (4, 4, 16, 32), batch_group_count=32), 16, False),
+        (convolution((16, 4, 4, 8), (3, 3, 8, 8)), 16, False),
+    ],
+)
+def test_which_have_rows_for_groups(eqn: Any, rows: int | None, is_one: bool) -> None:
+    found = convolutions.has_rows_for_groups(eqn, rows, zerojax.mesh())
+    assert found == is_one
+    assert not convolutions.has_rows_for_groups(eqn, rows, zerojax.mesh(1))

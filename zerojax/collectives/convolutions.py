@@ -1,0 +1,81 @@
+"""Convolutions with a group for each row of the batch, run by each device on its own rows.
+
+The gradient of a convolution for each row, as ``jax.vmap`` of ``jax.grad`` makes it, is one
+convolution whose groups are the rows. XLA's partitioner makes other numbers of such a one where
+devices share the groups, or a program that its own verifier refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.xla import jaxprs
+
+
+def has_rows_for_groups(eqn: Any, rows: int | None, mesh: Mesh) -> bool:
+    """Whether an equation is such a convolution, or a call, a loop or a choice with one in it.
+
+    Groups are taken for rows where the devices can share them and no other dimension, and where
+    ``jax.vmap`` made the convolution: at worst that moves rows for nothing.
+
+    Args:
+      eqn: The equation.
+      rows: Of the batch; None where unknown.
+      mesh: The devices.
+    """
+    n = batch_devices(mesh)
+    if n == 1:
+        return False
+    if eqn.primitive is not prims.conv_general_dilated_p:
+        bodies = (eqn.params[name] for name in jaxprs.programs(eqn))
+        return any(
+            has_rows_for_groups(e, rows, mesh)
+            for body in bodies
+            for each in (body if isinstance(body, tuple) else (body,))
+            for e in jaxprs.open_jaxpr(each)[0].eqns
+        )
+    name, groups = _groups(eqn)
+    if groups == 1 or groups % n:
+        return False
+    batch = eqn.invars[0].aval.shape[jaxprs.param(eqn, "dimension_numbers").lhs_spec[0]]
+    of_batch = name == "batch_group_count"
+    if not of_batch and batch % n:
+        return True
+    elsewhere = not of_batch and rows is not None and batch % rows == 0 and groups % rows != 0
+    return jaxprs.is_batched(eqn) and not elsewhere
+
+
+def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The result of such a convolution, of operands that are whole or sharded."""
+    axes, n = batch_axes(mesh), batch_devices(mesh)
+    lhs, rhs, out = jaxprs.param(eqn, "dimension_numbers")
+    name, groups = _groups(eqn)
+    own = {**eqn.params, name: groups // n}
+    left = lhs[0] if name == "batch_group_count" else lhs[1]
+
+    def cut(dimension: int) -> PartitionSpec:
+        return PartitionSpec(*(None,) * dimension, axes)
+
+    result: jax.Array = jax.shard_map(
+        lambda *x: jaxprs.bind(eqn, x, own)[0],
+        mesh=mesh,
+        in_specs=(cut(left), cut(rhs[0])),
+        out_specs=cut(out[1]),
+        axis_names={*axes},
+        check_vma=False,
+    )(*values)
+    return result
+
+
+def _groups(eqn: Any) -> tuple[str, int]:
+    """The parameter that counts the groups, and their number."""
+    name = "feature_group_count"
+    if jaxprs.param(eqn, name) == 1:
+        name = "batch_group_count"
+    return name, jaxprs.param(eqn, name)

@@ -114,7 +114,9 @@ class Trainer:
         self._collator, self._params = data_collator, params
         self._model = model_of(model, loss, args.seed, args.gradient_checkpointing)
         self._limits = Limits(model, loss, self._model.forward)
-        world = batch_devices(all_devices() if mesh is None else mesh)
+        devices = all_devices() if mesh is None else mesh
+        _check_cpus(args, devices.devices.flat[0].platform)
+        world = batch_devices(devices)
         self.epochs = data.Epochs.of(train_dataset, args, world)
         if eval_dataset is not None:
             data.check("eval_dataset", eval_dataset)
@@ -297,3 +299,17 @@ class Trainer:
         at = {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append({**logs, **at})
         self.callbacks("on_log", self.state, self.control, logs=logs)
+
+
+def _check_cpus(args: TrainingArguments, platform: str) -> None:
+    """Whether the devices are those that ``use_cpu`` asks for.
+
+    Raises:
+      ValueError: They are others.
+    """
+    if args.use_cpu and platform != "cpu":
+        raise ValueError(
+            f"use_cpu = true, and the devices are of {platform}, where JAX has placed the program: "
+            "start it with JAX_PLATFORMS=cpu in the environment, or call "
+            "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
+        )

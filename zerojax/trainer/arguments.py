@@ -102,9 +102,9 @@ class TrainingArguments:
       report_to: "tensorboard", "wandb", "csv", "all" (those installed) or "none".
       logging_dir, run_name, project: The folder of logs, and the run's name there.
       seed, data_seed: The seed of parameters and dropout, and of the order of rows.
-      dataloader_drop_last: Whether rows beyond the last whole batch of an epoch are left out. By
-        default the epoch's first rows fill that batch up, as Accelerate does.
-      remove_unused_columns: Whether columns that are not numbers are left out.
+      dataloader_drop_last: Whether rows beyond the last full micro-batch of an epoch are left out.
+        By default its last update is of the rows that are left.
+      remove_unused_columns: Whether columns that are not numbers are left out, and named once.
       label_names: The fields that are labels.
       disable_tqdm: Whether the progress bar is left out.
       deepspeed: The DeepSpeed JSON, as a path or a dict.

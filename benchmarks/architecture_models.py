@@ -283,7 +283,7 @@ class LSTM(nn.Module):
 
 def architectures(s: Sizes) -> list[Architecture]:
     """All eight."""
-    scanned = {"scan": True, "remat": True}
+    scanned: dict[str, Any] = {"scan": True, "remat": True}
     gpt = GPT(
         GPTConfig(
             vocab_size=s.vocabulary,

@@ -6,7 +6,7 @@
 
 Each is compiled at stages 2 and 3, and under plain ``jax.jit`` with the same state sharded by
 ``in_shardings`` and ``out_shardings`` alone. Traffic stands beside what ZeRO's theory asks for.
-Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
+Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse

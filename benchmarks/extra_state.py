@@ -7,7 +7,7 @@
 A frozen base with low-rank updates (linen and NNX), a second network with its own optimizer, and a
 language model beside its frozen copy, in a field and as a further argument of the step. Each is
 compiled at stage 3, and under plain ``jax.jit`` with all arrays sharded by ``in_shardings`` alone.
-Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
+Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 
 State beside the parameters, tables, heads, frozen parameters, gradients of gradients and experts,
 the programs of ``extra_state.py`` and ``moved_programs.py``. Needs
-``pip install 'zerojax[compile,examples]'`` and no GPU.
+``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse

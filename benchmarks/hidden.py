@@ -5,7 +5,7 @@
 
 Stage 3, bf16, AdamW, rematerialised blocks. Seconds are those of the forecast's timeline
 (zerojax.hlo.timeline) over the compiled schedule. Unrolled models are compiled with a few layers.
-Needs ``pip install 'zerojax[compile,examples]'``.
+Needs ``pip install -e '.[compile,examples]'``.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
     python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
-    pip install 'zerojax[ray]'                                          # Python 3.12; 81 s
+    pip install -e '.[ray]'                                          # Python 3.12; 81 s
     python -m benchmarks.launchers ray --record benchmarks/records      # 4 minutes
 
 Two processes on the CPU train for 60 steps (benchmarks/launch_training.py). Slurm's daemons are

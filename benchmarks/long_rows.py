@@ -5,7 +5,7 @@
 
 Llama 3 8B on eight H100s, one row of 131,072 tokens each. Then the longest row of one H100, and of
 eight that share the row's tokens (a mesh axis "seq"), with the optimizer's state and what blocks
-keep in host memory. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
+keep in host memory. Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The model is a GPT of 820M parameters (24 layers, width 1600, vocabulary 50304) over sequences of
 1024, 4 on each of 8 H100s, in bf16 with AdamW and rematerialised blocks. Needs
-``pip install 'zerojax[compile,examples]'`` and no GPU.
+``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse

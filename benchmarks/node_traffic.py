@@ -4,7 +4,7 @@
     python -m benchmarks.node_traffic --gpus 24 --record benchmarks/records    # with a picture
 
 Bytes are the compiled program's, by the links that NCCL's rings cross (zerojax.hlo.links). Needs
-``pip install 'zerojax[compile,examples]'``.
+``pip install -e '.[compile,examples]'``.
 """
 
 import argparse

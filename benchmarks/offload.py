@@ -5,7 +5,7 @@
     python -m benchmarks.offload --only sizes --record benchmarks/records
 
 GPTs of ``zerojax.models.gpt`` in bf16 with AdamW and rematerialised blocks, sequences of 1024,
-one a device, on H100s. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU. Exits with 1
+one a device, on H100s. Needs ``pip install -e '.[compile,examples]'`` and no GPU. Exits with 1
 where a limit is missed.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.policies --record benchmarks/records      # ten minutes on two cores
 
 Llama 7B on 64 absent H100s, compiled and forecast. Needs
-``pip install 'zerojax[compile,examples]'``.
+``pip install -e '.[compile,examples]'``.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python -m benchmarks.published --record benchmarks/records   # named by its sections
 
 Beside each published figure stands the computed one and why they differ. Nothing is tuned to
-agree. Needs ``pip install 'zerojax[compile,examples]'`` and no GPU.
+agree. Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python -m benchmarks.quantized_traffic --record benchmarks/records  # some three minutes
 
 Bytes are the compiled program's, by the links that NCCL's rings and exchanges cross
-(zerojax.hlo.links). Needs ``pip install 'zerojax[compile]'``.
+(zerojax.hlo.links). Needs ``pip install -e '.[compile]'``.
 """
 
 import argparse

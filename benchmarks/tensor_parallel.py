@@ -3,7 +3,7 @@
     python -m benchmarks.tensor_parallel                                # minutes
     python -m benchmarks.tensor_parallel --record benchmarks/records
 
-Compiled by XLA:GPU for absent H100s: needs ``pip install 'zerojax[compile,examples]'``, no GPU.
+Compiled by XLA:GPU for absent H100s: needs ``pip install -e '.[compile,examples]'``, no GPU.
 """
 
 from __future__ import annotations

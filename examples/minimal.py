@@ -1,6 +1,6 @@
 """A flax model trained with ZeRO stage 3: which of 32 numbers is the largest?
 
-Command: `python examples/minimal.py` (10 s on 2 CPU cores). From 3.5 (ln 32) it goes to
+Command: `JAX_PLATFORMS=cpu python examples/minimal.py` (10 s on 2 cores). From 3.5 (ln 32) to
 
     step 100  loss 0.70
 """

@@ -76,7 +76,7 @@ def require_gpu_compiler(full_compile: None) -> None:
     """Skip where XLA's GPU compiler is not installed; fail where it was asked for, as CI does."""
     if gpu_compiler():
         return
-    missing = "no XLA:GPU compiler here: pip install 'zerojax[compile]'"
+    missing = "no XLA:GPU compiler here: pip install -e '.[compile]'"
     if os.environ.get("ZEROJAX_REQUIRE_GPU_COMPILER") == "1":
         pytest.fail(missing)
     pytest.skip(missing)

@@ -3,8 +3,11 @@
 import importlib
 import importlib.util
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +111,7 @@ def test_the_code_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.usefixtures("quick_compile", "clone")
-def test_both_sides_of_the_readmes_diff_run_and_agree() -> None:
+def test_both_sides_of_the_readmes_diff_run_and_agree(caplog: pytest.LogCaptureFixture) -> None:
     diff = next(block.text for block in blocks(README) if block.info == "diff")
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(4, size=16)
@@ -133,8 +136,33 @@ def test_both_sides_of_the_readmes_diff_run_and_agree() -> None:
         }
         exec("\n".join(kept), namespace)
         losses.append(float(namespace["metrics"]["loss"]))
+    assert [record.getMessage() for record in caplog.records if record.name == "zerojax"] == []
     before, after = losses
     assert after == pytest.approx(before, rel=0.02)  # the config computes in bf16
+
+
+@pytest.mark.slow
+def test_the_readmes_program_runs_as_written() -> None:
+    """Where the `compile` extra is installed, JAX looks for cuDNN unless it is told not to."""
+    found = re.search(r"To run: `([^`]*)`", README.read_text())
+    assert found is not None
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    command = found[1].replace("python", shlex.quote(sys.executable))
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_commands_that_install_an_extra_work_from_a_clone() -> None:
+    """No index has zerojax."""
+    kinds = ("*.py", "*.md", "*.toml")
+    files = [file for name in FOLDERS for kind in kinds for file in (ROOT / name).rglob(kind)]
+    outside = re.compile(r"pip install [^\n]*zerojax\\?\[")
+    found = [f for f in files if "records" not in f.parts and outside.search(f.read_text())]
+    assert [str(file.relative_to(ROOT)) for file in found if file != Path(__file__)] == []
 
 
 @every_page

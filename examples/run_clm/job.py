@@ -133,7 +133,7 @@ class Job:
         }
 
 
-def size_of(model: str) -> dict[str, int]:
+def size_of(model: str) -> dict[str, Any]:
     """The entry of `SIZES`, or an error that lists them."""
     if model not in SIZES:
         raise ValueError(f"--model {model} is not known; there are {', '.join(SIZES)}")

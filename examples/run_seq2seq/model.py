@@ -8,7 +8,6 @@ Example::
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +21,8 @@ from examples.run_seq2seq import tokens
 from zerojax.models.bart import SIZES as SIZES_OF_BART
 from zerojax.models.bart import Bart, BartConfig
 from zerojax.models.bart_config import BLENDERBOT
-from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, names
+from zerojax.models.hugging_face.bart import names, read_config
+from zerojax.models.hugging_face.bart import texts as config_texts
 from zerojax.models.tokenizer import load_tokenizer
 
 # A BlenderBot that learns in a minute of two CPU cores. Tokens are as large as their positions at
@@ -62,11 +62,7 @@ def find(name: str, texts: Iterable[str]) -> Source:
     folder = pathlib.Path(name)
     if not folder.is_dir():
         raise ValueError(f"--model {name} is no folder, and none of {', '.join(SIZES)}")
-    file = folder / "config.json"
-    try:
-        config = config_from_hf(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: {error}") from None
+    config = read_config(folder)
     tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -93,5 +89,5 @@ def new_state(zero: zerojax.Zero, source: Source, tx: Any, seed: int) -> TrainSt
 def save(folder: pathlib.Path, params: Any, source: Source) -> None:
     """A folder that transformers loads, and `--model` too."""
     config = source.config
-    zerojax.weights.save(folder, params, names(config), config=config_to_hf(config))
+    zerojax.weights.save(folder, params, names(config), texts=config_texts(config))
     source.tokenizer.save(str(folder / "tokenizer.json"))

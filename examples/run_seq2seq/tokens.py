@@ -33,7 +33,7 @@ def trained(texts: Iterable[str], config: BartConfig) -> Any:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ImportError("tokenizers are of the extra: pip install 'zerojax[text]'") from None
+        raise ImportError("tokenizers are of the extra: pip install -e '.[text]'") from None
     of_model = (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id)
     special = [f"<{i}>" for i in range(max(of_model) + 1)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()

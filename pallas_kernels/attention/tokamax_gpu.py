@@ -25,7 +25,7 @@ SCOPE = "fused_attention"
 _KINDS = ("H100", "H200", "GH200", "B100", "B200", "GB200")
 _WIDEST = 256
 _INSTALL = (
-    "tokamax is not installed: pip install 'zerojax[attention]' (Python 3.12 or newer, jax 0.11.1 "
+    "tokamax is not installed: pip install -e '.[attention]' (Python 3.12 or newer, jax 0.11.1 "
     "or newer)"
 )
 

@@ -108,7 +108,8 @@ def test_two_processes_share_a_bucket(url: str, in_two_processes: Callable[..., 
 
 def test_a_bucket_without_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"gs://bucket/run is a bucket, .*zerojax\[bucket\]"):
+    says = r"gs://bucket/run is a bucket, .*pip install -e .\.\[bucket\]"
+    with pytest.raises(CheckpointError, match=says):
         Checkpointer("gs://bucket/run", zerojax.zero(stage=0))
 
 

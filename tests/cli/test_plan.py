@@ -316,7 +316,7 @@ def test_configs_that_will_not_do(config: Path) -> None:
 def test_missing_wheels(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["zerojax.devices.topology"], "_missing", lambda _: True)
     for devices, extra in (("h100:8", "compile"), ("v5e:16", "tpu")):
-        assert f"pip install 'zerojax[{extra}]'" in refused(run(config, devices=devices))
+        assert f"pip install -e '.[{extra}]'" in refused(run(config, devices=devices))
 
 
 @pytest.mark.slow

@@ -40,5 +40,5 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check(tmp_path / "none" / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'zerojax\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[examples\]'"):
         check(tmp_path / "a.PNG")

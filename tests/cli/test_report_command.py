@@ -37,7 +37,7 @@ MADE = Report(
     ),
     settings=(Setting("XLA_FLAGS", "--a=[red]", "flags"), Setting("JAX_PLATFORMS", None, "first")),
     extras=(
-        Extra("monitor", False, ("tensorboard>=2.16", "x"), "pip install 'zerojax[monitor]'"),
+        Extra("monitor", False, ("tensorboard>=2.16", "x"), "pip install -e '.[monitor]'"),
         Extra("export", True),
     ),
     works=(
@@ -82,7 +82,7 @@ def test_the_tables_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_missing_extra_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lines(MADE, capsys)["monitor"][:2] == ["no", "pip install 'zerojax[monitor]'"]
+    assert lines(MADE, capsys)["monitor"][:2] == ["no", "pip install -e '.[monitor]'"]
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_here() -> None:
     tpu = works["compile for absent TPUs"]
     if importlib.util.find_spec("libtpu") is None:
         assert not tpu["works"]
-        assert "pip install 'zerojax[tpu]'" in tpu["says"]
+        assert "pip install -e '.[tpu]'" in tpu["says"]
 
 
 def run(platforms: str | None, *command: str) -> subprocess.CompletedProcess[str]:

@@ -110,7 +110,7 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("name", "extra"), [("h100", "compile"), ("v5p", "tpu")])
 def test_missing_wheels(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["zerojax.devices.topology"], "_missing", lambda _: True)
-    with pytest.raises(ImportError, match=rf"pip install 'zerojax\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
         topology(name)
 
 

@@ -82,7 +82,7 @@ def test_a_missing_extra_is_named_with_its_remedy(install: Install) -> None:
     assert set(found) == {"monitor", "cuda13", "all"}
     assert not found["monitor"].installed
     assert found["monitor"].missing == ("tensorboard>=2.16",)
-    assert found["monitor"].remedy == "pip install 'zerojax[monitor]'"
+    assert found["monitor"].remedy == "pip install -e '.[monitor]'"
     assert found["cuda13"].missing == ("jax-cuda13-plugin==0.11.2",)
     assert set(found["all"].missing) == {"tensorboard>=2.16", "jax-cuda13-plugin==0.11.2"}
 

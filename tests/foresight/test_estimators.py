@@ -1,5 +1,7 @@
 """DeepSpeed's estimators: its published figures, and models of every kind."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,8 @@ from typer.testing import CliRunner
 import zerojax
 from zerojax.__main__ import app
 from zerojax.foresight.estimators import parameters
+from zerojax.models import llama
+from zerojax.models.names import llama_13b
 
 # bigscience/T0_3B on one GPU, as the documentation of transformers shows it.
 T0_3B, T0_LARGEST = 2_783_959_040, 65_798_144
@@ -57,7 +61,35 @@ def test_models() -> None:
     assert zerojax.estimate_zero2_model_states_mem_needs_all_live(linear, shape).params == 803
 
 
+def test_a_stack_of_layers_is_not_one_layer() -> None:
+    """Called as the guides of DeepSpeed print it, without inputs: Llama 13B has 0.61 GB."""
+    found = zerojax.estimate_zero3_model_states_mem_needs_all_live(
+        llama_13b(scan=True), num_gpus_per_node=8, num_nodes=1
+    )
+    assert found.params == 13_015_864_320
+    assert found.largest_layer == 32000 * 5120
+    assert "0.61GB" in str(found)
+    config = llama.LlamaConfig(**llama.SIZES["llama-tiny"])
+    for model in (llama.Llama, lambda config: Wrapped(llama.Llama(config))):
+        scanned, unrolled = (
+            parameters(model(dataclasses.replace(config, scan=scan, remat=scan)))
+            for scan in (True, False)
+        )
+        assert scanned == unrolled
+
+
+class Wrapped(linen.Module):
+    model: linen.Module
+
+    def __call__(self, input_ids: jax.Array) -> jax.Array:
+        return self.model(input_ids)
+
+
 def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"Dense takes inputs, .* jax.ShapeDtypeStruct"):
+        zerojax.estimate_zero3_model_states_mem_needs_all_live(linen.Dense(3))
+    with pytest.raises(TypeError, match="Sequential takes args"):
+        parameters(linen.Sequential([linen.Dense(3)]))
     with pytest.raises(
         TypeError, match="expected a flax module or a tree of parameters, got a str"
     ):

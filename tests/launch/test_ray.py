@@ -11,7 +11,7 @@ from launch.launched import launched
 def test_no_ray(tmp_path: Path) -> None:
     told = launched(tmp_path, "", "--ray", "--nproc-per-node", 2)
     assert told.status == 2
-    assert "pip install 'zerojax[ray]'" in told.err
+    assert "pip install -e '.[ray]'" in told.err
 
 
 def test_a_dry_run_needs_no_ray(tmp_path: Path) -> None:

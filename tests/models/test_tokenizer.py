@@ -73,5 +73,5 @@ def test_without_the_library_the_extra_is_named(
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"pip install 'zerojax\[text\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
         gpt2_tokenizer(merges)

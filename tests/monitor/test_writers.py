@@ -15,7 +15,7 @@ from zerojax.monitor.writers import CsvFiles, TensorBoardFile, WandbRun, open_wr
 @pytest.mark.parametrize(
     ("section", "module", "install"),
     [
-        ("tensorboard", "tensorboard", r"zerojax\[monitor\]"),
+        ("tensorboard", "tensorboard", r"pip install -e .\.\[monitor\].,"),
         ("wandb", "wandb", "pip install wandb"),
     ],
 )
@@ -154,7 +154,7 @@ EVENTS = [
 
 
 def test_event_files_are_read_back(tmp_path):
-    reason = "reads the files with tensorboard: pip install 'zerojax[monitor]'"
+    reason = "reads the files with tensorboard: pip install -e '.[monitor]'"
     module = "tensorboard.backend.event_processing.event_accumulator"
     reader = pytest.importorskip(module, reason=reason)
     folder = str(tmp_path / "run" / "job")

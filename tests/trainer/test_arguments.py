@@ -1,6 +1,9 @@
 """The arguments: their defaults, those without effect, those that are wrong."""
 
+import dataclasses
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,13 +42,18 @@ resume_from_checkpoint local_rank
 """
 
 
+def fsdp_config(**options: Any) -> dict[str, Any]:
+    return {"fsdp": "full_shard", "fsdp_config": options}
+
+
 def test_defaults_are_those_of_transformers() -> None:
     args = TrainingArguments("out")
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
 
 
 def test_every_argument_of_transformers_is_known() -> None:
-    assert set(OTHERS.split()) <= {*WITHOUT_EFFECT, *REFUSED}
+    own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(OTHERS.split()) <= {*WITHOUT_EFFECT, *REFUSED, *own}
 
 
 def test_one_without_effect_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,6 +69,27 @@ def test_one_without_effect_says_so_once(caplog: pytest.LogCaptureFixture) -> No
     assert 'eval_steps (eval_strategy is "no")' in text
 
 
+def test_checkpointing_of_fsdp_is_the_models_remat(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    given = {"fsdp_activation_checkpointing": True, "backward_prefetch": "backward_pre",
+             "transformer_layer_cls_to_wrap": ["Block"], "xla": False}  # fmt: skip
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(given))
+    for options in (given, file, str(file)):
+        caplog.clear()
+        args = TrainingArguments("out", fsdp="full_shard", fsdp_config=options)
+        assert args.gradient_checkpointing
+        (record,) = caplog.records
+        assert "transformer_layer_cls_to_wrap (nothing is wrapped" in record.getMessage()
+        assert "backward_prefetch (every step is one compiled" in record.getMessage()
+        assert "activation_checkpointing" not in record.getMessage()
+    assert TrainingArguments("out", fsdp="full_shard", fsdp_config={
+        "xla_fsdp_grad_ckpt": True}).gradient_checkpointing  # fmt: skip
+    assert not TrainingArguments("out", fsdp_config=given).gradient_checkpointing
+    assert "fsdp_config (fsdp is not given)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -73,6 +102,11 @@ def test_one_without_effect_says_so_once(caplog: pytest.LogCaptureFixture) -> No
         ({"report_to": ["mlflow"]}, 'report_to: "mlflow" is none of tensorboard, wandb, csv'),
         ({"fsdp": "hybrid_shard"}, "mics_shard_size"),
         ({"fsdp": "full_shard", "deepspeed": {}}, "fsdp and deepspeed are both given"),
+        (fsdp_config(activation_checkpoint=True), "did you mean `activation_checkpointing`?"),
+        (fsdp_config(activation_checkpointing="yes"), "activation_checkpointing: expected true"),
+        (fsdp_config(reshard_after_forward=False), 'fsdp="shard_grad_op" keeps'),
+        (fsdp_config(offload_params=True), 'fsdp="full_shard offload" does so'),
+        (fsdp_config(ignored_modules=["a"]), "is not supported: give parameters"),
         ({"optim": "adamw_8bit"}, 'optim: expected one of "adamw_torch"'),
         (
             {"load_best_model_at_end": True},
@@ -88,6 +122,11 @@ def test_a_wrong_one_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         TrainingArguments("out", **given)
     assert says in str(raised.value)
+
+
+def test_use_cpu_is_no_argument_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert TrainingArguments("out", no_cuda=True, use_cpu=True).use_cpu
+    assert not caplog.records
 
 
 def test_old_names_and_lists() -> None:

@@ -16,12 +16,12 @@ def epochs(rows: int, world: int = 2, **more: Any) -> Epochs:
     return Epochs.of([0] * rows, args, world)
 
 
-def test_an_epoch_sees_every_row_and_fills_its_last_batch_with_its_first() -> None:
+def test_an_epoch_sees_every_row_once() -> None:
     made = epochs(20, num_train_epochs=2.5)
-    assert (made.updates, made.steps) == (3, 8)
+    assert (made.updates, made.steps, made.last) == (3, 8, 4)
+    assert [len(made.indices(step)) for step in range(6)] == [8, 8, 4] * 2
     first = np.concatenate([made.indices(step) for step in range(3)])
-    assert sorted(first[:20]) == [*range(20)]
-    assert list(first[20:]) == list(first[:4])
+    assert sorted(first) == [*range(20)]
     second = np.concatenate([made.indices(step) for step in range(3, 6)])
     assert list(second) != list(first)
     assert list(made.indices(4)) == list(epochs(20).indices(4))  # of seed and step alone
@@ -29,8 +29,25 @@ def test_an_epoch_sees_every_row_and_fills_its_last_batch_with_its_first() -> No
 
 def test_drop_last_and_max_steps() -> None:
     assert epochs(20, dataloader_drop_last=True).updates == 2
+    assert epochs(20, max_steps=2).last is None
+    # As transformers counts: 12 batches of 8, five of them an update.
+    made = epochs(100, dataloader_drop_last=True, gradient_accumulation_steps=5)
+    assert (made.updates, made.read, made.last) == (3, 96, 16)
+    assert [len(made.indices(step)) for step in range(3)] == [40, 40, 16]
+    assert epochs(100, gradient_accumulation_steps=5).updates == 3
     assert epochs(20, max_steps=7).steps == 7
     assert list(epochs(20, data_seed=1).indices(0)) != list(epochs(20).indices(0))
+
+
+def test_the_rows_of_an_update_that_count() -> None:
+    reader = Reader([{"x": i} for i in range(20)], None, zerojax.mesh())
+    full = reader.update(np.arange(8), 8)
+    assert full.counts is None
+    update = reader.update(np.array([5, 6, 7]), 8)
+    assert update.batch["x"].tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert update.counts is not None
+    assert update.counts.tolist() == [True] * 3 + [False] * 5
+    assert (update.rows, full.rows) == (3, 8)
 
 
 class Listed:
@@ -72,8 +89,10 @@ def test_what_is_no_dataset() -> None:
         check("train_dataset", (x for x in ()))
     with pytest.raises(TypeError, match="dict has no rows by number"):
         check("eval_dataset", {"a": [1]})
-    with pytest.raises(ValueError, match=r"train_dataset has 7 rows, fewer than the 8 .* 4 x .* 1"):
-        epochs(7)
+    assert epochs(7).last == 7
+    says = r"has 7 rows, fewer than the 8 .* 4 x 2 .* take the second"
+    with pytest.raises(ValueError, match=says):
+        epochs(7, dataloader_drop_last=True)
     text = Reader([{"x": "a"}], None, zerojax.mesh(), numbers_only=False)
     with pytest.raises(TypeError, match="the batch's x is <U1"):
         text.sample()

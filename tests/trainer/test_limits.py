@@ -12,9 +12,16 @@ from trainer.jobs import CONFIG, Classifier
 
 import zerojax
 from zerojax.models.gpt import GPT
+from zerojax.models.gpt_nnx import GPT as NnxGPT
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
-from zerojax.trainer.model import model_of
+from zerojax.trainer.losses import (
+    IGNORED,
+    Forward,
+    causal_lm_loss,
+    classification_loss,
+    model_loss,
+)
+from zerojax.trainer.model import Traced, model_of
 
 X = np.zeros((3, 8), np.float32)
 TOKENS = np.zeros((2, 4), np.int32)
@@ -29,7 +36,7 @@ class Dense(nnx.Module):
 
 
 def limits(model: Any, loss: Any) -> Limits:
-    return Limits(model, loss, model_of(model, loss, 0, False).forward)
+    return Limits(model, loss, model_of(model, loss, 0, False).traced, labels=("labels",))
 
 
 @pytest.mark.parametrize("model", [Classifier(), Dense, Dense(rngs=nnx.Rngs(0))])
@@ -61,7 +68,7 @@ def test_tokens_are_of_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="labels have 64"):
         limits(GPT(CONFIG), causal_lm_loss).check({"input_ids": TOKENS, "labels": TOKENS + 64})
     translator = SimpleNamespace(config=SimpleNamespace(vocab_size=64, decoder_vocab_size=80))
-    check = Limits(translator, model_loss, lambda batch: pytest.fail("not needed")).check
+    check = Limits(translator, model_loss, lambda batch: Traced(Forward(None, None, {}), [])).check
     check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 64})
     with pytest.raises(ValueError, match=r"decoder_input_ids have 80, and .* has 80"):
         check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 80})
@@ -92,3 +99,33 @@ def test_padding_does_not_count_as_labels() -> None:
     square = np.ones((2, 1, 4, 4))
     with pytest.raises(ValueError, match="give the rows labels, -100 where none"):
         causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": square})
+
+
+@pytest.mark.parametrize("model", [GPT(CONFIG), lambda rngs: NnxGPT(CONFIG, rngs=rngs)])
+def test_columns_that_nothing_reads_are_named_once(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = {name: TOKENS for name in ("input_ids", "position_ids", "token_type_ids", "labels")}
+    check = limits(model, causal_lm_loss).check
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check(batch, ["text"])
+        check({"input_ids": TOKENS, "position_ids": TOKENS})
+    (record,) = caplog.records
+    assert "columns without effect: text, position_ids, token_type_ids." in record.getMessage()
+    for rows in (batch, {"input_ids": TOKENS}):
+        with pytest.raises(ValueError, match=r"loss_mask, which neither .* labels, -100"):
+            check(rows | {"loss_mask": np.zeros_like(TOKENS)})
+
+
+def test_what_the_loss_reads_by_itself_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        out = causal_lm_loss(model, {"input_ids": batch["input_ids"]})
+        values, _ = out["loss"]
+        return {"loss": (values, batch["loss_mask"][:, 1:].astype(values.dtype))}
+
+    check = limits(GPT(CONFIG), loss).check
+    with caplog.at_level(logging.WARNING):
+        check({"input_ids": TOKENS, "loss_mask": np.ones_like(TOKENS), "labels": TOKENS})
+        limits(Classifier(), classification_loss).check({"x": X, "labels": np.array([0, 3, 1])})
+    assert not caplog.records

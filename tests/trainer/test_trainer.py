@@ -344,7 +344,8 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
         ({"callbacks": [print]}, "is no callback"),
         ({"callbacks": [type("C", (TrainerCallback,), {"on_stepend": 1})]}, "`on_step_end`"),
         ({"train_dataset": []}, "train_dataset is empty"),
-        ({"train_dataset": POINTS[:5]}, "fewer than the 16 of an update"),
+        ({"train_dataset": POINTS[:5], "args": {"dataloader_drop_last": True}},
+         "fewer than the 16 of a micro-batch"),
         ({"eval_dataset": None}, "pass an eval_dataset"),
         ({"model": 3}, "neither a flax.linen nor an nnx module"),
         ({"optimizer": optax.sgd(1.0), "args": {"deepspeed": {"optimizer": {"type": "Adam"}}}},
@@ -357,6 +358,15 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
         changed = arguments(tmp_path, **one.pop("args", {}))
         with pytest.raises((TypeError, ValueError), match=says):
             classifier(changed, **one)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_use_cpu_is_held_to_the_devices(tmp_path: Path) -> None:
+    args = arguments(tmp_path, use_cpu=True)
+    assert classifier(args).zero.mesh.devices.flat[0].platform == "cpu"
+    with pytest.raises(ValueError, match=r"use_cpu = true, and .* JAX_PLATFORMS=cpu"):
+        classifier(args, mesh=zerojax.topology("h100", devices=8))
 
 
 def test_metrics_are_held_to_the_arguments_before_any_step(tmp_path: Path) -> None:

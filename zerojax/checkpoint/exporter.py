@@ -18,7 +18,7 @@ from zerojax.checkpoint.naming import Names, parameters, rename
 from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
 from zerojax.weights.arrangement import Link
-from zerojax.weights.saver import CONFIG_FILE, check_tied, config_text, saved_dtype, specs, write
+from zerojax.weights.saver import check_tied, config_files, saved_dtype, specs, write
 from zerojax.weights.writer import Path, Put, writing
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -61,7 +61,8 @@ def export(
       names: The tensors, as for :func:`zerojax.weights.save`, or a function that says them and
         other files, such as ``zerojax.models.hugging_face.gpt2.export_names``; by default a tensor
         for each parameter, named by its keys with dots between.
-      config: The model's ``config.json``: its content, or a file or folder to copy the file from.
+      config: The model's ``config.json``: its content, or a file or folder to copy the file from,
+        from a folder with its ``generation_config.json``.
       progress: Called with the bytes read so far, and all bytes.
 
     Raises:
@@ -70,7 +71,7 @@ def export(
       DamagedCheckpointError: an array is not as it was saved; ``out`` is as before.
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
-    about = {} if config is None else {CONFIG_FILE: config_text(config)}
+    about = {} if config is None else config_files(config)
     _check_free(out)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
         raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")

@@ -107,7 +107,7 @@ def _google(path: epath.Path) -> epath.Path:
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"directory: {path} is a bucket, which gcsfs lists: pip install 'zerojax[bucket]'; or "
+            f"directory: {path} is a bucket, which gcsfs lists: pip install -e '.[bucket]'; or "
             "mount the bucket with gcsfuse and give that folder"
         ) from None
     # Tensorstore and other processes write there too, unseen by gcsfs.

@@ -22,6 +22,7 @@ STYLES: dict[Became, str] = {
     "left to XLA": "blue",
     "left to launch": "blue",
     "no effect": "yellow",
+    "not judged": "yellow",
     "default": "cyan",
     "resolved": "cyan",
     "refused": "bold red",

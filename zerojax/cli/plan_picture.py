@@ -32,7 +32,7 @@ def check(path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--picture {path}: there is no folder {path.parent}; make it first")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--picture needs matplotlib: pip install 'zerojax[examples]'")
+        raise ImportError("--picture needs matplotlib: pip install -e '.[examples]'")
 
 
 def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:

@@ -21,12 +21,12 @@ TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 NOT_GIVEN = object()
 """The value of `Row.given` for a key that the config omits."""
 
-Became = Status | Literal["refused", "wrong"]
+Became = Status | Literal["refused", "wrong", "not judged"]
 
 _REFUSED = " is not supported: "
 _EMPTY = "it is empty: the defaults hold"
 _UNKNOWN = "unknown; take it out"
-_UNJUDGED = "not judged, for what is wrong beside it"
+_UNJUDGED = "it depends on a key that is wrong: set that one right first"
 
 
 class Row(NamedTuple):
@@ -37,7 +37,7 @@ class Row(NamedTuple):
       given: The value in the config, or `NOT_GIVEN`.
       resolved: The value in force; None where the key has none, or where the batch decides.
       became: A `Note.status`; "refused" for what zerojax does not do, "wrong" for what nobody
-        could do.
+        could do; "not judged" where that depends on a key that is wrong.
       why: The reason, with the remedy for a problem.
     """
 
@@ -138,7 +138,7 @@ class _Table:
         if value == {} or (value is None and key in NULLABLE):
             return Row(path, value, None, "no effect", _EMPTY)
         if (note := self.notes.get(key)) is None:
-            return Row(path, value, None, "no effect", _UNJUDGED)
+            return Row(path, value, None, "not judged", _UNJUDGED)
         if note.status == "resolved" and (size := self._size(key)) is not None:
             return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
@@ -151,7 +151,7 @@ class _Table:
             return Row(path, value, note.holds, note.status, note.reason)
         assert self.reading.yaml is not None
         if key in self.reading.yaml.values:
-            return Row(path, value, None, "no effect", _UNJUDGED)
+            return Row(path, value, None, "not judged", _UNJUDGED)
         if key in YAML_KEYS or key in SECTIONS:
             return Row(path, value, None, "no effect", _EMPTY)
         return Row(path, value, None, "wrong", _UNKNOWN)

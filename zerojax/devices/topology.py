@@ -134,7 +134,7 @@ def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
         )
     if _missing("jax_plugins.xla_cuda13") and _missing("jax_plugins.xla_cuda12"):
         raise ImportError(
-            f"compiling for {name!r} needs XLA's GPU compiler: pip install 'zerojax[compile]'"
+            f"compiling for {name!r} needs XLA's GPU compiler: pip install -e '.[compile]'"
         )
     hosts = max(1, devices // GPUS_PER_HOST)
     try:
@@ -171,7 +171,7 @@ def _plugin_remedy(name: str) -> str:
     if len(set(versions.values())) > 1:
         installed = ", ".join(f"{package} {version}" for package, version in versions.items())
         return f"the CUDA plugin's version must equal jax's, found {installed}: " + (
-            "pip install 'zerojax[compile]'"
+            "pip install -e '.[compile]'"
         )
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     return (
@@ -189,7 +189,7 @@ def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
             f"{_neighbours(devices, TPUS_PER_HOST)}"
         )
     if _missing("libtpu"):
-        raise ImportError(f"compiling for {name!r} needs libtpu: pip install 'zerojax[tpu]'")
+        raise ImportError(f"compiling for {name!r} needs libtpu: pip install -e '.[tpu]'")
     torus = "x".join(map(str, _torus(devices, figures["torus_rank"])))
     with _libtpu_unlocked():
         return _described(platform="tpu", topology_name=f"{name.lower()}:{torus}")

@@ -38,7 +38,7 @@ class Extra:
     """One extra of zerojax.
 
     Attributes:
-      name: As in ``zerojax[name]``.
+      name: As in ``pip install -e '.[name]'``.
       installed: Whether all that the extra asks for is installed.
       missing: The requirements that are not met, with the version found where one is installed.
       remedy: The command to run, "" where the extra is installed.
@@ -71,7 +71,7 @@ def extras() -> tuple[Extra, ...]:
     found = []
     for name in metadata.metadata(NAME).get_all("Provides-Extra") or ():
         missing = tuple(dict.fromkeys(_unmet(Requirement(f"{NAME}[{name}]"))))
-        remedy = f"pip install '{NAME}[{name}]'" if missing else ""
+        remedy = f"pip install -e '.[{name}]'" if missing else ""
         found.append(Extra(name, not missing, missing, remedy))
     return tuple(found)
 

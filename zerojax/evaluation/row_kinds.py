@@ -76,13 +76,16 @@ class TwoTraces:
       whole, part: Open jaxprs of one function.
       sizes: Rows of both.
       inside: The loop or branch that they belong to, where nothing may be reduced.
+      noise: Whether random numbers may have the rows in their shape.
 
     Raises:
       Undivided: The traces are not the same program.
     """
 
-    def __init__(self, whole: Any, part: Any, sizes: Sizes, inside: str = "") -> None:
-        self.whole, self.sizes, self._inside = whole, sizes, inside
+    def __init__(
+        self, whole: Any, part: Any, sizes: Sizes, inside: str = "", noise: bool = False
+    ) -> None:
+        self.whole, self.sizes, self._inside, self._noise = whole, sizes, inside, noise
         if len(whole.constvars) != len(part.constvars):
             raise Undivided("its constants depend on the number of rows")
         self._same: dict[Any, Any] = dict(zip(whole.constvars, part.constvars, strict=True))
@@ -180,6 +183,8 @@ class TwoTraces:
             raise Undivided(f"its {name} takes rows together with a result of all rows")
         if pair.part is None or self._runs(pair):
             return outs
+        if self._noise and name == "random_bits":
+            return outs
         self._check_params(pair)
         if RowKind.FIXED in outs:
             apart = self._reduces(eqn) and not self._inside
@@ -240,7 +245,7 @@ class TwoTraces:
         those in ``drop``."""
         name = eqn.primitive.name
         (whole, consts), (part, others) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
-        inner = TwoTraces(whole, part, self.sizes, f" inside {name}")
+        inner = TwoTraces(whole, part, self.sizes, f" inside {name}", self._noise)
         if not all(map(_equal, consts, others)):
             raise Undivided(f"the constants of its {name} depend on the number of rows")
         # A carried value is made of rows where it has their dimension, and nowhere else.

@@ -9,7 +9,7 @@ the sum of all weights. A function in which rows meet in another way is not divi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,10 @@ class ByRows:
         ``sizes.part``.
       sizes: Both numbers of rows.
       batch: For each argument, whether its first dimension is the rows.
+      opens: Whether a call is written out. Rows may not meet within others, which stay as they
+        are: rematerialised, and with derivatives of their own.
+      noise: Whether random numbers may have the rows in their shape, and so be others than those
+        of the whole batch.
 
     Attributes:
       outs: The kind of each result.
@@ -36,13 +40,22 @@ class ByRows:
       Undivided: The function cannot be divided; the message says why.
     """
 
-    def __init__(self, whole: Any, part: Any, sizes: Sizes, batch: Sequence[bool]) -> None:
-        whole, part = jaxprs.without_calls(whole), jaxprs.without_calls(part)
+    def __init__(
+        self,
+        whole: Any,
+        part: Any,
+        sizes: Sizes,
+        batch: Sequence[bool],
+        *,
+        opens: Callable[[Any], bool] = lambda call: True,
+        noise: bool = False,
+    ) -> None:
+        whole, part = jaxprs.without_calls(whole, opens), jaxprs.without_calls(part, opens)
         (self._jaxpr, self._consts), (other, _) = map(jaxprs.open_jaxpr, (whole, part))
         if self._jaxpr.effects:
             raise Undivided("it prints, or calls back into Python")
         self.sizes = sizes
-        self._traced = TwoTraces(self._jaxpr, other, sizes)
+        self._traced = TwoTraces(self._jaxpr, other, sizes, noise=noise)
         self._traced.classify([RowKind.ROWS if b else RowKind.FIXED for b in batch])
         self._batch = list(batch)
         self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]

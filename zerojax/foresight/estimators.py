@@ -25,13 +25,18 @@ Activations, logits and gathered parameters are not in them.
 from __future__ import annotations
 
 import collections
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
+from jax.extend.core import primitives as prims
+
+from zerojax.xla import jaxprs
 
 GIB = 2**30
 
@@ -189,10 +194,11 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
     Args:
       model: A linen module, an ``nnx.Module``, or a tree of parameters, abstract or not.
-      *inputs: The inputs that initialise a linen module, abstract or not; nothing is computed.
+      *inputs: The inputs that initialise a linen module, abstract or not; nothing is computed. A
+        language model, which takes ``tokens`` or ``input_ids``, needs none.
 
     Raises:
-      TypeError: The model is none of these.
+      TypeError: The model is none of these, or takes other inputs than tokens and got none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -220,8 +226,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
     """:func:`estimate_zero3_model_states_mem_needs_all_cold` for a model, see
     :func:`estimate_zero2_model_states_mem_needs_all_live`.
 
-    The largest layer is the module with the most parameters of its own. A stack made by
-    ``nn.scan`` counts whole: give the unrolled model.
+    The largest layer is the module with the most parameters of its own; of a stack made by
+    ``nn.scan``, one layer counts. A tree of parameters and an ``nnx.Module`` do not tell which
+    arrays are stacks: give the unrolled model.
     """
     total, largest = parameters(model, inputs)
     return estimate_zero3_model_states_mem_needs_all_cold(
@@ -237,23 +244,73 @@ def parameters(model: Any, inputs: Sequence[Any] = ()) -> tuple[int, int]:
       >>> parameters({"embed": {"table": jnp.ones((9, 2))}, "dense": {"w": jnp.ones(4)}})
       (22, 18)
     """
-    tree = model
+    tree, counts = model, None
     if isinstance(model, linen.Module):
-        tree = jax.eval_shape(model.init, jax.random.key(0), *inputs).get("params", {})
-        tree = linen.meta.unbox(tree)
+        given = jax.random.key(0), *(inputs or _tokens_of(model))
+        traced, shapes = jax.make_jaxpr(model.init, return_shape=True)(*given)
+        stacks = jax.tree.unflatten(jax.tree.structure(shapes), _stacked(traced))
+        tree, counts = linen.meta.unbox(shapes.get("params", {})), stacks.get("params", {})
     elif isinstance(model, nnx.Module):
         tree = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     modules: collections.Counter[str] = collections.Counter()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    total, leaves = 0, jax.tree_util.tree_leaves_with_path(tree)
+    layers = [1] * len(leaves) if counts is None else jax.tree.leaves(counts)
+    for (path, leaf), stacked in zip(leaves, layers, strict=True):
         if not hasattr(leaf, "shape"):
             raise TypeError(
                 "model: expected a flax module or a tree of parameters, got a "
                 f"{type(model).__name__} with {leaf!r} at {jax.tree_util.keystr(path) or 'its top'}"
             )
-        modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape)
+        total += math.prod(leaf.shape)
+        modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
         raise TypeError(f"model: a {type(model).__name__} without parameters")
-    return sum(modules.values()), max(modules.values())
+    return total, max(modules.values())
+
+
+_TOKENS = frozenset({"tokens", "input_ids", "decoder_input_ids"})
+
+
+def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
+    """The inputs of a model that takes tokens alone, which its parameters do not depend on.
+
+    Raises:
+      TypeError: The model takes something else.
+    """
+    taken = [*inspect.signature(type(model).__call__).parameters.values()][1:]
+    needed = [p.name for p in taken if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if not _TOKENS.issuperset(needed):
+        raise TypeError(
+            f"model: {type(model).__name__} takes {', '.join(needed)}, on which its parameters may "
+            "depend: pass an input for each after the model, abstract ones will do, such as "
+            "jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
+        )
+    return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(needed)
+
+
+def _stacked(traced: Any) -> list[int]:
+    """For each result of a traced ``init``, how many layers of ``nn.scan`` it has side by side."""
+
+    def layers(jaxpr: Any, v: Any) -> int:
+        eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
+        if eqn is None:
+            return 1
+        at = eqn.outvars.index(v)
+        if eqn.primitive is prims.scan_p:
+            body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+            if at < jaxprs.scan_counts(eqn).carry:
+                return 1
+            length: int = jaxprs.param(eqn, "length")
+            return length * layers(body, body.outvars[at])
+        if eqn.primitive in jaxprs.CALLS:
+            body, _ = jaxprs.open_jaxpr(jaxprs.called(eqn))
+            return layers(body, body.outvars[at])
+        operands = jaxprs.variables(eqn.invars)  # moved to another axis, say, or cast
+        same = len(operands) == 1 and operands[0].aval.size == v.aval.size
+        return layers(jaxpr, operands[0]) if same else 1
+
+    jaxpr, _ = jaxprs.open_jaxpr(traced)
+    return [layers(jaxpr, v) for v in jaxpr.outvars]
 
 
 def _checked(

@@ -58,7 +58,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
         from ray.train.v2.jax import JaxTrainer
         from ray.train.v2.jax.config import JaxConfig
     except ImportError as error:
-        raise UsageError(f"--ray needs Ray: pip install 'zerojax[ray]' ({error})") from None
+        raise UsageError(f"--ray needs Ray: pip install -e '.[ray]' ({error})") from None
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     told = defaults(environ, on_gpus) | passed_on(environ)
     told[TOKEN] = with_token(environ)[TOKEN]

@@ -13,7 +13,7 @@ class BartConfig:
     `dtype=None` computes in the parameters' own dtype; LayerNorm's statistics, the softmax, the
     logits and the loss are always in fp32. `scan` stacks the blocks' parameters to `[L, ...]`
     leaves and compiles one block, not L. `remat` keeps each block's input only and computes the
-    rest again in the backward pass.
+    rest again in the backward pass. `hugging_face` is as in `GPTConfig`.
     """
 
     vocab_size: int
@@ -43,6 +43,7 @@ class BartConfig:
     scan: bool = False
     remat: bool = False
     dtype: Any = None
+    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         positive_sizes(

@@ -14,6 +14,7 @@ class DebertaConfig:
     logits are always in fp32. `scan` stacks the blocks' parameters to `[L, ...]` leaves and
     compiles one block, not L; where a convolution stands beside the first block, that one stays by
     itself. `remat` keeps each block's input only and computes the rest again in the backward pass.
+    `hugging_face` is as in `GPTConfig`.
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class DebertaConfig:
     scan: bool = False
     remat: bool = False
     dtype: Any = None
+    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         positive_sizes(

@@ -47,7 +47,8 @@ class GPTConfig:
     `scan` stacks the L blocks' parameters to `[L, ...]` leaves and compiles one block, not L.
     `remat` keeps each block's input only and computes the rest again in the backward pass.
     `mlp_chunks` runs the MLP on so many pieces of the sequence, one after another
-    (`zerojax.tiled`).
+    (`zerojax.tiled`). `hugging_face` holds the rest of a Hugging Face folder's files, as JSON, for
+    the way back.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class GPTConfig:
     remat: bool = False
     mlp_chunks: int | None = None
     dtype: Any = None
+    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_chunks"):
@@ -93,7 +95,7 @@ def _size(
 
 # Parameters (tied embedding counted once); the first two are byte-level, the others GPT-2's own
 # sizes with the vocabulary rounded up to a multiple of 64.
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": _size(32, 2, 2, 32, vocab_size=256),  # 35k
     "mini": _size(128, 4, 4, 160, vocab_size=256),  # 1.3M
     "small": _size(1024, 12, 12, 768),  # 124M

@@ -42,7 +42,7 @@ class LlamaConfig:
     blocks' parameters to `[L, ...]` leaves and compiles one block, not L. `remat` keeps each
     block's input only and computes the rest again in the backward pass. `mlp_chunks` runs the MLP
     on so many pieces of the sequence, one after another (`zerojax.tiled`), `loss_chunks` the logits
-    and the loss, where there are targets.
+    and the loss, where there are targets. `hugging_face` is as in `GPTConfig`.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -64,6 +64,7 @@ class LlamaConfig:
     mlp_chunks: int | None = None
     loss_chunks: int | None = None
     dtype: Any = None
+    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner"):

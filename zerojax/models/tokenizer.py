@@ -7,7 +7,7 @@
     input_ids = np.array([row.ids for row in rows])                         # [B, 128]
     attention_mask = np.array([row.attention_mask for row in rows])
 
-The library: https://huggingface.co/docs/tokenizers, of the extra `zerojax[text]`.
+The library: https://huggingface.co/docs/tokenizers, of the extra `text`.
 """
 
 import os
@@ -122,5 +122,5 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError("tokenizers are of the extra: pip install 'zerojax[text]'") from None
+        raise ImportError("tokenizers are of the extra: pip install -e '.[text]'") from None
     return tokenizers

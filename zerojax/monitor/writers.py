@@ -42,7 +42,7 @@ def check(config: ZeroConfig) -> None:
       ImportError: A package is missing or broken, with the command that installs it.
     """
     for section, module, install in (
-        ("tensorboard", "tensorboard.summary", "'zerojax[monitor]'"),
+        ("tensorboard", "tensorboard.summary", "-e '.[monitor]'"),
         ("wandb", "wandb", "wandb"),
     ):
         try:

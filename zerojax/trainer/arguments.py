@@ -29,7 +29,7 @@ from zerojax.config.keys.row import (
     optional,
 )
 from zerojax.distributed import log
-from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT
+from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
 from zerojax.trainer.schedules import SCHEDULES
 
 OPTIMIZERS = {
@@ -102,14 +102,17 @@ class TrainingArguments:
       report_to: "tensorboard", "wandb", "csv", "all" (those installed) or "none".
       logging_dir, run_name, project: The folder of logs, and the run's name there.
       seed, data_seed: The seed of parameters and dropout, and of the order of rows.
-      dataloader_drop_last: Whether rows beyond the last whole batch of an epoch are left out. By
-        default the epoch's first rows fill that batch up, as Accelerate does.
-      remove_unused_columns: Whether columns that are not numbers are left out.
+      dataloader_drop_last: Whether rows beyond the last full micro-batch of an epoch are left out.
+        By default its last update is of the rows that are left.
+      remove_unused_columns: Whether columns that are not numbers are left out, and named once.
       label_names: The fields that are labels.
       disable_tqdm: Whether the progress bar is left out.
       deepspeed: The DeepSpeed JSON, as a path or a dict.
       fsdp: In place of ``deepspeed``: "full_shard" (stage 3), "shard_grad_op" (2), "no_shard", each
         with "offload" if wanted. Without both, plain data parallelism (stage 0).
+      fsdp_config: Of ``fsdp``, as a path or a dict; its "activation_checkpointing" stands for
+        ``gradient_checkpointing``.
+      use_cpu: Whether the run is to be on CPUs; ``JAX_PLATFORMS=cpu`` puts a program there.
       given: The names of the arguments that were given.
 
     Raises:
@@ -171,6 +174,8 @@ did you mean `learning_rate`?
     disable_tqdm: bool = _of(optional(FLAG), False)
     deepspeed: Any = field(default=None, metadata={"kind": ANYTHING})
     fsdp: tuple[str, ...] = _of(_NAMES, ())
+    fsdp_config: Any = field(default=None, metadata={"kind": ANYTHING})
+    use_cpu: bool = _of(FLAG, False)
     given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
@@ -186,11 +191,16 @@ did you mean `learning_rate`?
                 value = f.default
             object.__setattr__(self, name, value)
         object.__setattr__(self, "given", frozenset(given))
-        self._settle()
+        options = fsdp_options(self.fsdp_config if self.fsdp else None)
+        problems += options.problems
+        self._settle(options.remat)
         problems += self._contradictions()
         if problems:
             raise ConfigError(problems, "TrainingArguments")
         unused = [f"{name} ({WITHOUT_EFFECT[name]})" for name in given if name in WITHOUT_EFFECT]
+        unused += options.unused
+        if self.fsdp_config and not self.fsdp:
+            unused.append("fsdp_config (fsdp is not given)")
         if self.eval_strategy != "steps" and self.eval_steps is not None:
             unused.append(f'eval_steps (eval_strategy is "{self.eval_strategy}")')
         if unused:
@@ -211,8 +221,10 @@ did you mean `learning_rate`?
             )
         return given
 
-    def _settle(self) -> None:
+    def _settle(self, remat: bool) -> None:
         """Fills in what follows from other arguments."""
+        if remat:
+            object.__setattr__(self, "gradient_checkpointing", True)
         metric = self.metric_for_best_model or "loss"
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         object.__setattr__(self, "metric_for_best_model", metric)

@@ -50,13 +50,16 @@ class Epochs(NamedTuple):
 
     Attributes:
       rows: Of the dataset.
-      batch: Rows of an update, over all devices and micro-batches.
+      read: Of those, the rows of an epoch.
+      batch: Rows of a full update, over all devices and micro-batches; an epoch's last one may have
+        fewer.
       updates: Of an epoch.
       steps: Of the run.
       seed: Of the order.
     """
 
     rows: int
+    read: int
     batch: int
     updates: int
     steps: int
@@ -66,30 +69,55 @@ class Epochs(NamedTuple):
     def of(cls, dataset: Any, args: TrainingArguments, world: int) -> Epochs:
         """Updates as transformers counts them; of no rows where there is no dataset.
 
+        ``dataloader_drop_last`` leaves out the rows beyond the last full micro-batch of all
+        devices, so that an epoch's last update may have fewer micro-batches.
+
         Raises:
-          ValueError: There are fewer rows than an update has.
+          ValueError: It leaves out all rows.
         """
-        batch = world * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        micro = world * args.per_device_train_batch_size
+        batch = micro * args.gradient_accumulation_steps
         seed = args.seed if args.data_seed is None else args.data_seed
         if dataset is None:  # for evaluations
-            return cls(0, batch, 1, max(1, args.max_steps), seed)
-        if (rows := check("train_dataset", dataset)) < batch:
+            return cls(0, 0, batch, 1, max(1, args.max_steps), seed)
+        rows = check("train_dataset", dataset)
+        read = rows - rows % micro if args.dataloader_drop_last else rows
+        if not read:
             raise ValueError(
-                f"train_dataset has {rows} rows, fewer than the {batch} of an update "
-                f"(per_device_train_batch_size {args.per_device_train_batch_size} x "
-                f"gradient_accumulation_steps {args.gradient_accumulation_steps} x {world} "
-                "devices): lower one of them"
+                f"train_dataset has {rows} rows, fewer than the {micro} of a micro-batch "
+                f"(per_device_train_batch_size {args.per_device_train_batch_size} x {world} "
+                "devices), and dataloader_drop_last leaves them out: lower the first, or take the "
+                "second out"
             )
-        updates = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
+        updates = math.ceil(read / batch)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
-        return cls(rows, batch, updates, steps, seed)
+        return cls(rows, read, batch, updates, steps, seed)
 
     def indices(self, step: int) -> np.ndarray:
         """The rows of an update, a function of the seed and of the updates made before."""
         epoch, at = divmod(step, self.updates)
-        order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)
-        places = np.arange(at * self.batch, (at + 1) * self.batch)
-        return order[places % self.rows]  # beyond the end, the epoch's first rows again
+        order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)[: self.read]
+        return order[at * self.batch : (at + 1) * self.batch]
+
+    @property
+    def last(self) -> int | None:
+        """Rows of an epoch's last update, if the run comes to one that is not full."""
+        left = self.read % self.batch
+        return left if left and self.steps >= self.updates else None
+
+
+class Update(NamedTuple):
+    """The rows of an update.
+
+    Attributes:
+      batch: Those that the process has, filled up to the number of a full update.
+      counts: bool [rows of the batch], whether a row counts; None where all do.
+      rows: How many count, over all processes.
+    """
+
+    batch: Batch
+    counts: np.ndarray | None
+    rows: int
 
 
 class Reader:
@@ -100,7 +128,8 @@ class Reader:
       collator: Makes a batch of rows; :func:`stacked` by default.
       mesh: The devices.
       numbers_only: Whether columns that are not numbers are left out of rows.
-      check: Raises for a batch that the model has no numbers for.
+      check: Raises for a batch that the model has no numbers for; takes the names of the columns
+        that were left out, too.
     """
 
     def __init__(
@@ -109,7 +138,7 @@ class Reader:
         collator: Collator | None,
         mesh: Mesh,
         numbers_only: bool = True,
-        check: Callable[[Batch], object] = len,
+        check: Callable[[Batch, Sequence[str]], object] = lambda batch, left_out: None,
     ) -> None:
         self.dataset, self._collator = dataset, collator or stacked
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
@@ -126,20 +155,30 @@ class Reader:
             }
         return self._checked(indices[process_rows(len(indices), self._mesh)])
 
+    def update(self, indices: np.ndarray, size: int) -> Update:
+        """The process's own rows of an update; rows that are missing to ``size`` do not count."""
+        own = process_rows(size, self._mesh)
+        batch = self._checked(np.resize(indices, size)[own])
+        counts = np.arange(size) < len(indices)
+        return Update(batch, None if counts.all() else counts[own], len(indices))
+
     def sample(self) -> Batch:
         """A batch of the first row, the same in every process."""
-        return self._read([0])
+        return self._read([0])[0]
 
     def _checked(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        batch = self._read(indices)
-        self._check(batch)
+        batch, left_out = self._read(indices)
+        self._check(batch, left_out)
         return batch
 
-    def _read(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        places = [int(i) for i in indices]
+    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[Batch, list[str]]:
+        """A batch, and the names of the columns that are not numbers."""
+        places, left_out = [int(i) for i in indices], list[str]()
         many = getattr(self.dataset, "__getitems__", None)  # of datasets: one read for all
         rows = list(many(places)) if many else [self.dataset[i] for i in places]
         if self._numbers_only:
+            if isinstance(rows[0], Mapping):
+                left_out = [name for name, value in rows[0].items() if _text(value)]
             rows = [_numbers(row) for row in rows]
         batch = self._collator(rows)
         if not isinstance(batch, Mapping):
@@ -154,7 +193,7 @@ class Reader:
                     f"{len(places)} rows are needed: take the column out, or pad and convert it in "
                     "data_collator"
                 )
-        return arrays
+        return arrays, left_out
 
     def all(self, size: int, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Every row in order, in batches of at most ``size``, with the number of rows of each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +13,7 @@ from flax import nnx
 
 from zerojax.distributed import log
 from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
+from zerojax.trainer.model import Traced
 
 
 class Limits:
@@ -23,30 +24,46 @@ class Limits:
     Args:
       model: The user's; its config's ``vocab_size`` bounds the tokens.
       loss: Labels are checked where it is one of :mod:`zerojax.trainer.losses`.
-      forward: The shapes of what the loss gives of a batch.
+      traced: The loss of a batch with shapes in place of arrays.
+      devices: How many share a batch; traced rows divide among them.
+      labels: The fields that metrics read, whether or not the loss does.
     """
 
-    def __init__(self, model: Any, loss: Any, forward: Callable[[Any], Forward]) -> None:
-        self._loss, self._forward = loss, forward
+    def __init__(
+        self,
+        model: Any,
+        loss: Any,
+        traced: Callable[[Any], Traced],
+        devices: int = 1,
+        labels: Collection[str] = (),
+    ) -> None:
+        self._loss, self._traced, self._devices, self._labels = loss, traced, devices, labels
         self._ready = loss in (classification_loss, causal_lm_loss)
         config = getattr(model, "config", None)
         size = getattr(config, "vocab_size", None)
         further = getattr(config, "decoder_vocab_size", None)  # of another language, say
         self._vocabulary = {"input_ids": size, "decoder_input_ids": further or size}
         self._name, self._masks = _takes_mask(model)
-        self._classes: int | None = None
+        self._known: dict[frozenset[str], Forward] = {}
+        self._named: set[str] = set()
         self._told = False
 
-    def check(self, batch: Mapping[str, np.ndarray]) -> None:
-        """Refuses a batch that the model has no numbers for.
+    def check(self, batch: Mapping[str, np.ndarray], left_out: Collection[str] = ()) -> None:
+        """Refuses a batch that the model has no numbers for, and names columns that nothing reads.
+
+        Args:
+          batch: The process's rows.
+          left_out: The columns of the dataset that are not in the batch.
 
         Raises:
           TypeError: Labels of classes are no whole numbers.
-          ValueError: A label or a token is out of range, or padding is where the model sees it.
+          ValueError: A label or a token is out of range, padding is where the model sees it, or
+            nothing reads a ``loss_mask``.
         """
         for name, size in self._vocabulary.items():
             if isinstance(size, int):
                 self._within(batch, name, size, f"the vocabulary of {self._name}")
+        forward = self._forward(batch, left_out)
         if not self._ready:
             return
         labels = batch.get("labels")
@@ -56,12 +73,31 @@ class Limits:
                     f"labels are {labels.dtype}, and {self._loss.__name__} wants whole numbers: "
                     "convert them, or pass Trainer(loss=...) for another loss"
                 )
-            if self._classes is None:
-                logits = next(iter(self._forward(_of_all(batch)).predictions.values()))
-                self._classes = logits.shape[-1]
-            self._within(batch, "labels", self._classes, f"the last axis of {self._name}'s logits")
+            classes = next(iter(forward.predictions.values())).shape[-1]
+            self._within(batch, "labels", classes, f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
             self._unmasked(batch["attention_mask"])
+
+    def _forward(self, batch: Mapping[str, np.ndarray], left_out: Collection[str]) -> Forward:
+        """The shapes of the loss of a batch with these columns."""
+        names = frozenset(batch)
+        if names not in self._known:
+            self._known[names], unread = self._traced(self._of_all(batch))
+            if "loss_mask" in unread:
+                raise ValueError(
+                    f"the batch has a loss_mask, which neither the loss nor {self._name}.__call__ "
+                    f"reads: give the rows labels, {IGNORED} where none counts, or pass "
+                    "Trainer(loss=...) for a loss that reads it; or take the column out"
+                )
+            mask = {"attention_mask"} if self._ready and not self._masks else set()  # see _unmasked
+            unread = [*left_out, *(n for n in unread if n not in mask | {*self._labels})]
+            if new := [name for name in unread if name not in self._named]:
+                self._named.update(new)
+                log.warning(
+                    "columns without effect: %s. Neither the loss nor %s.__call__ reads them; take "
+                    "them out where that is right.", ", ".join(new), self._name,
+                )  # fmt: skip
+        return self._known[names]
 
     def _within(self, batch: Mapping[str, Any], name: str, size: int, of: str) -> None:
         values = batch.get(name)
@@ -76,6 +112,15 @@ class Limits:
                 f"{name} have {values[wrong][0]}, and {of} has {size}: number them from 0, or give "
                 f"the model more{spare}"
             )
+
+    def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of all processes' rows, which ``per_device`` divides; each reads its own."""
+        n = jax.process_count() * len(next(iter(batch.values())))
+        rows = n + -n % self._devices
+        return {
+            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+            for name, x in batch.items()
+        }
 
     def _unmasked(self, mask: np.ndarray) -> None:
         """Padding of a model that takes no mask; a causal one does not see what comes last."""
@@ -93,17 +138,6 @@ class Limits:
             )  # fmt: skip
 
 
-def _of_all(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of all processes' rows, which ``per_device`` divides; each reads its own."""
-    count = jax.process_count()
-    return {
-        name: jax.ShapeDtypeStruct(
-            (count * len(x), *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        for name, x in batch.items()
-    }
-
-
 def _takes_mask(model: Any) -> tuple[str, bool]:
     """The name of the model's class, and whether it takes an ``attention_mask``.
 
@@ -111,7 +145,7 @@ def _takes_mask(model: Any) -> tuple[str, bool]:
     """
     kind = model if isinstance(model, type) else type(model)
     if not issubclass(kind, nn.Module | nnx.Module):
-        return kind.__name__, True
+        return getattr(model, "__name__", kind.__name__), True
     parameters = inspect.signature(kind.__call__).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return kind.__name__, keywords or "attention_mask" in parameters

@@ -46,12 +46,8 @@ class Forward(NamedTuple):
     predictions: dict[str, Any]
 
 
-def forward_of(given: Any) -> Forward:
-    """A loss function's result, taken apart.
-
-    Raises:
-      TypeError: It is none of the forms above.
-    """
+def _entries(given: Any) -> Mapping[str, Any]:
+    """A loss function's result by name."""
     result = given
     if isinstance(result, tuple) and hasattr(result, "_asdict"):
         result = result._asdict()
@@ -60,6 +56,21 @@ def forward_of(given: Any) -> Forward:
     if not isinstance(result, Mapping):
         alone = isinstance(result, tuple) or not jnp.ndim(result)
         result = {"loss": result} if alone else {"logits": result}
+    return result
+
+
+def loss_entry(given: Any) -> Any:
+    """The loss in a loss function's result, as it is; None without one."""
+    return _entries(given).get("loss")
+
+
+def forward_of(given: Any) -> Forward:
+    """A loss function's result, taken apart.
+
+    Raises:
+      TypeError: It is none of the forms above.
+    """
+    result = _entries(given)
     predictions = {k: v for k, v in result.items() if k != "loss" and v is not None}
     loss = result.get("loss")
     if loss is None:
@@ -77,6 +88,23 @@ def forward_of(given: Any) -> Forward:
             "the mean over its rows, or add the weights"
         )
     return Forward(jnp.asarray(loss), None, predictions)
+
+
+def mean_loss(given: Any) -> jax.Array:
+    """The mean loss [] in a loss function's result.
+
+    Raises:
+      ValueError: It has no loss.
+    """
+    mean = forward_of(given).mean
+    if mean is None:
+        raise ValueError(
+            "no loss: the model gave none of this batch, or an array in place of a scalar. Give "
+            "the rows `labels`, and let the model's __call__ take them and return {'loss': ...}, "
+            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), classification_loss or your "
+            "own: (model, batch) to a scalar, or to (values, weights) of rows or tokens"
+        )
+    return mean
 
 
 def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> Any:

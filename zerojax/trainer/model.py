@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -15,10 +15,33 @@ from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
 from zerojax.trace.gradients import value_and_grad
-from zerojax.trainer.losses import Forward, forward_of
+from zerojax.trainer.losses import Forward, forward_of, mean_loss
+from zerojax.trainer.partial import Partial, partial_mean
+from zerojax.xla import jaxprs
 
 Loss = Callable[[Any, Any], Any]
 Create = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Traced(NamedTuple):
+    """The loss of a batch, traced.
+
+    Attributes:
+      forward: Shapes in place of arrays.
+      unread: The names of the batch's fields that nothing is computed from.
+    """
+
+    forward: Forward
+    unread: list[str]
+
+    @classmethod
+    def of(cls, function: Callable[..., Forward], args: Any, batch: Mapping[str, Any]) -> Traced:
+        """Traces ``function(args, batch)``."""
+        closed, forward = jax.make_jaxpr(function, return_shape=True)(args, batch)
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
+        fields = zip(sorted(batch), jaxpr.invars[-len(batch) :], strict=True)
+        return cls(forward, [name for name, v in fields if id(v) not in read])
 
 
 class Model(Protocol):
@@ -27,17 +50,29 @@ class Model(Protocol):
     def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         """A function that makes the state, and its arguments, for ``zero.init``."""
 
-    def forward(self, batch: Any) -> Forward:
-        """What the loss gives of a batch, with shapes in place of arrays."""
+    def traced(self, batch: Any) -> Traced:
+        """The loss of a batch, with shapes in place of arrays."""
 
     def train_step(self, zero: Zero) -> Any:
         """The step, decorated."""
 
+    def check_partial(self, sample: Any, partial: Partial) -> None:
+        """Whether an update that is not full has a loss, by a batch of some rows.
+
+        Raises:
+          ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
+        """
+
     def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         """function(forward, batch) of a state and a batch, without dropout, decorated."""
 
-    def update(self, step: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-        """What a decorated step makes of a state: the next one, and {"loss": ...}."""
+    def update(
+        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
+    ) -> tuple[Any, Any]:
+        """What a decorated step makes of a state: the next one, and {"loss": ...}.
+
+        Of an update that is not full, the batch is a pair with the rows that count.
+        """
 
     def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
         """What a decorated evaluation gives."""
@@ -124,28 +159,52 @@ class Linen:
 
         return create, (jax.random.key(self._seed),)
 
-    def forward(self, batch: Any) -> Forward:
+    def traced(self, batch: Any) -> Traced:
         def forward(keys: Any, batch: Any) -> Any:
             return forward_of(nn.init_with_output(self._loss, self._module)(keys, batch)[0])
 
-        keys = dict.fromkeys(("params", "dropout"), jax.random.key(0))
-        return jax.eval_shape(forward, keys, batch)
+        return Traced.of(forward, dict.fromkeys(("params", "dropout"), jax.random.key(0)), batch)
+
+    def _mean(
+        self, params: Any, variables: Any, key: jax.Array, batch: Any, partial: Partial | None
+    ) -> tuple[jax.Array, Any]:
+        """The mean loss, and the changed variables."""
+
+        def given(params: Any, variables: Any, key: jax.Array, batch: Any) -> tuple[Any, Any]:
+            apply = nn.apply(self._loss, self._module, mutable=[*variables])
+            loss, changed = apply({"params": params, **variables}, batch, rngs={"dropout": key})
+            return loss, changed
+
+        args = params, variables, key
+        if partial is not None:
+            remembers = bool(jax.tree.leaves(variables))
+            fields, counts = batch
+            return partial_mean(given, args, fields, counts, partial, remembers=remembers)
+        loss, changed = given(*args, batch)
+        return mean_loss(loss), changed
 
     def train_step(self, zero: Zero) -> Any:
-        @zero
-        def train_step(state: Any, batch: Any, key: jax.Array) -> Any:
-            apply = nn.apply(self._loss, self._module, mutable=[*state.variables])
-
+        def train_step(state: Any, batch: Any, key: jax.Array, partial: Partial | None) -> Any:
             def loss_fn(params: Any) -> Any:
-                variables = {"params": params, **state.variables}
-                given, changed = apply(variables, batch, rngs={"dropout": key})
-                return _mean(given), changed
+                return self._mean(params, state.variables, key, batch, partial)
 
             (loss, variables), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
             state = state.apply_gradients(grads=grads, variables={**state.variables, **variables})
             return state, {"loss": loss}
 
-        return train_step
+        return zero(train_step, static_argnames="partial")
+
+    def check_partial(self, sample: Any, partial: Partial) -> None:
+        create, (key,) = self.create(optax.identity(), sample)
+        state, batch = jax.eval_shape(create, key), partial.batch_like(sample)
+        jax.eval_shape(
+            lambda state, key, batch: self._mean(
+                state.params, state.variables, key, batch, partial
+            ),
+            state,
+            key,
+            batch,
+        )
 
     def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         @zero.evaluate
@@ -156,8 +215,10 @@ class Linen:
 
         return evaluate
 
-    def update(self, step: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-        return step(state, batch, key)
+    def update(
+        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
+    ) -> tuple[Any, Any]:
+        return step(state, batch, key, partial=partial)  # type: ignore[no-any-return]
 
     def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
         return function(state, batch)
@@ -182,23 +243,46 @@ class Nnx:
             return (lambda arrays: both(nnx.merge(graph, arrays))), (arrays,)
         return (lambda: both(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
-    def forward(self, batch: Any) -> Forward:
+    def traced(self, batch: Any) -> Traced:
         create, arrays = self.create(optax.identity(), batch)
-        return jax.eval_shape(
+        return Traced.of(
             lambda arrays, batch: forward_of(self._loss(create(*arrays)[0], batch)), arrays, batch
         )
 
-    def train_step(self, zero: Zero) -> Any:
-        @zero
-        def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Any:
-            def loss_fn(model: nnx.Module) -> jax.Array:
-                return _mean(self._loss(model, batch))
+    def _mean(self, model: nnx.Module, batch: Any, partial: Partial | None) -> jax.Array:
+        """The mean loss; brings the model up to date."""
+        if partial is None:
+            return mean_loss(self._loss(model, batch))
+        graph, arrays = nnx.split(model)
 
-            loss, grads = value_and_grad(loss_fn)(model)
+        def given(arrays: Any, batch: Any) -> tuple[Any, Any]:
+            model = nnx.merge(graph, arrays)
+            return self._loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
+
+        others = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        remembers = bool(jax.tree.leaves(others))
+        fields, counts = batch
+        mean, changed = partial_mean(given, (arrays,), fields, counts, partial, remembers=remembers)
+        nnx.update(model, changed)
+        return mean
+
+    def train_step(self, zero: Zero) -> Any:
+        def train_step(
+            model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, partial: Partial | None
+        ) -> Any:
+            loss, grads = value_and_grad(lambda model: self._mean(model, batch, partial))(model)
             optimizer.update(model, grads)
             return {"loss": loss}
 
-        return train_step
+        return zero(train_step, static_argnames="partial")
+
+    def check_partial(self, sample: Any, partial: Partial) -> None:
+        create, arrays = self.create(optax.identity(), sample)
+        jax.eval_shape(
+            lambda arrays, batch: self._mean(create(*arrays)[0], batch, partial),
+            arrays,
+            partial.batch_like(sample),
+        )
 
     def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
         @zero.evaluate
@@ -210,8 +294,10 @@ class Nnx:
 
         return evaluate
 
-    def update(self, step: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-        return state, step(*state, batch)
+    def update(
+        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
+    ) -> tuple[Any, Any]:
+        return state, step(*state, batch, partial=partial)
 
     def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
         return function(state[0], batch)
@@ -219,18 +305,6 @@ class Nnx:
     def with_params(self, state: Any, source: Any) -> Any:
         nnx.update(state[0], as_params(source, nnx.state(state[0], nnx.Param)))
         return state
-
-
-def _mean(given: Any) -> jax.Array:
-    mean = forward_of(given).mean
-    if mean is None:
-        raise ValueError(
-            "no loss: the model gave none of this batch, or an array in place of a scalar. Give "
-            "the rows `labels`, and let the model's __call__ take them and return {'loss': ...}, "
-            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), classification_loss or your "
-            "own: (model, batch) to a scalar, or to (values, weights) of rows or tokens"
-        )
-    return mean
 
 
 def placed(params: Any, like: Any, *, own: bool = True) -> Any:

@@ -1,9 +1,13 @@
 """Arguments of Hugging Face's that change nothing here, and those that zerojax refuses."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from zerojax.config.errors import closest, hint
+from zerojax.config.accelerate.keys import FSDP
+from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
+from zerojax.config.errors import ConfigError, closest, hint, shown
+from zerojax.config.json_file import read_json
+from zerojax.config.keys.row import FLAG
 
 _SCRIPT = "scripts read it, Trainer does not"
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
@@ -31,7 +35,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         ("log_level log_level_replica log_on_each_node", _LOGS),
         ("logging_nan_inf_filter", "a loss that is not finite is logged as it is"),
         ("tf32", "jax.default_matmul_precision chooses the precision of float32 products"),
-        ("local_rank tpu_num_cores use_cpu no_cuda use_mps_device ray_scope xpu_backend", _PLACES),
+        ("local_rank tpu_num_cores use_mps_device ray_scope xpu_backend", _PLACES),
         ("save_safetensors full_determinism average_tokens_across_devices "
          "enable_jit_checkpoint save_on_each_node", _ALWAYS),
         ("eval_accumulation_steps", "predictions go to host memory batch by batch"),
@@ -39,7 +43,7 @@ WITHOUT_EFFECT: dict[str, str] = {
          "tpu_metrics_debug", "the progress line has tokens/s and memory"),
         ("hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision "
          "push_to_hub_model_id push_to_hub_organization push_to_hub_token", _HUB),
-        ("fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
+        ("fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
          "every parameter is cut by itself, and no layer is wrapped"),
         ("trackio_space_id trackio_bucket_id trackio_static_space_id", "trackio is not written to"),
         ("use_cache", "a training step keeps no cache of keys and values"),
@@ -81,6 +85,7 @@ RENAMED = {
     "activation_checkpointing": "gradient_checkpointing",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "no_cuda": "use_cpu",
 }
 """Present names by old ones."""
 
@@ -109,3 +114,70 @@ def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
         why = OF_TRAINER.get(name) or hint(name, closest(name, [*known]), "take it out")
         what = "not supported" if name in OF_TRAINER else "unknown argument"
         raise TypeError(f"Trainer: {name}: {what}; {why}")
+
+
+class FsdpOptions(NamedTuple):
+    """The meaning of ``fsdp_config``.
+
+    Attributes:
+      remat: Whether blocks are computed again in the backward pass.
+      unused: For each key without effect its name, and the reason.
+      problems: A line for each wrong key.
+    """
+
+    remat: bool
+    unused: list[str]
+    problems: list[str]
+
+
+_REMAT = ("activation_checkpointing", "xla_fsdp_grad_ckpt")
+_OF_XLA = ("limit_all_gathers", "xla", "xla_fsdp_settings", "xla_fsdp_v2")
+_IN_FSDP: dict[str, tuple[Any, str]] = {
+    "offload_params": (False, 'fsdp="full_shard offload" does so'),
+    "reshard_after_forward": (True, 'fsdp="shard_grad_op" keeps gathered parameters'),
+    "sharding_strategy": (None, "fsdp has its name"),
+    "activation_checkpointing_offload": (
+        False,
+        'give deepspeed={"activation_checkpointing": {"cpu_checkpointing": true}} instead',
+    ),
+}
+"""Keys that an argument stands for: the value that changes nothing, and the remedy for others."""
+
+
+def fsdp_options(given: Any) -> FsdpOptions:
+    """Reads ``fsdp_config``, whose keys Accelerate's YAML has with ``fsdp_`` before them.
+
+    Args:
+      given: A path or a dict; None for no options.
+
+    Example:
+      >>> fsdp_options({"activation_checkpointing": True, "use_orig_params": True}).remat
+      True
+    """
+    options = FsdpOptions(False, [], [])
+    raw, problems = read_json(given) if given is not None else ({}, [])
+    options.problems.extend(f"fsdp_config: {problem}" for problem in problems)
+    known = [key.removeprefix(f"{FSDP}.fsdp_") for key in YAML_KEYS if key.startswith(f"{FSDP}.")]
+    for name, value in raw.items():
+        short = name.removeprefix("fsdp_")
+        key = YAML_KEYS.get(f"{FSDP}.fsdp_{short}")
+        off, why = _IN_FSDP.get(short, (None, ""))
+        if short in _REMAT:
+            try:
+                options = options._replace(remat=FLAG.check(value) or options.remat)
+            except ConfigError as error:
+                options.problems.append(f"fsdp_config.{name}: {error}")
+        elif short in _OF_XLA:
+            options.unused.append(f"fsdp_config.{name} ({_XLA})")
+        elif key is None:
+            remedy = hint(name, closest(short, [*known, *_REMAT, *_OF_XLA]), "take it out")
+            options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
+        elif why and value not in (off, None):
+            options.problems.append(f"fsdp_config.{name} = {shown(value)}: {why}")
+        elif key.treatment == "off only" and value not in key.accepts:
+            options.problems.append(
+                f"fsdp_config.{name} = {shown(value)} is not supported: {key.why}"
+            )
+        elif key.treatment in ("no effect", "left to XLA"):
+            options.unused.append(f"fsdp_config.{name} ({key.why})")
+    return options

@@ -32,6 +32,7 @@ from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
+from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
@@ -113,8 +114,10 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator, self._params = data_collator, params
         self._model = model_of(model, loss, args.seed, args.gradient_checkpointing)
-        self._limits = Limits(model, loss, self._model.forward)
-        world = batch_devices(all_devices() if mesh is None else mesh)
+        devices = all_devices() if mesh is None else mesh
+        _check_cpus(args, devices.devices.flat[0].platform)
+        world = batch_devices(devices)
+        self._limits = Limits(model, loss, self._model.traced, world, args.label_names)
         self.epochs = data.Epochs.of(train_dataset, args, world)
         if eval_dataset is not None:
             data.check("eval_dataset", eval_dataset)
@@ -151,6 +154,7 @@ class Trainer:
         """
         args, epochs = self.args, self.epochs
         reader = self._reader(self.train_dataset, "train_dataset")
+        self._check_last(reader)
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
         began = time.perf_counter()
         with self._folder() as folder:
@@ -161,6 +165,7 @@ class Trainer:
             state, start, control = self.state, self.state.global_step, TrainerControl()
             there, self.control = folder.checkpoints.all_steps(), control
             self._saved = start if start in there else None
+            trained = 0
             self.callbacks("on_train_begin", state, control)
             if args.eval_strategy != "no":
                 rows, keep = self._reader(self.eval_dataset), self._keeps_predictions()
@@ -173,14 +178,13 @@ class Trainer:
                     if step % epochs.updates == 0:
                         self.callbacks("on_epoch_begin", state, control)
                     self.callbacks("on_step_begin", state, control)
-                    batch = reader.batch(epochs.indices(step))
-                    self.train_state, metrics = self._model.update(
-                        self._step, self.train_state, batch, jax.random.fold_in(key, step)
-                    )
+                    update = reader.update(epochs.indices(step), epochs.batch)
+                    self.train_state, metrics = self._update(update, jax.random.fold_in(key, step))
                     self._losses.add(metrics["loss"])
                     self._saved = None
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
-                    bar.advance(epochs.batch, batch)
+                    trained += update.rows
+                    bar.advance(update.rows, update.batch)
                     self.callbacks("on_step_end", state, control)
                     if (step + 1) % epochs.updates == 0 or step + 1 == epochs.steps:
                         self.callbacks("on_epoch_end", state, control)
@@ -210,7 +214,7 @@ class Trainer:
         figures = {
             "train_loss": self._losses.of_run(),
             "train_runtime": seconds,
-            "train_samples_per_second": made * epochs.batch / seconds,
+            "train_samples_per_second": trained / seconds,
             "train_steps_per_second": made / seconds,
         }
         self._log(figures)
@@ -266,6 +270,24 @@ class Trainer:
         numbers, check = self.args.remove_unused_columns, self._limits.check
         return data.Reader(dataset, self._collator, self.zero.mesh, numbers, check)
 
+    def _partial(self, rows: int) -> Partial:
+        return Partial(rows, self.epochs.batch, self.args.gradient_accumulation_steps)
+
+    def _check_last(self, reader: data.Reader) -> None:
+        """Whether an epoch's last update, if it is not full, has a loss.
+
+        Raises:
+          ValueError: It has none.
+        """
+        if (last := self.epochs.last) is not None and self.args.gradient_accumulation_steps > 1:
+            self._model.check_partial(reader.sample(), self._partial(last))
+
+    def _update(self, update: data.Update, key: jax.Array) -> tuple[Any, Any]:
+        """The state after an update, and the step's metrics."""
+        partial = None if update.counts is None else self._partial(update.rows)
+        batch = update.batch if partial is None else (update.batch, update.counts)
+        return self._model.update(self._step, self.train_state, batch, key, partial)
+
     def _created(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
         return self._model.create(self._tx, self._reader(dataset).sample())
@@ -297,3 +319,17 @@ class Trainer:
         at = {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append({**logs, **at})
         self.callbacks("on_log", self.state, self.control, logs=logs)
+
+
+def _check_cpus(args: TrainingArguments, platform: str) -> None:
+    """Whether the devices are those that ``use_cpu`` asks for.
+
+    Raises:
+      ValueError: They are others.
+    """
+    if args.use_cpu and platform != "cpu":
+        raise ValueError(
+            f"use_cpu = true, and the devices are of {platform}, where JAX has placed the program: "
+            "start it with JAX_PLATFORMS=cpu in the environment, or call "
+            "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
+        )

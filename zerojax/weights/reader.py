@@ -13,6 +13,7 @@ is where: https://huggingface.co/docs/transformers/big_models.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import json
@@ -25,11 +26,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config.errors import shown
 from zerojax.weights.cast import cast
 from zerojax.weights.strides import bands, contiguous, runs, start
 from zerojax.weights.writer import DTYPES, INDEX, SINGLE, Path
 
 _LONGEST_HEADER = 100 * 2**20
+_MOST_DIMENSIONS = 32
 _NUMPY = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
@@ -103,7 +106,8 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
 
     Raises:
       FileNotFoundError: The path, or a file that the index names, does not exist.
-      ValueError: A file is cut short or no safetensors, or the index and its files disagree.
+      ValueError: A file is cut short or no safetensors, the index names a file outside of the
+        folder, or the index and its files disagree.
     """
     path = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
@@ -114,20 +118,15 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
 
 
 def _open_indexed(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, FileTensor]:
-    files = _files_of(folder)
-    for file in files:
-        if not file.exists():
-            raise FileNotFoundError(
-                f"{folder / INDEX} names {file.name}, which is not in the folder: copy it there too"
-            )
     tensors: dict[str, FileTensor] = {}
-    for file, named in files.items():
+    for name, named in _files_of(folder).items():
+        file = _in_folder(folder, name)
         found = _open_file(file, stack)
         if wrong := named ^ found.keys():
             some = min(wrong)
             raise ValueError(
                 f"{folder / INDEX} "
-                + (f"places {some} in" if some in named else f"says nothing of {some} in")
+                + (f"places {_named(some)} in" if some in named else f"says nothing of {some} in")
                 + f" {file.name}, the file {'lacks' if some in named else 'has'} it "
                 f"({len(wrong)} such tensors): copy index and files from the same save"
             )
@@ -135,10 +134,10 @@ def _open_indexed(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str
     return tensors
 
 
-def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
+def _files_of(folder: pathlib.Path) -> dict[str, set[str]]:
     """The tensors that the index places in each file."""
     index = folder / INDEX
-    if not index.exists():
+    if not index.is_file():
         raise FileNotFoundError(
             f"{folder} has neither {SINGLE} nor {INDEX}: give a folder with one of them, or a "
             "file. Other formats (pytorch_model.bin) are written anew by transformers' "
@@ -150,10 +149,34 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
         raise ValueError(f"{index}: {error}") from None
     if not (isinstance(places, dict) and all(isinstance(v, str) for v in places.values())):
         raise ValueError(f"{index}: no weight_map of tensor names to file names; copy it again")
-    files: dict[pathlib.Path, set[str]] = {}
+    files: dict[str, set[str]] = {}
     for name, file in places.items():
-        files.setdefault(folder / file, set()).add(name)
+        files.setdefault(file, set()).add(name)
     return files
+
+
+def _in_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """A file that the index names; the folder may link to it, as in Hugging Face's cache.
+
+    Raises:
+      FileNotFoundError: It is not in the folder.
+      ValueError: The name leads out of the folder, or no file can have it.
+    """
+    path, index = pathlib.PurePath(name), folder / INDEX
+    if not path.name or path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"{index} names {_named(name)}, which is outside of the folder: files are named within "
+            "it, as model-00001-of-00002.safetensors; copy index and files from the same save"
+        )
+    try:
+        there = (folder / path).is_file()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{index} names {_named(name)}: {error.strerror}") from None
+    if not there:
+        raise FileNotFoundError(
+            f"{index} names {_named(name)}, which is not in the folder: copy it there too"
+        )
+    return folder / path
 
 
 def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, FileTensor]:
@@ -165,58 +188,100 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Fil
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise ValueError(f"its header would have {length} bytes")
-        header = json.loads(file.read(length))
+        header = _parsed(file.read(length).decode())
         header.pop("__metadata__", None)
-        begin = 8 + length
-        tensors = {
-            name: FileTensor(
-                name,
-                path,
-                file.fileno(),
-                tuple(map(int, about["shape"])),
-                str(about["dtype"]),
-                begin + about["data_offsets"][0],
-            )
-            for name, about in header.items()
-        }
-        _check(
-            tensors,
-            {name: header[name]["data_offsets"][1] + begin for name in tensors},
-            begin,
-            size,
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        begin, entries = 8 + length, {name: _Entry.of(name, x) for name, x in header.items()}
+        _check(entries, size - begin)
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} ({size} bytes) is cut short or no safetensors file ({error}): copy it again "
             "(`git lfs pull` where git keeps the large files elsewhere)"
         ) from None
-    return tensors
+    return {
+        name: FileTensor(name, path, file.fileno(), each.shape, each.dtype, begin + each.begin)
+        for name, each in entries.items()
+    }
 
 
-def _check(tensors: dict[str, FileTensor], ends: dict[str, int], begin: int, size: int) -> None:
-    """Refuse tensors that do not fill the file from ``begin`` on, one after the other."""
-    places = sorted((tensor.begin, ends[name], name) for name, tensor in tensors.items())
-    bounds = [begin, *(end for _, end, _ in places)]
+class _Entry(NamedTuple):
+    """A tensor in a header: shape, dtype in safetensors' words, first byte and the one after the
+    last, counted from the end of the header."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, about: Any) -> _Entry:
+        """An entry as the header has it.
+
+        Raises:
+          ValueError: It is not one.
+        """
+        name.encode()  # half a character of UTF-16 cannot be printed
+        keys = ("shape", "dtype", "data_offsets")
+        if not isinstance(about, dict) or not all(key in about for key in keys):
+            raise ValueError(f"{_named(name)} has no {', '.join(keys)}")
+        shape, dtype, offsets = (about[key] for key in keys)
+        fits = _sizes(shape) and len(shape) <= _MOST_DIMENSIONS
+        if not fits or math.prod(n or 1 for n in shape) >= 2**59:
+            raise ValueError(f"{_named(name)} has the shape {shown(shape)}")
+        if not isinstance(dtype, str):
+            raise ValueError(f"{_named(name)} has the dtype {shown(dtype)}")
+        if not _sizes(offsets) or len(offsets) != 2:
+            raise ValueError(f"{_named(name)} has the data_offsets {shown(offsets)}")
+        return cls(tuple(shape), dtype, *offsets)
+
+
+def _sizes(values: Any) -> bool:
+    """Whether it is a list of whole numbers that a file may have."""
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
+
+
+def _check(entries: dict[str, _Entry], size: int) -> None:
+    """Refuse tensors that do not fill the file's data, one after the other."""
+    places = sorted((each.begin, each.end, name) for name, each in entries.items())
+    bounds = [0, *(end for _, end, _ in places)]
     for (at, end, name), (last, _) in zip(places, itertools.pairwise(bounds), strict=True):
-        tensor = tensors[name]
-        if at != last:
-            raise ValueError(f"{name} begins at byte {at}, not {last}")
-        if tensor.dtype and end - at != math.prod(tensor.shape) * tensor.dtype.itemsize:
-            raise ValueError(f"{name} {tensor.stored} {[*tensor.shape]} has {end - at} bytes")
+        shape, dtype, *_ = entries[name]
+        if at != last or end < at:
+            raise ValueError(f"{_named(name)} has bytes {at} to {end}, and {last} comes next")
+        itemsize = jnp.dtype(_NUMPY[dtype]).itemsize if dtype in _NUMPY else None
+        if itemsize and end - at != math.prod(shape) * itemsize:
+            raise ValueError(f"{_named(name)} {dtype} {[*shape]} has {end - at} bytes")
     if bounds[-1] != size:
-        raise ValueError(f"its tensors end at byte {bounds[-1]}")
+        raise ValueError(f"its tensors end at byte {bounds[-1]} of {size}")
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-      ValueError: The file holds something else.
+      ValueError: The file holds something else, or has a name twice.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return _parsed(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): copy the file again") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    values = json.loads(text, object_pairs_hook=_once)
     if not isinstance(values, dict):
         raise ValueError(f"a JSON {type(values).__name__} where an object is needed")
     return values
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose names differ."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"{_named(counts.most_common(1)[0][0])} is there twice")
+    return values
+
+
+def _named(name: str) -> str:
+    """A name as it is, where a line of text can have it."""
+    return name if name.isprintable() and 0 < len(name) <= 80 else shown(name)

@@ -20,6 +20,7 @@ from zerojax.weights.writer import DTYPES, Path, Put, TensorSpec, writing
 
 MAX_FILE_BYTES = 5 * 10**9
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 
 
 def save(
@@ -28,6 +29,7 @@ def save(
     names: Names | Mapping[str, str | Tensor | None] | None = None,
     *,
     config: Mapping[str, Any] | Path | None = None,
+    texts: Mapping[str, str] | None = None,
     dtype: Any = None,
     max_shard_size: int = MAX_FILE_BYTES,
 ) -> None:
@@ -43,7 +45,8 @@ def save(
         process. An array of NNX's random streams is left out.
       names: The tensors' names, as for :func:`load`.
       config: The model's ``config.json``, which transformers needs: its content, or a file or
-        folder to copy the file from.
+        folder to copy the file from, from a folder with its ``generation_config.json``.
+      texts: Other files of the folder, by name.
       dtype: Of the float tensors; None for that of the arrays.
       max_shard_size: The largest size of a file in bytes. A larger tensor has a file of its own.
 
@@ -64,7 +67,7 @@ def save(
                 "(jax.experimental.multihost_utils.process_allgather) and save in one process"
             )
     dtypes = {path: saved_dtype(path, opened.leaves[path].dtype, dtype) for path in linked.links}
-    texts = {} if config is None else {CONFIG_FILE: config_text(config)}
+    texts = {**({} if config is None else config_files(config)), **(texts or {})}
     tensors = specs(linked, dtypes)
     check_tied(linked, opened.leaves.__getitem__)
     with writing(folder, tensors, max_bytes=max_shard_size, texts=texts) as put:
@@ -118,19 +121,30 @@ def write(
             put(part.tensor, box.view(piece, bounds), box.offset, box.strides)
 
 
-def config_text(config: Mapping[str, Any] | Path) -> str:
-    """The text of ``config.json``.
+def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
+    """The files of a model's config, by name: of a folder its ``generation_config.json``, too.
+
+    Args:
+      config: The content of ``config.json``, or a file or folder with it.
 
     Raises:
       FileNotFoundError: The file does not exist.
     """
     if isinstance(config, Mapping):
-        return json.dumps(config, indent=2) + "\n"
-    file = pathlib.Path(config)
-    file = file / CONFIG_FILE if file.is_dir() else file
+        return {CONFIG_FILE: json_text(config)}
+    given = pathlib.Path(config)
+    file = given / CONFIG_FILE if given.is_dir() else given
     if not file.is_file():
         raise FileNotFoundError(f"config: {file} does not exist: give the folder of the weights")
-    return file.read_text(encoding="utf-8")
+    found = {CONFIG_FILE: file}
+    if given.is_dir() and (other := given / GENERATION_FILE).is_file():
+        found[GENERATION_FILE] = other
+    return {name: each.read_text(encoding="utf-8") for name, each in found.items()}
+
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """The text of a file such as ``config.json``."""
+    return json.dumps(values, indent=2) + "\n"
 
 
 def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:

@@ -289,7 +289,7 @@ def like(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
-def without_calls(closed: Any) -> Any:
-    """The closed jaxpr of the same function with all that it calls written out."""
+def without_calls(closed: Any, opens: Callable[[Any], bool] = lambda eqn: True) -> Any:
+    """The closed jaxpr of the same function with the calls that `opens` names written out."""
     shapes = [like(v.aval) for v in open_jaxpr(closed)[0].invars]
-    return jax.make_jaxpr(lambda *args: evaluate(closed, args))(*shapes)
+    return jax.make_jaxpr(lambda *args: evaluate(closed, args, opens=opens))(*shapes)

@@ -13,11 +13,12 @@ from typing import Any
 
 from zerojax.checkpoint.naming import Renamed
 from zerojax.models.bart_config import BLENDERBOT, BartConfig
+from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names, Tensor
-from zerojax.weights.saver import CONFIG_FILE, config_text
+from zerojax.weights.writer import Path
 
 # Copies of one table, which older files have beside it.
 TIED = {
@@ -68,7 +69,7 @@ def names(config: BartConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
-    """What `zerojax.models.bart` makes of a `config.json`; other keys are passed over.
+    """What `zerojax.models.bart` makes of a `config.json`; `config_to_hf` writes its other keys.
 
     Files hold a `final_logits_bias`, of zeros as a rule; where it is not, set `add_logits_bias`.
 
@@ -80,11 +81,24 @@ def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
     flags = {"normalize_before", "normalize_embedding", "add_final_layer_norm"} & set(values)
     fixed = BartConfig(**kind)
     check_supported(values, {key: (getattr(fixed, key),) for key in flags}, "zerojax.models.bart")
-    return BartConfig(**kind | of_fields(BartConfig, values))
+    fields = kind | of_fields(BartConfig, values)
+    return BartConfig(**fields, hugging_face=config_file.kept(values))
+
+
+def read_config(folder: Path) -> BartConfig:
+    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
+
+    Raises:
+      FileNotFoundError: The folder has none.
+      ValueError: The file is no JSON object, or `zerojax.models.bart` cannot compute such a model.
+    """
+    return config_file.read(folder, config_from_hf)
 
 
 def config_to_hf(config: BartConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out.
+    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+
+    `scan`, `remat` and `dtype` are left out.
 
     Raises:
       ValueError: The config is neither BART's nor BlenderBot's.
@@ -98,6 +112,7 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
         raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
     kind = same[0]
     return {
+        **config_file.carried(config),
         "architectures": [ARCHITECTURES[kind]],
         **of_fields(BartConfig, dataclasses.asdict(config)),
         "model_type": kind,
@@ -105,6 +120,11 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "is_encoder_decoder": True,
     }
+
+
+def texts(config: BartConfig) -> dict[str, str]:
+    """`config.json`, and the `generation_config.json` that the config came with, by file name."""
+    return config_file.texts(config, config_to_hf(config))
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
@@ -117,4 +137,4 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
       ValueError: `extra` has no such fields.
     """
     config = saved_config(extra, BartConfig)
-    return Renamed(names(config), {CONFIG_FILE: config_text(config_to_hf(config))})
+    return Renamed(names(config), texts(config))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-OURS = ("scan", "remat", "dtype")  # how a model is computed, which no config.json says
+OURS = ("scan", "remat", "dtype", "hugging_face")  # which no config.json has
 
 
 def check_supported(

@@ -1,34 +1,72 @@
 """A folder's `config.json`, and what it must agree with."""
 
+import dataclasses
+import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from zerojax.weights.reader import read_json
-from zerojax.weights.saver import CONFIG_FILE
+from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE, json_text
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Any)
 Sizes = Sequence[tuple[str, str, Any]]
 """A config's name, Hugging Face's, and the default of transformers."""
 
+_OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
+"""Keys that describe a folder's tensors and code, which need not be those of another one."""
+
+
+def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
+    """The keys of a `config.json` as the text of a config's field `hugging_face`.
+
+    >>> kept({"eos_token_id": 5, "torch_dtype": "float16"})
+    '{"config.json": {"eos_token_id": 5}}'
+    """
+    left = {k: v for k, v in values.items() if k not in (*_OF_FILES, *without)}
+    return json.dumps({CONFIG_FILE: left})
+
+
+def carried(config: Any, file: str = CONFIG_FILE) -> dict[str, Any]:
+    """The keys of a folder's file that a config came from; none for a config of one's own."""
+    found: dict[str, Any] = json.loads(config.hugging_face or "{}").get(file, {})
+    return found
+
+
+def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
+    """The files of JSON in a model's folder, by name.
+
+    Args:
+      config: A model's config.
+      about: The content of its `config.json`.
+    """
+    generation = carried(config, GENERATION_FILE)
+    more = {GENERATION_FILE: json_text(generation)} if generation else {}
+    return {CONFIG_FILE: json_text(about), **more}
+
 
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
-    """The config that a folder's `config.json` describes.
+    """The config that a folder's `config.json` describes; it keeps `generation_config.json`, too.
 
     Raises:
       FileNotFoundError: The folder has none.
       ValueError: The file is no JSON object, or `from_hf` refuses it.
     """
     file = pathlib.Path(folder) / CONFIG_FILE
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(
             f"{file} is not there: copy it from the model's page, or write the config by hand"
         )
     try:
-        return from_hf(read_json(file))
+        config = from_hf(read_json(file))
+        file = file.with_name(GENERATION_FILE)
+        if not file.is_file():
+            return config
+        files = {**json.loads(config.hugging_face), GENERATION_FILE: read_json(file)}
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    return dataclasses.replace(config, hugging_face=json.dumps(files))
 
 
 def check(folder: str | os.PathLike[str], theirs: Any, ours: Any, sizes: Sizes) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 from zerojax.checkpoint.naming import Renamed
 from zerojax.models.deberta_config import DebertaConfig
+from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config import check_supported, of_fields
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names
-from zerojax.weights.saver import CONFIG_FILE, config_text
+from zerojax.weights.writer import Path
 
 # What zerojax.models.deberta computes; transformers has the first value of each as its default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -34,6 +35,10 @@ DEFAULTS: dict[str, Any] = dict(
     intermediate_size=6144, position_buckets=-1, share_att_key=False, norm_rel_ebd="none",
     position_biased_input=True, conv_act="tanh",
 )  # fmt: skip
+
+
+_DERIVED = ("embedding_size", "pooler_hidden_size", "attention_head_size", "cls_dropout")
+"""Keys that follow from others; transformers does so too where a file lacks them."""
 
 
 def names(config: DebertaConfig) -> Names:
@@ -53,7 +58,7 @@ def names(config: DebertaConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
-    """What `zerojax.models.deberta` makes of a `config.json`; other keys are passed over.
+    """What `zerojax.models.deberta` makes of a `config.json`; `config_to_hf` writes its other keys.
 
     Raises:
       ValueError: A value that `zerojax.models.deberta` does not compute.
@@ -71,7 +76,19 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
         "conv_kernel_size": max(0, sizes.get("conv_kernel_size", 0)),
         "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
     }
-    return DebertaConfig(**of_fields(DebertaConfig, sizes))
+    kept = config_file.kept(values, without=_DERIVED)
+    return DebertaConfig(**of_fields(DebertaConfig, sizes), hugging_face=kept)
+
+
+def read_config(folder: Path) -> DebertaConfig:
+    """`config_from_hf` of a folder's `config.json`.
+
+    Raises:
+      FileNotFoundError: The folder has none.
+      ValueError: The file is no JSON object, or `zerojax.models.deberta` cannot compute such a
+        model.
+    """
+    return config_file.read(folder, config_from_hf)
 
 
 def _check_derived(sizes: Mapping[str, Any]) -> None:
@@ -102,16 +119,30 @@ zerojax.models.deberta takes for it: write 8, or leave attention_head_size out
 
 
 def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+
+    Its names of labels are those, too, as long as they are as many. `scan`, `remat` and `dtype` are
+    left out.
+    """
+    carried = config_file.carried(config)
+    labels = carried.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != config.num_labels:
+        labels = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
     return {
-        "architectures": ["DebertaV2ForSequenceClassification"],
         **{key: supported[0] for key, supported in SUPPORTED.items()},
+        **carried,
+        "architectures": ["DebertaV2ForSequenceClassification"],
         **of_fields(DebertaConfig, dataclasses.asdict(config)),
         "pos_att_type": list(config.pos_att_type),
         "relative_attention": bool(config.pos_att_type),
-        "id2label": {str(i): f"LABEL_{i}" for i in range(config.num_labels)},
-        "label2id": {f"LABEL_{i}": i for i in range(config.num_labels)},
+        "id2label": labels,
+        "label2id": {name: int(i) for i, name in labels.items()},
     }
+
+
+def texts(config: DebertaConfig) -> dict[str, str]:
+    """`config.json`, and other files of JSON that the config came with, by file name."""
+    return config_file.texts(config, config_to_hf(config))
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
@@ -124,4 +155,4 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
       ValueError: `extra` has no such fields.
     """
     config = saved_config(extra, DebertaConfig)
-    return Renamed(names(config), {CONFIG_FILE: config_text(config_to_hf(config))})
+    return Renamed(names(config), texts(config))

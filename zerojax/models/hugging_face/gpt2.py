@@ -43,7 +43,7 @@ from zerojax.models.hugging_face.gpt2_config import config_from_hf as config_fro
 from zerojax.models.hugging_face.gpt2_config import config_to_hf as config_to_hf
 from zerojax.models.hugging_face.gpt2_config import read_config as read_config
 from zerojax.models.hugging_face.parameters import fields_of, nested, wanted
-from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES, config_text
+from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
 from zerojax.weights.writer import Path
 
 NAMES = weights.Names(
@@ -94,7 +94,8 @@ def save(
 ) -> None:
     """Write parameters of `GPT(config)` as a folder that `load` and transformers read.
 
-    `config.json` with `model.safetensors`, or with `model-00001-of-0000N.safetensors` and an index
+    `config.json`, the `generation_config.json` of the folder that `config` came from, and
+    `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index
     where all is more than `max_shard_size` bytes. The files take their names at the end: an error
     before leaves the folder as it was.
 
@@ -105,8 +106,8 @@ def save(
       ValueError: They are not the parameters of `GPT(config)`, or lie on other processes' devices.
     """
     wanted(GPT(config), params)
-    about = config_to_hf(config)
-    weights.save(folder, params, NAMES, config=about, max_shard_size=max_shard_size)
+    texts = config_file.texts(config, config_to_hf(config))
+    weights.save(folder, params, NAMES, texts=texts, max_shard_size=max_shard_size)
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
@@ -125,6 +126,11 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
     about = fields_of(extra, sizes, "GPTConfig")
     fields = {name: about[name] for name in sizes}
     scan = any(name.startswith("h.") for name in leaves)
-    config = GPTConfig(**fields, dropout=about.get("dropout", 0.0), scan=scan)
+    config = GPTConfig(
+        **fields,
+        dropout=about.get("dropout", 0.0),
+        scan=scan,
+        hugging_face=about.get("hugging_face", ""),
+    )
     wanted(GPT(config), nested(leaves))
-    return Renamed(NAMES, {CONFIG_FILE: config_text(config_to_hf(config))})
+    return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))

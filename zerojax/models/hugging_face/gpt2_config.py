@@ -41,7 +41,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     """What `zerojax.models.gpt` makes of a GPT-2's `config.json`.
 
-    Keys that say nothing of the forward pass (token ids, generation, summaries) are passed over.
+    Keys that say nothing of the forward pass (token ids, generation, summaries) are kept for
+    `config_to_hf`.
 
     Raises:
       ValueError: A value that `zerojax.models.gpt` does not compute, such as another activation.
@@ -58,27 +59,33 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         raise ValueError(
             f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate for all"
         )
-    return GPTConfig(**sizes, dropout=dropouts["resid_pdrop"])
+    return GPTConfig(
+        **sizes, dropout=dropouts["resid_pdrop"], hugging_face=config_file.kept(values)
+    )
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+
+    `scan`, `remat` and `dtype` are left out.
+    """
     end_of_text = 50256  # transformers' default, an error where the vocabulary is smaller
     known = config.vocab_size > end_of_text
     return {
-        "architectures": ["GPT2LMHeadModel"],
         **{key: supported[0] for key, supported in SUPPORTED.items()},
-        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
-        **{key: config.dropout for key in DROPOUTS},
-        "n_inner": None,
         "initializer_range": INIT_STD,
         "bos_token_id": end_of_text if known else None,
         "eos_token_id": end_of_text if known else None,
+        **config_file.carried(config),
+        "architectures": ["GPT2LMHeadModel"],
+        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
+        **{key: config.dropout for key in DROPOUTS},
+        "n_inner": None,
     }
 
 
 def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
-    """`config_from_hf` of a folder's `config.json`.
+    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
 
     Raises:
       FileNotFoundError: The folder has none.

@@ -32,7 +32,7 @@ from zerojax.models.hugging_face.llama_config import read_config as read_config
 from zerojax.models.hugging_face.parameters import abstract, by_path, fields_of, nested, wanted
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.weights.names import link
-from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES, config_text
+from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
 from zerojax.weights.writer import Path
 
 _CHECKED = [
@@ -77,8 +77,8 @@ def save(
     Arguments and errors are those of `zerojax.models.hugging_face.gpt2.save`.
     """
     wanted(Llama(config), params)
-    about = config_to_hf(config)
-    weights.save(folder, params, NAMES, config=about, max_shard_size=max_shard_size)
+    texts = config_file.texts(config, config_to_hf(config))
+    weights.save(folder, params, NAMES, texts=texts, max_shard_size=max_shard_size)
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
@@ -96,9 +96,10 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
     names = [ours for ours, _, _ in SIZES] + ["rope_theta"]
     about = fields_of(extra, names, "LlamaConfig")
     scan = any(name.startswith("layers.") for name in leaves)
-    config = LlamaConfig(**{name: about[name] for name in names}, scan=scan)
+    fields = {name: about[name] for name in names}
+    config = LlamaConfig(**fields, scan=scan, hugging_face=about.get("hugging_face", ""))
     wanted(Llama(config), nested(leaves))
-    return Renamed(NAMES, {CONFIG_FILE: config_text(config_to_hf(config))})
+    return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))
 
 
 def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str, Any]:

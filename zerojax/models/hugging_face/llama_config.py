@@ -43,7 +43,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     """What `zerojax.models.llama` makes of a Llama's `config.json`.
 
-    Keys that say nothing of the forward pass (token ids, generation) are passed over.
+    Keys that say nothing of the forward pass (token ids, generation) are kept for `config_to_hf`.
 
     Raises:
       ValueError: A value that `zerojax.models.llama` does not compute, such as scaled rotations.
@@ -59,6 +59,7 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     config = LlamaConfig(
         **sizes,
         rope_theta=rope.get("rope_theta", values.get("rope_theta", ROPE_THETA)),
+        hugging_face=config_file.kept(values, without=["head_dim"]),
     )
     if values.get("head_dim") not in (None, config.head_size):
         raise ValueError(
@@ -69,22 +70,26 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it. `scan`, `remat` and `dtype` are left out."""
+    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+
+    `scan`, `remat` and `dtype` are left out.
+    """
     return {
-        "architectures": ["LlamaForCausalLM"],
         **{key: supported[0] for key, supported in SUPPORTED.items() if key != "rope_scaling"},
+        "initializer_range": INIT_STD,
+        "bos_token_id": 1 if config.vocab_size > 2 else None,
+        "eos_token_id": 2 if config.vocab_size > 2 else None,
+        **config_file.carried(config),
+        "architectures": ["LlamaForCausalLM"],
         **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
         "num_key_value_heads": config.kv_heads,
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "initializer_range": INIT_STD,
-        "bos_token_id": 1 if config.vocab_size > 2 else None,
-        "eos_token_id": 2 if config.vocab_size > 2 else None,
     }
 
 
 def read_config(folder: str | os.PathLike[str]) -> LlamaConfig:
-    """`config_from_hf` of a folder's `config.json`.
+    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
 
     Raises:
       FileNotFoundError: The folder has none.

@@ -1,0 +1,141 @@
+"""The mean loss of an update that is not full: of the rows that count alone.
+
+The batch has the shape of a full update, so that it divides among the devices and micro-batches;
+its last rows are copies. They get no weight where the loss is a pair of values and weights by rows.
+Any other loss is divided into what goes row by row and the reductions over rows, which leave copies
+out (:class:`zerojax.evaluation.rows.ByRows`). Where rows meet otherwise, as in batch statistics,
+the loss is that of the rows alone, without the copies; that needs one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import primitives as prims
+
+from zerojax.evaluation.row_kinds import RowKind
+from zerojax.evaluation.row_rules import Sizes, Undivided
+from zerojax.evaluation.rows import ByRows
+from zerojax.trace.gradients import weighted_mean
+from zerojax.trainer.losses import loss_entry, mean_loss
+
+
+class Partial(NamedTuple):
+    """The rows of an update that is not full.
+
+    Attributes:
+      rows: Those that count, the first of the batch.
+      full: Rows of a full update.
+      times: Micro-batches of an update.
+    """
+
+    rows: int
+    full: int
+    times: int
+
+    def batch_like(self, sample: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
+        """Shapes of a full batch and of the rows that count, of a batch of some rows."""
+
+        def like(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct((self.full, *x.shape[1:]), dtype)
+
+        return jax.tree.map(like, sample), jax.ShapeDtypeStruct((self.full,), bool)
+
+
+def partial_mean(
+    function: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    batch: Any,
+    counts: jax.Array,
+    partial: Partial,
+    *,
+    remembers: bool,
+) -> tuple[jax.Array, Any]:
+    """The mean loss of the rows that count, and the changed rest of the state.
+
+    Args:
+      function: ``function(*args, batch)`` gives the loss in any of its forms, and the rest of the
+        state.
+      args: Arrays, or trees of them.
+      batch: Arrays [rows, ...], of the whole batch or of a micro-batch.
+      counts: bool [rows], whether a row counts.
+      partial: The numbers of rows.
+      remembers: Whether the rest of the state may depend on the rows.
+
+    Raises:
+      ValueError: Rows meet, and the update has several micro-batches.
+    """
+    here = counts.shape[0]
+    loss = jax.eval_shape(lambda *given: loss_entry(function(*given)[0]), *args, batch)
+    if _by_weights(loss, here) and not remembers:
+        given, changed = function(*args, batch)
+        values, weights = loss_entry(given)
+        weights = jnp.asarray(weights)
+        mask = counts.reshape(here, *[1] * (weights.ndim - 1))
+        return weighted_mean(values, jnp.where(mask, weights, 0)), changed
+    try:
+        return _by_rows(function, args, batch, counts, partial)
+    except Undivided as reason:
+        if partial.times > 1:
+            raise ValueError(
+                f"an epoch's last update has {partial.rows} of {partial.full} rows, and the loss "
+                f"of those alone cannot be found under accumulation: {reason}. Let the loss be a "
+                "pair (values, weights) of rows, set gradient_accumulation_steps to 1, or give "
+                f"train_dataset a multiple of {partial.full} rows"
+            ) from None
+    given, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))
+    return mean_loss(given), changed
+
+
+def _by_weights(loss: Any, rows: int) -> bool:
+    """Whether a loss is a pair of values and weights with as many rows."""
+    if not (isinstance(loss, tuple) and len(loss) == 2):
+        return False
+    values, weights = loss
+    return bool(values.shape == weights.shape and values.shape[:1] == (rows,))
+
+
+def _by_rows(
+    function: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    batch: Any,
+    counts: jax.Array,
+    partial: Partial,
+) -> tuple[jax.Array, Any]:
+    """See :func:`partial_mean`.
+
+    Raises:
+      Undivided: Rows meet otherwise than in a reduction.
+    """
+    here = counts.shape[0]
+    # Of a micro-batch only the equations count: the numbers in them are those of the whole batch.
+    rows = partial.rows if here == partial.full else here + 1
+
+    def mean(args: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
+        given, changed = function(*args, batch)
+        return mean_loss(given), changed
+
+    def traced(n: int) -> Any:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(mean, return_shape=True)(args, like)
+
+    part, out = traced(here)
+    try:
+        whole, _ = traced(rows)
+    except Exception as error:
+        raise Undivided(f"on {rows} rows it fails ({type(error).__name__})") from error
+    leaves, others = jax.tree.leaves(batch), jax.tree.leaves(args)
+    is_batch = [*[False] * len(others), *[True] * len(leaves)]
+    by_rows = ByRows(
+        whole, part, Sizes(rows, here), is_batch,
+        opens=lambda eqn: eqn.primitive is prims.jit_p, noise=True,
+    )  # fmt: skip
+    if RowKind.ROWS in by_rows.outs:
+        raise Undivided("the state has an array with rows of the batch")
+    totals, _ = by_rows.part([*others, *leaves], counts)
+    outs = by_rows.finish([*others, *[None] * len(leaves)], totals, [])
+    return jax.tree.unflatten(jax.tree.structure(out), outs)  # type: ignore[no-any-return]

@@ -156,6 +156,11 @@ def test_the_readmes_program_runs_as_written() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_readmes_plan_names_the_extra_that_it_needs() -> None:
+    (sentence,) = re.findall(r"[^.]*`python -m zerojax plan", README.read_text())
+    assert "extra `compile`" in sentence
+
+
 def test_commands_that_install_an_extra_work_from_a_clone() -> None:
     """No index has zerojax."""
     kinds = ("*.py", "*.md", "*.toml")

@@ -176,3 +176,20 @@ def test_nnx_has_the_same_numbers(loss: Any, tmp_path: Path) -> None:
     dropped = NnxNet(rngs=nnx.Rngs(0), dropout=0.5)
     trainer = trained(tmp_path, 5, loss, model=dropped, updates=2)
     assert int(trainer.train_state[0].dropout.rngs.count[...]) == 2
+
+
+def job(process: int, folder: str) -> list[list[float]]:
+    """Losses of updates of 16 and 5 rows, in two micro-batches."""
+    return [
+        logged(trained(Path(folder, loss.__name__), 21, loss, gradient_accumulation_steps=2))
+        for loss in (PAIR, scalar)
+    ]
+
+
+@pytest.mark.sweep
+def test_two_processes_have_the_numbers_of_one(
+    in_two_processes: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    alone = job(0, str(tmp_path / "one"))
+    for each in in_two_processes(job, str(tmp_path / "two")):
+        np.testing.assert_allclose(each, alone, rtol=1e-5)

@@ -160,7 +160,7 @@ def changed_trees(draw: Callable[..., Any], good: Any) -> str:
         at, key = draw(st.sampled_from(found))
         how = draw(st.sampled_from(["replace", "remove", "rename"]))
         if how == "replace":
-            at[key] = draw(HOSTILE)
+            at[key] = copy.deepcopy(draw(HOSTILE))
         elif how == "rename" and isinstance(at, dict):
             at[draw(st.text(max_size=4))] = at.pop(key)
         else:

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.mutated import mutated
 from checkpoint.recorded import at_a_fifo, flip, read, save_plain, tree, write
 from checkpoint.recorded import made as made
 from checkpoint.recorded import steps as steps
@@ -18,6 +17,7 @@ from checkpoint.states import KEY, create_nnx, zero_of
 from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutated import mutated
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, inspection, saved
 from zerojax.checkpoint import record as records
@@ -282,7 +282,7 @@ def test_metadata_that_was_changed(plain: tuple[Path, str, Any], data: st.DataOb
     file = folder / "state" / "_METADATA"
     text = good
     if data.draw(st.booleans()):
-        text = json.dumps(mutated(json.loads(good), data))
+        text = json.dumps(mutated(json.loads(good), data.draw))
     else:
         at, deep = data.draw(st.integers(0, len(good))), data.draw(st.integers(0, 10_000))
         text = good[:at] + "[" * deep + data.draw(st.text(max_size=3)) + good[at + 1 :]

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.mutated import JSON, mutated
 from checkpoint.recorded import at_a_fifo, flip, write
 from etils import epath
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutated import JSON, mutated
 
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint import record as records
@@ -251,9 +251,9 @@ def test_a_record_that_was_changed_is_itself_or_one_error(
     text = json.loads(good)
     how = data.draw(st.sampled_from(["sealed", "broken seal", "format", "deep", "bytes"]))
     if how == "sealed":  # by somebody who knows the digest
-        sealed(folder, mutated(text["record"], data))
+        sealed(folder, mutated(text["record"], data.draw))
     elif how == "broken seal":
-        file.write_text(json.dumps(mutated(text, data)))
+        file.write_text(json.dumps(mutated(text, data.draw)))
     elif how == "format":
         sealed(folder, text["record"], data.draw(JSON))
     elif how == "deep":

@@ -1,6 +1,5 @@
 """Headers and indices that are not as safetensors writes them: the right tensors, or one error."""
 
-import copy
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutated import mutated
 from safetensors.numpy import save, save_file
 
 from zerojax.weights.reader import open_tensors
@@ -140,31 +140,12 @@ HOSTILE: st.SearchStrategy[Any] = st.one_of(
 )  # fmt: skip
 
 
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Each (container, key) of a JSON tree."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found: list[tuple[Any, Any]] = []
-    for key, value in pairs:
-        found.append((tree, key))
-        found += places(value) if isinstance(value, dict | list) else []
-    return found
-
-
 @st.composite
 def changed_trees(draw: Callable[..., Any], good: Any) -> str:
     """A good JSON with some values changed, removed, renamed; as text, perhaps a letter off."""
-    tree = copy.deepcopy(good)
+    tree = good
     for _ in range(draw(st.integers(1, 3))):
-        if not (found := places(tree)):
-            break
-        at, key = draw(st.sampled_from(found))
-        how = draw(st.sampled_from(["replace", "remove", "rename"]))
-        if how == "replace":
-            at[key] = copy.deepcopy(draw(HOSTILE))
-        elif how == "rename" and isinstance(at, dict):
-            at[draw(st.text(max_size=4))] = at.pop(key)
-        else:
-            del at[key]
+        tree = mutated(tree, draw, HOSTILE)
     text = json.dumps(tree)
     if draw(st.booleans()):
         where = draw(st.integers(0, len(text) - 1))

@@ -1,6 +1,7 @@
 """Any JSON, and good JSON with one value changed."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -24,24 +25,30 @@ def _nested(depth: int) -> Any:
     return value
 
 
-def mutated(value: Any, data: st.DataObject) -> Any:
-    """The same, but for one value, which is another one, is gone, or has another name."""
+def mutated(value: Any, draw: Callable[..., Any], others: st.SearchStrategy[Any] = JSON) -> Any:
+    """A copy in which one value is another one, is gone, or has another name.
+
+    Args:
+      value: Of dicts and lists.
+      draw: Of hypothesis's ``data()``, or of a composite strategy.
+      others: Values that stand in for others.
+    """
     value = copy.deepcopy(value)
     inner = value
     while True:
         keys = [*inner] if isinstance(inner, dict) else [*range(len(inner))]
         if not keys:
             return value
-        key = data.draw(st.sampled_from(keys))
+        key = draw(st.sampled_from(keys))
         deeper = isinstance(inner[key], dict | list) and inner[key]
-        if not (deeper and data.draw(st.integers(0, 3))):
+        if not (deeper and draw(st.integers(0, 3))):
             break
         inner = inner[key]
-    how = data.draw(st.sampled_from(["other", "other", "gone", "renamed"]))
+    how = draw(st.sampled_from(["other", "other", "gone", "renamed"]))
     if how == "other":
-        inner[key] = data.draw(JSON)
+        inner[key] = copy.deepcopy(draw(others))
         return value
     old = inner.pop(key)
     if how == "renamed" and isinstance(inner, dict):
-        inner[data.draw(TEXTS)] = old
+        inner[draw(TEXTS)] = old
     return value

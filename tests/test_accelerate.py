@@ -63,6 +63,7 @@ def run(config: Any) -> tuple[list[float], Any]:
     return losses, jax.device_get(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_the_yaml_trains_as_the_json(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(IN_JSON)

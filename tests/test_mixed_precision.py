@@ -291,6 +291,7 @@ def test_nnx() -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_an_overflow_at_the_smallest_scale_raises() -> None:
     knobs = dict(fp16=True, initial_scale_power=3, hysteresis=1, min_loss_scale=4.0)
     bad = spoilt(batches(1)[0], np.nan)
@@ -401,6 +402,7 @@ def test_a_gradient_within_the_loss_is_taken_with_jax() -> None:
         run(zero_for(1, fp16=True), batches(1), penalised(zerojax.grad))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_update_in_a_branch_and_in_a_loop(stage: int) -> None:
@@ -431,6 +433,7 @@ def test_an_update_in_a_branch_and_in_a_loop(stage: int) -> None:
         run(zero_for(stage, gradient_accumulation_steps=2), batches(1), looped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{"fp16": True}, {"bf16": True, "check_grad_overflow": True}])
 def test_moments_in_a_dtype_of_their_own(keywords: dict[str, bool]) -> None:
     def low(key: jax.Array) -> State:
@@ -525,6 +528,7 @@ def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
         np.testing.assert_allclose(losses, plain, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_secondary_shards_in_fp16(accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:

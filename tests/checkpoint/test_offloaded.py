@@ -168,6 +168,7 @@ def assert_holds(state: Any, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(got[name], x, err_msg=name, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> None:
     zero, _, states, folder = trained

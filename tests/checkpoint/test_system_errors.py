@@ -154,6 +154,7 @@ def as_nobody(folder: str) -> None:
         refused(told.value, "Permission denied")
 
 
+@pytest.mark.slow
 def test_no_permission_to_read(open_to_all: Path) -> None:
     zero = zerojax.zero(stage=1)
     for name in ("run", "hidden/run"):

@@ -142,6 +142,7 @@ def test_what_was_tried() -> None:
     assert all(check.seconds >= 0 for check in found)
 
 
+@pytest.mark.slow
 def test_what_works_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     on_any = (checks.stages, checks.to_host, checks.to_disk)

@@ -171,6 +171,7 @@ def test_batch_is_cast_where_the_config_says_so() -> None:
     assert got["label"].dtype == jnp.int32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("where", "micro"),
@@ -215,6 +216,7 @@ def test_state_is_kept_as_it_is() -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
 
 
+@pytest.mark.slow
 def test_plain_state_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     zero, state = zero_for(3), create(KEY)
     evaluate, batch = zero.evaluate(scores), batch_of(8)

@@ -64,6 +64,7 @@ def test_pieces_of_the_sequence_compute_the_same(number: int) -> None:
         dataclasses.replace(model.config, mlp_chunks=0)
 
 
+@pytest.mark.slow
 def test_a_sliding_window() -> None:
     q = jnp.asarray(np.random.default_rng(1).normal(size=(8, 6, 2, 4)), jnp.float32)
     got = fused_attention(zerojax.zero(stage=0), sliding_window=1)(q, q, q)

@@ -76,6 +76,7 @@ def test_buckets_are_odd_monotone_and_within_the_table() -> None:
     np.testing.assert_array_equal(rows, np.arange(256 + 127, 256 - 128, -1))
 
 
+@pytest.mark.slow
 def test_dropout_draws_by_key() -> None:
     config = dataclasses.replace(XLARGE, num_hidden_layers=2, scan=True, hidden_dropout_prob=0.5)
     variables = {"params": weights("xlarge", config)}

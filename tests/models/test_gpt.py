@@ -40,6 +40,7 @@ def test_sizes_have_gpt2s_parameter_counts(name: str, count: int) -> None:
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
 
 
+@pytest.mark.slow
 def test_initial_loss_is_that_of_a_guess(params: dict) -> None:
     logits = logits_of(params)
     assert logits.shape == (*TOKENS.shape, TINY.vocab_size)
@@ -81,6 +82,7 @@ def test_scan_and_remat_change_nothing(params: dict, scan: bool, remat: bool) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_dropout_draws_by_key_and_by_layer(params: dict, scan: bool) -> None:
     config = dataclasses.replace(TINY, dropout=0.5, scan=scan)

@@ -60,6 +60,7 @@ def test_sizes_have_llamas_parameter_counts(name: str, count: int) -> None:
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
 
 
+@pytest.mark.slow
 def test_initial_loss_is_that_of_a_guess(drawn: dict[str, Any]) -> None:
     assert loss_fn(logits_of(drawn), TOKENS) == pytest.approx(math.log(GROUPED.vocab_size), abs=0.2)
 

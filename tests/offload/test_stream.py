@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 import zerojax
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_nothing_is_gathered_in_host_memory() -> None:

@@ -88,6 +88,7 @@ def train(implementation: str | None, devices: int, stage: int, **more: Any) -> 
     return losses, jax.device_get((state.params, state.average, state.opt_state))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("devices", "stage", "more"),

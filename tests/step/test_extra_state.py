@@ -158,6 +158,7 @@ def unaveraged_step(state: State, batch: Any) -> Any:
     return new.replace(average=state.average), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 4])
 def test_beside_offloaded_parameters(k: int, in_float64: None) -> None:
@@ -279,6 +280,7 @@ def create_adapted() -> Any:
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 4])
 def test_variables_that_the_optimizer_does_not_train(k: int, in_float64: None) -> None:

@@ -101,6 +101,7 @@ def test_metrics_and_rngs_are_updated_in_place(stage: int, born: bool) -> None:
     agrees(full_step, create, BATCH, zero=zero, born=born)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("born", [True, False])
 def test_any_order(born: bool) -> None:
     def step(rngs: Any, optimizer: Any, metrics: Any, model: Any, batch: Any) -> Any:
@@ -196,6 +197,7 @@ def test_accumulation() -> None:
     assert int(zerojax.telemetry(objects)["step"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_checkpoints(tmp_path: Path, turned: bool) -> None:
     """In the order of the call or not; on disk the model comes first, then its optimizer."""
@@ -269,6 +271,7 @@ def test_what_the_step_sets_follows_its_constants() -> None:
         assert model.dropout.deterministic is not training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_offload(accumulation: int) -> None:
     zero = zerojax.zero(

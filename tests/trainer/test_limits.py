@@ -88,6 +88,7 @@ def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCapture
     assert caplog.text.count("padding counts as tokens do") == 1
 
 
+@pytest.mark.slow
 def test_padding_does_not_count_as_labels() -> None:
     class Uniform(nnx.Module):
         def __call__(self, tokens: jax.Array) -> jax.Array:

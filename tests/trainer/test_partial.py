@@ -146,6 +146,7 @@ def test_fewer_rows_than_an_update(n: int, k: int, stage: int, tmp_path: Path) -
         np.testing.assert_allclose(logged(trainer), plain(trainer, loss, Net()), rtol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [spread, PAIR], ids=["spread", "batch statistics"])
 def test_rows_that_meet_do_so_without_copies(loss: Any, tmp_path: Path) -> None:
     module = Net(normed=loss is PAIR)
@@ -155,6 +156,7 @@ def test_rows_that_meet_do_so_without_copies(loss: Any, tmp_path: Path) -> None:
         trained(tmp_path, 21, loss, model=module, gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [PAIR, scalar], ids=lambda f: f.__name__)
 def test_nnx_has_the_same_numbers(loss: Any, tmp_path: Path) -> None:
     """Of as many rows in one update as on one device alone, with its own keys of dropout."""

@@ -1,9 +1,18 @@
 """What is read from a YAML file, and what is refused."""
 
+import json
 import os
+import tempfile
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutated import mutated
 
 from zerojax.config import ConfigError, load
 from zerojax.config.text_file import repeated
@@ -77,3 +86,48 @@ def test_files_that_are_no_config(tmp_path: Path, text: bytes, says: str) -> Non
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "default_config.yaml")
+
+
+YAML = {
+    "distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_machines": 1,
+    "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0, "offload_param_device": "cpu"},
+}  # fmt: skip
+JSON = {
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {"enabled": True}
+}  # fmt: skip
+LETTERS = ["&a ", "*a", "<<: ", "? ", ": ", "- ", "\n", *"[]{}%\0'\"9", "|\n", "!!"]
+
+
+@st.composite
+def texts(draw: Callable[..., Any]) -> tuple[str, str]:
+    """A config with one value changed, as YAML or JSON, with a few letters put in."""
+    if draw(st.booleans()):
+        ending, text = "yaml", yaml.safe_dump(mutated(YAML, draw))
+    else:
+        ending, text = "json", json.dumps(mutated(JSON, draw))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.sampled_from(LETTERS)) + text[at:]
+    return ending, text
+
+
+@given(texts())
+@settings(deadline=2000, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_any_text_is_read_or_refused(written: tuple[str, str]) -> None:
+    """By lines that name the file, in little memory."""
+    ending, text = written
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"a.{ending}")
+        path.write_bytes(text.encode(errors="surrogatepass"))
+        said = str(path)
+        tracemalloc.start()
+        try:
+            load(path)
+        except ConfigError as error:
+            said = str(error)
+        finally:
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    assert said.startswith(str(path))
+    assert all(len(line) < 1000 for line in said.splitlines())
+    assert most < 200e6

@@ -282,6 +282,7 @@ _FIELD: dict[str, Callable[..., Any]] = {
     "neg": lambda p, a: (PRIME - a) % PRIME,
     "mul": lambda p, a, b: a * b % PRIME,
     "square": lambda p, a: a * a % PRIME,
+    "one_minus_square": lambda p, a: (1 + PRIME - a * a % PRIME) % PRIME,  # jax 0.12's of tanh
     "div": lambda p, a, b: a * _inverse(b) % PRIME,
     "integer_pow": _power,
     "dot_general": _product,

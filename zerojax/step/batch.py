@@ -58,12 +58,13 @@ class BatchLayout:
     def abstract(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                self._divided(self.leaves.shape(x)), x.dtype, sharding=self._sharding(x)
-            ),
-            batch,
-        )
+
+        def on_devices(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            shape = self._divided(self.leaves.shape(x))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(x))
+
+        return jax.tree.map(on_devices, batch)
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""

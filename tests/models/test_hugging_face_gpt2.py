@@ -312,7 +312,7 @@ def test_saving_holds_one_tensor_at_a_time(tmp_path: pathlib.Path) -> None:
     save(params, config, tmp_path, max_shard_size=limit)
     taken, _ = host_bytes(lambda: save(params, config, tmp_path, max_shard_size=limit))
     largest = 4 * 256 * 1024
-    assert taken < 1.5 * largest < limit / 2
+    assert taken < 1.75 * largest < limit / 2  # not two, and not a file
 
 
 def host_bytes(run: Callable[[], Any]) -> tuple[int, int]:

@@ -123,9 +123,10 @@ def hostfile(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("who", ["a process of zjb", "the launcher", "mpirun"])
 def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> None:
     script = "subprocess.Popen(['sleep', '3600'], start_new_session=True)\ntime.sleep(3600)"
+    before = {*descendants()}  # of other tests, multiprocessing's own
     with launching(tmp_path, script, "--hostfile", hostfile, **ON_ZJA) as launch:
         workers = launch.pids(4)
-        ours = descendants()
+        ours = {*descendants()} - before
         mpirun = next(p for p in ours if Path(f"/proc/{p}/comm").read_text() == "mpirun\n")
         victims = {"a process of zjb": workers[3], "the launcher": launch.process.pid}
         os.kill(victims.get(who, mpirun), signal.SIGKILL)

@@ -43,7 +43,7 @@ _REFUSALS = {
     ),
     errno.ENOMEM: "free memory",
 }
-"""What to do where the operating system refuses to read."""
+"""Remedies for the errors by which the operating system refuses to read."""
 
 
 def reason(error: BaseException) -> str:

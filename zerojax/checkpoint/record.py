@@ -41,7 +41,7 @@ UNREADABLE = (
     ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError,
     OSError,
 )  # fmt: skip
-"""What reading JSON of any form raises."""
+"""Exceptions from reading JSON of an unexpected form."""
 
 _KEY = "$key"
 

@@ -209,7 +209,7 @@ class SavedStep(SavedArrays):
             raise cannot_be_read(f"{self.folder}: extra", error) from None
 
     def _extra(self, process: int | None) -> Any:
-        """The same as JSON."""
+        """The ``extra`` as JSON, see :meth:`extra`."""
         if self.record is None:
             return None
         if process is None or not self.extra_by_process:

@@ -1,8 +1,8 @@
 """Convolutions with a group for each row of the batch, run by each device on its own rows.
 
-The gradient of a convolution for each row, as ``jax.vmap`` of ``jax.grad`` makes it, is one
-convolution whose groups are the rows. XLA's partitioner makes other numbers of such a one where
-devices share the groups, or a program that its own verifier refuses.
+The gradient of a convolution for each row, by ``jax.vmap`` of ``jax.grad``, is one convolution
+whose groups are the rows. Where devices share the groups, XLA's partitioner computes other numbers
+for it, or builds a program that its own verifier refuses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def has_rows_for_groups(eqn: Any, rows: int | None, mesh: Mesh) -> bool:
 
 
 def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """The result of such a convolution, of operands that are whole or sharded."""
+    """The result of such a convolution; its operands may be sharded or not."""
     axes, n = batch_axes(mesh), batch_devices(mesh)
     lhs, rhs, out = jaxprs.param(eqn, "dimension_numbers")
     name, groups = _groups(eqn)

@@ -101,7 +101,7 @@ def processes(
       job, node: What is started, and the machine's part of it.
       gpus: Of this machine.
       environ: The launcher's.
-      run_dir: A new folder of this attempt alone, in which processes leave word.
+      run_dir: A new folder of this attempt alone, in which processes leave their marks.
       logs: The folder of their output; None: it is kept nowhere.
     """
     made = []

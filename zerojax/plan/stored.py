@@ -49,7 +49,7 @@ class StoredArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
-        """Of the array that JAX gets: whole axes of the mesh, where these divide the shape.
+        """The sharding of JAX's array: whole axes of the mesh, where these divide the shape.
 
         JAX reads this attribute of every argument, and refuses unequal shards; the sharding of the
         shards at rest is ``stored.sharding``.

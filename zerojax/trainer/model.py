@@ -69,7 +69,7 @@ class Model(Protocol):
     def update(
         self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
     ) -> tuple[Any, Any]:
-        """What a decorated step makes of a state: the next one, and {"loss": ...}.
+        """Runs a decorated step; returns the next state and {"loss": ...}.
 
         Of an update that is not full, the batch is a pair with the rows that count.
         """

@@ -94,7 +94,7 @@ class RunFolder:
             after = step if source is self.checkpoints else -1
             self._check_room(after)
             restored = source.restore(abstract(), step)
-        self._make_room(after)  # last: what is given up is given up for what was found
+        self._make_room(after)  # last: a path that fails deletes nothing
         state = TrainerState(**{**extra["trainer"], "max_steps": steps})
         return Begun(restored, state, extra["losses"])
 

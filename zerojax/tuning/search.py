@@ -61,6 +61,7 @@ def search(
     shortest = bounds is not None and bounds.metric == "latency"
     modes, sizes = list(space.modes()), space.sizes()
     leanest = {mode.offload: space.choice(mode, sizes[0]) for mode in modes}  # the last of each
+    last = [*leanest.values()][-1]
     at_most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
     limits, in_vain = _Limits(trials, compiles, seconds), set[Offload]()
     fitting: dict[Choice, Trial] = {}
@@ -82,7 +83,7 @@ def search(
                 for each in modes[at:]
                 if each.offload not in in_vain and not any(_less(x, each) for x in fitting)
             ]
-            return Searched(ranked(fitting.values(), shortest), unseen, [*leanest.values()][-1])
+            return Searched(ranked(fitting.values(), shortest), unseen, last)
     if space.live is None:
         fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
         for choice in fastest[:REFINED]:
@@ -92,7 +93,7 @@ def search(
                 fitting[filled.choice] = filled
             limits.compiles -= TRIES
     done(len(modes), len(modes))
-    return Searched(ranked(fitting.values(), shortest), [], [*leanest.values()][-1])
+    return Searched(ranked(fitting.values(), shortest), [], last)
 
 
 class _Limits:

@@ -69,7 +69,7 @@ def names(config: BartConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
-    """What `zerojax.models.bart` makes of a `config.json`; `config_to_hf` writes its other keys.
+    """The BART config of a `config.json`, whose other keys `config_to_hf` writes back.
 
     Files hold a `final_logits_bias`, of zeros as a rule; where it is not, set `add_logits_bias`.
 

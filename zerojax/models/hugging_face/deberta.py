@@ -58,7 +58,7 @@ def names(config: DebertaConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
-    """What `zerojax.models.deberta` makes of a `config.json`; `config_to_hf` writes its other keys.
+    """The DeBERTa config of a `config.json`, whose other keys `config_to_hf` writes back.
 
     Raises:
       ValueError: A value that `zerojax.models.deberta` does not compute.

@@ -49,8 +49,8 @@ def _rehearsals() -> list[Any]:
 def test_a_measurement_at_toy_size(
     measurement: Measurement, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if request.node.get_closest_marker("gpu_compile"):
-        request.getfixturevalue("require_gpu_compiler")
+    compiles = request.node.get_closest_marker("gpu_compile")
+    request.getfixturevalue("require_gpu_compiler" if compiles else "quick_compile")
     arguments = json.loads(json.dumps(dict(measurement.arguments)))  # as a worker has them
     out = tmp_path / "figures.json"
     found = worker.perform(measurement.function, arguments, out)

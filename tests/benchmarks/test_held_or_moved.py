@@ -20,6 +20,10 @@ from benchmarks.moved_programs import Language
 
 PENALTY = "a gradient penalty"
 IN_SECONDS = ("eight tables", "a head in float32")
+RECORDED = {
+    "tied GPT, unrolled, 8 micro-batches", "tied GPT, unrolled, 8 micro-batches, bf16 by flax alone"
+}  # fmt: skip
+"""Slow to compile, and like others: scanned, or unrolled with 4 micro-batches."""
 
 
 def parameter(claim: Claim) -> object:
@@ -29,7 +33,9 @@ def parameter(claim: Claim) -> object:
 
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize("claim", [parameter(each) for each in claims()])
+@pytest.mark.parametrize(
+    "claim", [parameter(each) for each in claims() if each.program.name not in RECORDED]
+)
 def test_theory(claim: Claim) -> None:
     cost = cost_of(claim)
     assert claim.found(cost) == pytest.approx(claim.theory, rel=WITHIN)

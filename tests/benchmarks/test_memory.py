@@ -69,10 +69,9 @@ def test_peak_at_stage_3_is_far_below_the_baseline():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("stage", "most"), [(2, 4600), (3, 3400)])
-def test_the_logits_are_gone_before_the_blocks_go_backward(stage, most):
-    """With the head's gradient put off they were held to the end: 4755 and 3701 MB."""
-    assert record(replace(UNROLLED, stage=stage)).peak_bytes < most * MB
+def test_the_logits_are_gone_before_the_blocks_go_backward():
+    """With the head's gradient put off they were held to the end: 3701 MB."""
+    assert record(UNROLLED).peak_bytes < 3400 * MB
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -122,7 +121,7 @@ def test_an_unrolled_model_is_gathered_and_scattered_alike():
     assert found.total_moved_bytes < 1.09 * found.total_expected_moved_bytes
 
 
-@pytest.mark.parametrize(("stage", "accumulate"), [sweep(2, 1), (3, 1), sweep(2, 4), sweep(3, 4)])
+@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), sweep(2, 4), sweep(3, 4)])
 def test_gradients_are_scattered_in_a_group_and_their_pieces_summed_between_groups(
     stage, accumulate
 ):
@@ -164,10 +163,9 @@ def test_peak_goes_on_falling_with_the_devices():
     assert record(replace(SCANNED, devices=64)).peak_bytes < 0.75 * at(3).peak_bytes
 
 
-@pytest.mark.parametrize("stage", [sweep(2), 3])
-def test_loss_scaling_costs_next_to_nothing(stage):
+def test_loss_scaling_costs_next_to_nothing():
     """One more scalar all-reduce at most, and nearly the same peak; fp16 is gathered as fp16."""
-    plain, scaled = at(stage), record(replace(SCANNED, stage=stage, precision="fp16"))
+    plain, scaled = at(3), record(replace(SCANNED, precision="fp16"))
     assert set(plain.gather_dtypes) == {"bf16"}
     assert set(scaled.gather_dtypes) == {"f16"}
     assert sum(scaled.gather_dtypes.values()) == sum(plain.gather_dtypes.values())
@@ -178,7 +176,7 @@ def test_loss_scaling_costs_next_to_nothing(stage):
     assert scaled.argument_bytes < plain.argument_bytes + 1024
 
 
-@pytest.mark.parametrize("devices", [24, sweep(3), sweep(48), sweep(256), sweep(1000)])
+@pytest.mark.parametrize("devices", [24, sweep(256), sweep(1000)])
 def test_a_number_that_divides_no_dimension(devices):
     """GPT-2's vocabulary and width. What is whole is persistent by the config, 0.5M parameters.
     The tied table, gathered a third time, is a tenth of this shallow model's traffic."""

@@ -28,7 +28,6 @@ GROUPS = {"devices": 16, "replicas": 2}
                 {"precision": "fp16"},
                 {**GROUPS},
                 {**GROUPS, "stage": 2},
-                {**GROUPS, "stage": 3},
             )
         ),
     ],

@@ -57,17 +57,13 @@ def run(environment: dict[str, str]) -> Callable[..., Said]:
     return run
 
 
-COUNTS = [2, pytest.param(4, marks=pytest.mark.sweep)]
-
-
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "count"),
     [
-        "evaluate",
-        pytest.param("minimal", marks=pytest.mark.sweep),
-        pytest.param("minimal_nnx", marks=pytest.mark.sweep),
-        pytest.param("resume", marks=pytest.mark.sweep),
+        ("evaluate", 2),
+        pytest.param("minimal", 4, marks=pytest.mark.sweep),
+        pytest.param("minimal_nnx", 2, marks=pytest.mark.sweep),
+        pytest.param("resume", 4, marks=pytest.mark.sweep),
     ],
 )
 def test_an_example(count: int, name: str, tmp_path: Path, run: Callable[..., Said]) -> None:
@@ -79,7 +75,7 @@ def test_an_example(count: int, name: str, tmp_path: Path, run: Callable[..., Sa
     assert said.others == []
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_main_job(count: int, tmp_path: Path, run: Callable[..., Said]) -> None:
     said = run(count, *JOB, "--out", tmp_path / "several")
     alone = CliRunner().invoke(app, [*JOB[2:], "--out", str(tmp_path / "one")]).stdout.splitlines()

@@ -97,7 +97,7 @@ def test_what_nobody_holds_leaves_the_disk(store: DiskStore, mesh: Mesh) -> None
     kept.fill(array(mesh, (8,), P()))
     del leaf, handle
     gc.collect()
-    store.reserve(1)
+    store.wait()
     assert len(list(store.path.glob("0*"))) == len(kept.pieces)
 
 

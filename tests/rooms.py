@@ -4,6 +4,7 @@
 ROOMS = (
     "config",
     "xla",
+    "graph",
     "devices",
     "distributed",
     "hlo",

@@ -34,8 +34,8 @@ RECORD = ROOT / ".ci" / "durations.json"
 
 # A change in one of these can change what any step computes.
 CORE = {
-    "xla", "train_state", "plan", "optim", "trace", "collectives", "accumulation", "placement",
-    "step", "evaluation", "api",
+    "xla", "graph", "train_state", "plan", "optim", "trace", "collectives", "accumulation",
+    "placement", "step", "evaluation", "api",
 }  # fmt: skip
 # They change which tests are run, not what a test finds.
 CHOICE = {Path("tests/tiers.py"), Path("tests/rooms.py")}

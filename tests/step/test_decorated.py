@@ -11,6 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.graph.search import equations
 from zerojax.xla import jaxprs
 
 
@@ -95,7 +96,7 @@ def test_a_block_made_under_remat3_is_named() -> None:
     mine, _ = zerojax.zero(stage=3)(step)(state, jnp.arange(8.0))
     np.testing.assert_allclose(mine.params["w"], plain.params["w"], rtol=1e-6)
     zero = zerojax.zero(stage=0)
-    if jaxprs.unread_call(jax.make_jaxpr(block)(1.0, 1.0).jaxpr) is None:
+    if not any(map(jaxprs.is_unread, equations(jax.make_jaxpr(block)(1.0, 1.0).jaxpr))):
         return  # jax 0.12 reads the flag where the block is called
     with pytest.raises(NotImplementedError, match=r"within calls RematTraced \(.*jax_remat3"):
         zero(within)(state, jnp.ones(8))

@@ -22,7 +22,7 @@ class Variable:
     aval: Any
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Flat:
     """A program without calls, in the form of an open jaxpr.
 

@@ -8,7 +8,6 @@ no whole one may wait for a use that comes later. Here the other use comes at on
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
 from zerojax.collectives.shard import Shard
+from zerojax.graph.graph import Graph, graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -36,22 +36,25 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
     """For each product, by ``id`` of its equation, that uses an operand as another one does nearby:
     where they share gathers. None of them waits for the other's result, as the backward pass does
     for the forward pass."""
+    graph = graph_of(jaxpr)
     firsts: dict[Any, tuple[int, Any]] = {}
     shared: dict[int, Wholes] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = jaxprs.variables(eqn.invars) if eqn.primitive in _PRODUCTS else []
+    products = graph.named(*(primitive.name for primitive in _PRODUCTS))
+    for i, eqn in sorted((graph.place(eqn), eqn) for eqn in products):
+        operands = jaxprs.variables(eqn.invars)
         for v in operands:
             at, first = firsts.get(v, (-1, None))
-            if first is None or i - at > NEAR or _waits(operands, jaxpr.eqns[at + 1 : i]):
+            if first is None or i - at > NEAR or _produced_after(graph, at, operands):
                 firsts[v] = i, eqn
             else:
                 shared[id(eqn)] = shared.setdefault(id(first), {})
     return shared
 
 
-def _waits(operands: Sequence[Any], eqns: Sequence[Any]) -> bool:
-    """Whether one of the equations makes an operand."""
-    return not {v for eqn in eqns for v in eqn.outvars}.isdisjoint(operands)
+def _produced_after(graph: Graph, at: int, operands: Sequence[Any]) -> bool:
+    """Whether an equation behind the one at a place produces an operand."""
+    made = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
+    return any(graph.place(eqn) > at for eqn in made)
 
 
 class Sums(NamedTuple):
@@ -76,24 +79,17 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = 
       mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
       of_layer: The jaxpr is one layer's, in a loop over layers.
     """
-    candidates = [
-        (i, eqn)
-        for i, eqn in enumerate(jaxpr.eqns)
-        if eqn.primitive.name == "add_any" and eqn.outvars[0] in wants
-    ]
-    if not candidates:
-        return Sums(set(), set())
-    made = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    used = Counter(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars))
-    used.update(jaxprs.variables(jaxpr.outvars))
+    graph = graph_of(jaxpr)
+    candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
     near, far = Sums(set(), set()), Sums(set(), set())
-    for i, eqn in reversed(candidates):
+    for eqn in reversed(candidates):
         out = eqn.outvars[0]
         if layout.padded(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
-        if out in near.added | far.added or (terms := _terms(eqn, made, used)) is None:
+        if out in near.added | far.added or (terms := _terms(eqn, graph)) is None:
             continue
-        chosen = near if i - min(made[v][0] for v in terms) <= NEAR else far
+        first = min(graph.place(graph.producer(v)) for v in terms)
+        chosen = near if graph.place(eqn) - first <= NEAR else far
         chosen.reduced.add(out)
         chosen.added.update(terms)
     largest = max((v.aval.size for v in wants), default=0)
@@ -102,7 +98,7 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = 
     return Sums(near.reduced | far.reduced, near.added | far.added)
 
 
-def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int]) -> Any:
+def _terms(eqn: Any, graph: Graph) -> Any:
     """The variables from which a sum is made, back to products; None where one of them is made
     otherwise, or used besides, or where the products add up different numbers of rows: one may not
     be of the batch, and XLA does not reduce-scatter a sum of which only a part is to be reduced."""
@@ -113,10 +109,10 @@ def _terms(eqn: Any, made: Mapping[Any, tuple[int, Any]], used: Mapping[Any, int
         return None
     while left:
         v = left.pop()
-        if v not in made or used[v] != 1:
+        maker = graph.producer(v)
+        if maker is None or graph.times_used(v) != 1:
             return None
         terms.add(v)
-        maker = made[v][1]
         if maker.primitive.name in _MOVES or propagate.reversible(maker):
             left += jaxprs.variables(maker.invars)
         elif maker.primitive not in _PRODUCTS:

@@ -8,7 +8,6 @@ is reduced, since the first iteration has nothing to reduce yet.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
 from zerojax.collectives.reduction import pinned
 from zerojax.collectives.shard import ReducedGradient
+from zerojax.graph.graph import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
@@ -49,9 +49,8 @@ class Behind:
             return
         body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
         results = body.outvars[len(body.outvars) - len(want) :]
-        search = _Search(gatherer, rows)
         for i, (v, spec) in enumerate(zip(results, want, strict=True)):
-            found = None if spec is None else search.row_sum(body, v, spec)
+            found = None if spec is None else _row_sum(body, v, spec, gatherer, rows)
             if found is not None:
                 self._behind[i] = found
 
@@ -134,35 +133,26 @@ def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, entry, at, 0)
 
 
-class _Search:
-    """The search for what makes a gradient."""
-
-    def __init__(self, gatherer: Gatherer, rows: int) -> None:
-        self._gatherer, self._rows = gatherer, rows
-        self._seen: dict[int, tuple[dict[Any, Any], Counter[Any]]] = {}
-
-    def row_sum(
-        self, jaxpr: Any, v: Any, spec: Spec | None, after: tuple[Any, ...] = ()
-    ) -> RowSum | None:
-        """The sum over rows that makes ``v``, perhaps in calls, and is used for nothing else; None
-        where none does, or where not every device could reduce a piece of its rows."""
-        producers, uses = self._of(jaxpr)
-        while spec is not None and uses[v] == 1 and (eqn := producers.get(v)) is not None:
-            if eqn.primitive in jaxprs.CALLS:
-                (inner,) = jaxprs.bodies(eqn)
-                return self.row_sum(inner, inner.outvars[eqn.outvars.index(v)], spec, after)
-            if not links(eqn):
-                return row_sum_of(eqn, self._rows, spec, self._gatherer, after)
-            after = (eqn, *after)
-            if propagate.reversible(eqn):
-                spec = propagate.backward(eqn, spec, self._gatherer.mesh)
-            (v,) = eqn.invars
-        return None
-
-    def _of(self, jaxpr: Any) -> tuple[dict[Any, Any], Counter[Any]]:
-        """What makes each variable of an open jaxpr, and how often it is used."""
-        if id(jaxpr) not in self._seen:
-            used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-            made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-            self._seen[id(jaxpr)] = made, Counter(jaxprs.variables(used))
-        return self._seen[id(jaxpr)]
+def _row_sum(
+    jaxpr: Any,
+    v: Any,
+    spec: Spec | None,
+    gatherer: Gatherer,
+    rows: int,
+    after: tuple[Any, ...] = (),
+) -> RowSum | None:
+    """The sum over rows that produces ``v``, perhaps in calls, and is used for nothing else; None
+    where none does, or where not every device could reduce a piece of its rows."""
+    graph = graph_of(jaxpr)
+    while spec is not None and graph.times_used(v) == 1 and (eqn := graph.producer(v)) is not None:
+        if eqn.primitive in jaxprs.CALLS:
+            (inner,) = jaxprs.bodies(eqn)
+            v = inner.outvars[eqn.outvars.index(v)]
+            return _row_sum(inner, v, spec, gatherer, rows, after)
+        if not links(eqn):
+            return row_sum_of(eqn, rows, spec, gatherer, after)
+        after = (eqn, *after)
+        if propagate.reversible(eqn):
+            spec = propagate.backward(eqn, spec, gatherer.mesh)
+        (v,) = eqn.invars
+    return None

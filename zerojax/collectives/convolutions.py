@@ -15,6 +15,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.graph.search import contains, runs_regions
 from zerojax.xla import jaxprs
 
 
@@ -29,17 +30,15 @@ def has_rows_for_groups(eqn: Any, rows: int | None, mesh: Mesh) -> bool:
       rows: Of the batch; None where unknown.
       mesh: The devices.
     """
-    n = batch_devices(mesh)
-    if n == 1:
+    if batch_devices(mesh) == 1:
         return False
+    return contains(eqn, _is_one, rows, batch_devices(mesh), enters=runs_regions)
+
+
+def _is_one(eqn: Any, rows: int | None, n: int) -> bool:
+    """Whether an equation is such a convolution, for ``n`` devices."""
     if eqn.primitive is not prims.conv_general_dilated_p:
-        bodies = (eqn.params[name] for name in jaxprs.programs(eqn))
-        return any(
-            has_rows_for_groups(e, rows, mesh)
-            for body in bodies
-            for each in (body if isinstance(body, tuple) else (body,))
-            for e in jaxprs.open_jaxpr(each)[0].eqns
-        )
+        return False
     name, groups = _groups(eqn)
     if groups == 1 or groups % n:
         return False

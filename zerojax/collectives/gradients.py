@@ -16,6 +16,7 @@ from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -79,11 +80,16 @@ def at_one_index(eqn: Any) -> bool:
     gradient and the slice of its one row, without clamping: on CPU devices without that row another
     row is wrong, and GPUs all-reduce the whole gradient.
     """
-    if eqn.primitive is prims.jit_p:
-        return any(at_one_index(e) for body in jaxprs.bodies(eqn) for e in body.eqns)
-    return eqn.primitive.name.startswith("scatter") and (
-        math.prod(eqn.invars[1].aval.shape[:-1]) == 1
-    )
+    return contains(eqn, _scatters_once, enters=_is_jitted)
+
+
+def _scatters_once(eqn: Any) -> bool:
+    scatters = eqn.primitive.name.startswith("scatter")
+    return scatters and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+
+
+def _is_jitted(eqn: Any) -> bool:
+    return eqn.primitive is prims.jit_p
 
 
 def _few_rows(eqn: Any) -> bool:

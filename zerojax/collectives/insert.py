@@ -84,7 +84,6 @@ class Inserter(Scans):
         self.share, self.overlap = share or keep, overlap
         shares = batch_devices(mesh) * sequence_size(mesh)
         self.smallest = None if away is None else away * shares
-        self._known = reuse.Known()
         self.left = away is None  # what was asked to leave, or it has been said that nothing does
 
     def __call__(
@@ -124,7 +123,7 @@ class Inserter(Scans):
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         want = want or [None] * len(jaxpr.outvars)
-        goes_on = reuse.GoesOn(jaxpr, args, self.axis, self._known)
+        goes_on = reuse.GoesOn(jaxpr, args, self.axis)
         others = {} if self.apart else goes_on.gradients
         wants = wanted.trace_back(jaxpr, want, self.mesh, others)
         scope.used_whole |= goes_on.used_whole

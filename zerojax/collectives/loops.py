@@ -11,8 +11,8 @@ and reduced within. So they are where a loop over time has such a loop in it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import axis_size
+from zerojax.graph.graph import graph_of
+from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import LABELS
@@ -36,7 +38,8 @@ _SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
 _MOVES = frozenset(["copy", "copy_p", "neg", "reshape", "split", "squeeze", "transpose"])
 
 
-class LoopBody(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LoopBody:
     """A jaxpr with other equations or results."""
 
     constvars: Sequence[Any]
@@ -98,39 +101,37 @@ class Sums:
         self.terms: dict[int, list[Term]] = {}
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-        self._producers = {v: e for e in self._jaxpr.eqns for v in e.outvars}
+        self._graph = graph_of(self._jaxpr)
         a, n = jaxprs.scan_counts(eqn)
-        uses = Counter(v for e in self._jaxpr.eqns for v in e.invars if _is_var(v))
-        uses.update(v for v in self._jaxpr.outvars if _is_var(v))
-        self._adds: set[int] = set()
+        self._adds: list[Any] = []
         for i, out in enumerate(self._jaxpr.outvars[:n]):
             start = self._jaxpr.invars[a + i]
-            added = self._added(out, start, uses) if i in self.want else None
-            if added is not None and not any(_is_stack(self._producers, v) for v in added[0]):
+            added = self._added(out, start) if i in self.want else None
+            if added is not None and not any(_is_stack(self._jaxpr, v) for v in added[0]):
                 self.terms[i] = [self._term(v) for v in added[0]]
-                self._adds |= added[1]
+                self._adds += added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
         if sum(v.aval.size for v in self.roots) > MOST:
-            self.terms, self.roots, self._adds = {}, [], set()
+            self.terms, self.roots, self._adds = {}, [], []
 
-    def _added(self, v: Any, start: Any, uses: Counter[Any]) -> tuple[list[Any], set[int]] | None:
+    def _added(self, v: Any, start: Any) -> tuple[list[Any], list[Any]] | None:
         """What is added to ``start`` to make ``v``, and the equations that do; None where ``v``
         is made otherwise, or is used besides."""
-        eqn = self._producers.get(v) if _is_var(v) else None
-        if eqn is None or eqn.primitive.name != "add_any" or uses[v] != 1:
+        eqn, uses = self._graph.producer(v), self._graph.times_used
+        if eqn is None or eqn.primitive.name != "add_any" or uses(v) != 1:
             return None
         for one, other in (eqn.invars, eqn.invars[::-1]):
             if not _is_var(other) or other is start:
                 continue
             if one is start:
-                return ([other], {id(eqn)}) if uses[start] == 1 else None
-            if (rest := self._added(one, start, uses)) is not None:
-                return [*rest[0], other], {*rest[1], id(eqn)}
+                return ([other], [eqn]) if uses(start) == 1 else None
+            if (rest := self._added(one, start)) is not None:
+                return [*rest[0], other], [*rest[1], eqn]
         return None
 
     def _term(self, v: Any) -> Term:
         links: list[tuple[Any, int]] = []
-        while (eqn := self._producers.get(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
+        while (eqn := self._graph.producer(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
             if not _is_var(eqn.invars[0]):
                 break
             links.append((eqn, eqn.outvars.index(v)))
@@ -142,7 +143,7 @@ class Sums:
         carried for those is not read."""
         jaxpr = self._jaxpr
         kept = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
-        eqns = [e for e in jaxpr.eqns if id(e) not in self._adds]
+        eqns = self._graph.without(self._adds)
         return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
@@ -179,12 +180,7 @@ def used_whole(jaxpr: Any, v: Any) -> bool:
     """Whether a jaxpr needs all of ``v`` at once: not only slices of it, which a loop within takes
     one by one."""
     jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    return any(
-        _needs_whole(jaxpr, eqn, i)
-        for eqn in jaxpr.eqns
-        for i, x in enumerate(eqn.invars)
-        if x is v
-    )
+    return any(_needs_whole(jaxpr, *use) for use in graph_of(jaxpr).users(v))
 
 
 def _needs_whole(jaxpr: Any, eqn: Any, i: int) -> bool:
@@ -192,11 +188,13 @@ def _needs_whole(jaxpr: Any, eqn: Any, i: int) -> bool:
     if eqn.primitive.name in _SAME_ELEMENTS:
         return used_whole(jaxpr, eqn.outvars[0])
     if eqn.primitive is prims.scan_p:
-        body, (a, n) = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0], jaxprs.scan_counts(eqn)
-        return i < a + n and (i >= a or used_whole(body, body.invars[i]))
-    inside = jaxprs.bodies(eqn)
-    skip = len(eqn.invars) - len(inside[0].invars) if inside else 0  # the index of a choice
-    return not inside or any(i < skip or used_whole(b, b.invars[i - skip]) for b in inside)
+        (body,) = regions(eqn)
+        carried = any(argument == i for _, argument in body.carries)
+        return carried or (not body.is_entry(i) and used_whole(body.jaxpr, body.argument(i)))
+    inside = regions(eqn) if jaxprs.bodies(eqn) else ()
+    return not inside or any(
+        (v := each.argument(i)) is None or used_whole(each.jaxpr, v) for each in inside
+    )
 
 
 def _is_var(v: Any) -> bool:
@@ -215,15 +213,14 @@ def wider(one: Any, other: Any) -> bool:
     return floats and dtypes[0].itemsize > dtypes[1].itemsize
 
 
-def _is_stack(producers: dict[Any, Any], v: Any) -> bool:
+def _is_stack(jaxpr: Any, v: Any) -> bool:
     """Whether a loop stacks it, an entry an iteration."""
-    eqn = producers.get(v) if _is_var(v) else None
+    eqn = graph_of(jaxpr).producer(v)
     if eqn is None:
         return False
     at = eqn.outvars.index(v)
     if eqn.primitive is prims.scan_p:
-        return at >= jaxprs.scan_counts(eqn)[1]
-    return any(
-        _is_stack({x: e for e in body.eqns for x in e.outvars}, body.outvars[at])
-        for body in jaxprs.bodies(eqn)
-    ) or (eqn.primitive.name in _SAME_ELEMENTS and _is_stack(producers, eqn.invars[0]))
+        return at >= jaxprs.scan_counts(eqn).carry
+    return any(_is_stack(body, body.outvars[at]) for body in jaxprs.bodies(eqn)) or (
+        eqn.primitive.name in _SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
+    )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives.uses import CAST
+from zerojax.graph.graph import graph_of
 from zerojax.trace.elementwise import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 
@@ -35,10 +36,10 @@ def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
       cast: Whether ``v`` is the result of a cast.
     """
     jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    for eqn in jaxpr.eqns:
-        for i in (i for i, x in enumerate(eqn.invars) if x is v):
-            yield from _of_use(jaxpr, eqn, i, cast)
-    if any(x is v for x in jaxpr.outvars):
+    graph = graph_of(jaxpr)
+    for use in graph.users(v):
+        yield from _of_use(jaxpr, *use, cast)
+    if graph.returned(v):
         yield None
 
 

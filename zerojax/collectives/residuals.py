@@ -11,13 +11,14 @@ nothing leaves: XLA puts such copies off, and the device would need more memory,
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.graph import graph_of
+from zerojax.graph.regions import regions
+from zerojax.graph.search import contains, holds
 from zerojax.xla import jaxprs
 
 NO_EFFECT = (
@@ -33,61 +34,49 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
     They are made by a loop, have at least ``smallest`` elements for each iteration, and are read
     by loops of backward blocks alone, entry by entry.
     """
-    uses = _uses(jaxpr, direct=False)
     return {
         v
-        for eqn in jaxpr.eqns
-        if eqn.primitive is prims.scan_p
-        for v in eqn.outvars[jaxprs.scan_counts(eqn)[1] :]
+        for eqn in graph_of(jaxpr).named("scan")
+        for v in eqn.outvars[jaxprs.scan_counts(eqn).carry :]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
         and v.aval.size >= smallest * jaxprs.param(eqn, "length")
-        and uses[v]
-        and all(uses[v])
+        and (uses := _uses(jaxpr, v, direct=False))
+        and all(uses)
     }
 
 
 def outside_loops(jaxpr: Any) -> bool:
     """Whether there are backward blocks that are in no loop."""
-    return any(
-        jaxprs.runs_backward(eqn) or any(outside_loops(body) for body in jaxprs.bodies(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return holds(jaxpr, jaxprs.runs_backward, _runs_once)
+
+
+def _runs_once(eqn: Any) -> bool:
+    return bool(jaxprs.bodies(eqn))
 
 
 def holds_block(eqn: Any) -> bool:
     """Whether a call or a loop is, or has in it, a backward block."""
-    return jaxprs.runs_backward(eqn) or any(
-        holds_block(e) for body in jaxprs.inner(eqn) for e in body.eqns
-    )
+    return contains(eqn, jaxprs.runs_backward)
 
 
-def _uses(jaxpr: Any, *, direct: bool) -> dict[Any, list[bool]]:
+def _uses(jaxpr: Any, v: Any, *, direct: bool) -> list[bool]:
     """For each use of a variable, whether it is by a loop of backward blocks, which takes one
     entry at a time for a block; with ``direct``, or by a block."""
-    by_loop: dict[Any, list[bool]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
-        for v, uses in zip(eqn.invars, _of_operands(eqn, direct), strict=True):
-            if not isinstance(v, core.Literal):
-                by_loop[v] += uses
-    for v in jaxpr.outvars:
-        if not isinstance(v, core.Literal):
-            by_loop[v].append(False)
-    return by_loop
+    graph = graph_of(jaxpr)
+    found = [x for use in graph.users(v) for x in _of_operand(*use, direct=direct)]
+    return found + [False] * len(graph.returned(v))
 
 
-def _of_operands(eqn: Any, direct: bool) -> list[list[bool]]:
-    """The uses of each operand within an equation."""
-    plain = [[False] for _ in eqn.invars]
+def _of_operand(eqn: Any, at: int, *, direct: bool) -> list[bool]:
+    """The uses of one operand within an equation."""
     if not holds_block(eqn):
-        return plain
+        return [False]
     if jaxprs.runs_backward(eqn):
-        return [[direct] for _ in eqn.invars]
+        return [direct]
+    if eqn.primitive not in jaxprs.CALLS and eqn.primitive is not prims.scan_p:
+        return [False]
+    (region,) = regions(eqn)
     if eqn.primitive in jaxprs.CALLS:
-        (body,) = jaxprs.bodies(eqn)
-        inner = _uses(body, direct=direct)
-        return [inner[v] for v in body.invars]
-    if eqn.primitive is prims.scan_p:
-        (body,) = jaxprs.inner(eqn)
-        inner, first = _uses(body, direct=True), sum(jaxprs.scan_counts(eqn))
-        return plain[:first] + [[any(inner[v])] for v in body.invars[first:]]
-    return plain
+        return _uses(region.jaxpr, region.argument(at), direct=direct)
+    entry = region.is_entry(at)
+    return [entry and any(_uses(region.jaxpr, region.argument(at), direct=True))]

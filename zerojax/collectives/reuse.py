@@ -8,8 +8,10 @@ such, and is gathered where it is needed whole, like a parameter.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -17,6 +19,9 @@ from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
 from zerojax.collectives.shard import HostStack, Shard
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
@@ -25,65 +30,47 @@ from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
-_MOVES = LABELS | propagate.FORWARD.keys() | {"convert_element_type", "neg"}
+_MOVES = LABELS | propagate.FORWARD.keys() | {"convert_element_type", "neg", "add_any"}
+
+NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
+"""Backward, whether an equation needs a value unsharded, in whatever layout and scale."""
 
 
-class Known:
-    """What was found of jaxprs that others run, by ``id``: a block is read once for each set of its
-    results or arguments, not once for each program around it. The jaxprs are held, so that no other
-    one takes an ``id``."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], tuple[Any, set[Any]]] = {}
-
-    def of(self, find: Callable[[], set[Any]], jaxpr: Any, *question: Any) -> set[Any]:
-        """The answer to a question about a jaxpr, found now or before."""
-        key = (id(jaxpr), *question)
-        if key not in self._found:
-            self._found[key] = jaxpr, find()
-        return self._found[key][1]
+@NEEDED.rule("while", "shard_map")
+def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    return [True] * len(eqn.invars)
 
 
-def used_whole(jaxpr: Any, outs: Collection[Any] = (), known: Known | None = None) -> set[Any]:
-    """The variables of a jaxpr that an equation needs whole, in whatever layout and scale. Lookups
-    are left out, and what the optimizer does with its gradients.
-
-    Args:
-      jaxpr: An open jaxpr.
-      outs: Its results that are needed whole.
-      known: What was found before.
-    """
-    known = Known() if known is None else known
-    return known.of(lambda: _used_whole(jaxpr, outs, known), jaxpr, "whole", frozenset(outs))
+@NEEDED.rule(*REDUCTIONS)
+def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    return [False] * len(eqn.invars)
 
 
-def _used_whole(jaxpr: Any, outs: Collection[Any], known: Known) -> set[Any]:
-    whole = set(outs)
-    for eqn in reversed(jaxpr.eqns):
-        if marks.is_mark(eqn, marks.GRADIENT):
-            whole.difference_update(eqn.outvars)
-            continue
-        if eqn.primitive.name in REDUCTIONS:
-            continue
-        operands = jaxprs.variables(eqn.invars)
-        if eqn.primitive.name in _SAME_SIZE:
-            size = _size(eqn.outvars[0])
-            alike = [v for v in operands if _size(v) == size]
-            if not alike:
-                whole.update(operands)  # a broadcast
-            elif not whole.isdisjoint(eqn.outvars):
-                whole.update(alike)
-        elif inside := _inside(eqn):
-            for body in inside:
-                pairs = zip(body.outvars, eqn.outvars, strict=True)
-                inner = used_whole(body, {v for v, o in pairs if o in whole}, known)
-                skip = len(eqn.invars) - len(body.invars)  # the index of a choice
-                pairs = zip(eqn.invars[skip:], body.invars, strict=True)
-                whole.update(jaxprs.variables(v for v, x in pairs if x in inner))
-        else:
-            lookup = eqn.primitive is prims.gather_p
-            whole.update(jaxprs.variables(eqn.invars[1:]) if lookup else operands)
-    return whole
+@NEEDED.rule("gather")
+def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    """A lookup needs its indices, and no more than rows of the table."""
+    return [False, *(True for _ in eqn.invars[1:])]
+
+
+@NEEDED.rule(*_SAME_SIZE)
+def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    if marks.is_mark(eqn, marks.GRADIENT):  # what the optimizer does with it is not followed
+        return [False]
+    size = _size(eqn.outvars[0])
+    alike = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
+    if not any(alike):  # a broadcast
+        return [True] * len(eqn.invars)
+    return [results[0] and _size(v) == size for v in eqn.invars]
+
+
+@cached_by_jaxpr
+def used_whole(jaxpr: Any) -> frozenset[Any]:
+    """The variables of an open jaxpr that an equation needs unsharded, in whatever layout and
+    scale. Lookups are left out, and what the optimizer does with its gradients."""
+    found = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
+    names = graph_of(jaxpr).named("name")
+    gradients = {v for eqn in names if marks.is_mark(eqn, marks.GRADIENT) for v in eqn.outvars}
+    return frozenset(v for v, yes in found.items() if yes) - gradients
 
 
 class GoesOn:
@@ -93,7 +80,6 @@ class GoesOn:
       jaxpr: An open jaxpr.
       args: What it is given, some of it :class:`Shard`.
       axis: The shard axis.
-      known: What was found of jaxprs before.
 
     Attributes:
       gradients: By variable the spec of its shard, of those that have the shape of a sharded
@@ -102,11 +88,8 @@ class GoesOn:
       used_whole: By ``id``, the shards among ``args`` that something else than lookups needs whole.
     """
 
-    def __init__(
-        self, jaxpr: Any, args: Sequence[Any], axis: str, known: Known | None = None
-    ) -> None:
-        known = Known() if known is None else known
-        self._whole, self._axis = used_whole(jaxpr, known=known), axis
+    def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
+        self._whole, self._axis = used_whole(jaxpr), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
         self.used_whole = {id(x) for v, x in params.items() if v in self._whole}
         specs: dict[tuple[int, ...], set[Spec]] = {}
@@ -115,8 +98,11 @@ class GoesOn:
                 specs.setdefault(v.aval.shape, set()).add(x.spec)
         only = {shape: some.pop() for shape, some in specs.items() if len(some) == 1}
         likely = {v for v in self._whole - params.keys() if v.aval.shape in only}
-        sums = _sums(jaxpr, params, known, transposed=False) if likely else set()
-        self.gradients = {v: only[v.aval.shape] for v in sums & likely}
+        given = [Origin.WEIGHT if v in params else _NOTHING for v in jaxpr.invars]
+        origins = ORIGINS.forward(jaxpr, given).of if likely else {}
+        self.gradients = {
+            v: only[v.aval.shape] for v, x in origins.items() if Origin.SUM in x and v in likely
+        }
 
     def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
         """The value of a variable, as a shard where it is a gradient that is used whole."""
@@ -128,54 +114,62 @@ class GoesOn:
         return Shard(value, spec)
 
 
-def _sums(jaxpr: Any, params: Collection[Any], known: Known, *, transposed: bool) -> set[Any]:
-    """The variables that differentiation makes by a product, a convolution or a sum of rows, of
-    operands that are no parameters; also in another layout or dtype."""
-    question = "sums", frozenset(params), transposed
-    return known.of(lambda: _find_sums(jaxpr, params, known, transposed), jaxpr, *question)
+class Origin(enum.IntFlag):
+    """What a value is computed from."""
+
+    WEIGHT = enum.auto()
+    """A parameter, element by element."""
+    SUM = enum.auto()
+    """A product, a convolution or a sum of rows that differentiation makes, of operands that are no
+    parameters; also in another layout or dtype."""
 
 
-def _find_sums(jaxpr: Any, params: Collection[Any], known: Known, transposed: bool) -> set[Any]:
-    weights: set[Any] = set(params)
-    sums: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, jaxprs.variables(eqn.invars)
-        if name in _SAME_SIZE:
-            size = _size(eqn.outvars[0])
-            if any(v in weights and _size(v) == size for v in operands):
-                weights.update(eqn.outvars)
-            if operands and (name == "add_any" or name in _MOVES) and sums.issuperset(operands):
-                sums.update(eqn.outvars)
-        elif inside := _inside(eqn):
-            for body in inside:
-                skip = len(eqn.invars) - len(body.invars)
-                pairs = zip(eqn.invars[skip:], body.invars, strict=True)
-                given = {x for v, x in pairs if not isinstance(v, core.Literal) and v in weights}
-                backward = transposed or jaxprs.is_transposed(eqn)
-                inner = _sums(body, given, known, transposed=backward)
-                results = zip(body.outvars, eqn.outvars, strict=True)
-                made = ((v, o) for v, o in results if not isinstance(v, core.Literal))
-                sums.update(o for v, o in made if v in inner)
-        elif (
-            _adds_rows(eqn)
-            and weights.isdisjoint(operands)
-            and (transposed or jaxprs.is_transposed(eqn))
-        ):
-            sums.update(eqn.outvars)
-    return sums
+_NOTHING = Origin(0)
+
+
+def _origins(*, transposed: bool) -> Analysis[Origin]:
+    """The analysis of a program; ``transposed``: of one that differentiation has made."""
+    analysis = Analysis(
+        _NOTHING, operator.or_, lambda eqn, _: [_NOTHING] * len(eqn.outvars), control=False
+    )
+
+    @analysis.rule(*_SAME_SIZE)
+    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+        size, found = _size(eqn.outvars[0]), _NOTHING
+        given = list(zip(eqn.invars, operands, strict=True))
+        if any(Origin.WEIGHT in x and _size(v) == size for v, x in given):
+            found |= Origin.WEIGHT
+        sums = [Origin.SUM in x for v, x in given if not isinstance(v, core.Literal)]
+        if eqn.primitive.name in _MOVES and sums and all(sums):
+            found |= Origin.SUM
+        return [found]
+
+    @analysis.rule("dot_general", "conv_general_dilated", "scatter-add")
+    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+        backward = transposed or jaxprs.is_transposed(eqn)
+        own = backward and _adds_rows(eqn) and not any(Origin.WEIGHT in x for x in operands)
+        return [Origin.SUM if own else _NOTHING]
+
+    @analysis.rule("while", "shard_map")
+    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+        return [_NOTHING] * len(eqn.outvars)
+
+    @analysis.rule("scan", "cond", *(primitive.name for primitive in jaxprs.CALLS))
+    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+        inside = ORIGINS_BACKWARD if transposed or jaxprs.is_transposed(eqn) else ORIGINS
+        weights = [x & Origin.WEIGHT for x in operands]
+        return [x & Origin.SUM for x in inside.through(eqn, weights)]
+
+    return analysis
+
+
+ORIGINS, ORIGINS_BACKWARD = _origins(transposed=False), _origins(transposed=True)
 
 
 def _adds_rows(eqn: Any) -> bool:
     if eqn.primitive is prims.scatter_add_p:
         return bool(jaxprs.param(eqn, "dimension_numbers").update_window_dims)
     return eqn.primitive in (prims.dot_general_p, prims.conv_general_dilated_p)
-
-
-def _inside(eqn: Any) -> list[Any]:
-    """The open jaxprs of a call, a choice or a loop over a known number of steps."""
-    if eqn.primitive is prims.scan_p:
-        return [jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]]
-    return jaxprs.bodies(eqn)
 
 
 def _size(v: Any) -> int:

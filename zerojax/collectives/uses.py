@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, wanted
+from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
@@ -26,13 +26,6 @@ _NONE: _Dtypes = frozenset()
 _Beyond = Callable[[int, Spec], _Dtypes]
 
 
-class _Users(NamedTuple):
-    """The equations that take a variable, and where; its positions among a jaxpr's results."""
-
-    eqns: list[tuple[Any, int]]
-    results: list[int]
-
-
 class Uses:
     """In which dtypes jaxprs need a parameter whole, as :class:`Inserter` runs them.
 
@@ -45,24 +38,10 @@ class Uses:
 
     def __init__(self, mesh: Mesh, axis: str, *, surely: bool = False) -> None:
         self._mesh, self._axis, self._surely = mesh, axis, surely
-        self._users: dict[Any, dict[Any, _Users]] = {}
 
     def dtypes(self, jaxpr: Any, v: Any, spec: Spec) -> frozenset[Any]:
         """Of an argument ``v`` of an open jaxpr: its own, or those to which it is rounded."""
         return self._dtypes(jaxpr, v, spec, lambda at, spec: _NONE)
-
-    def _of(self, jaxpr: Any, v: Any) -> _Users:
-        if jaxpr not in self._users:
-            users: dict[Any, _Users] = {}
-            for eqn in jaxpr.eqns:
-                for i, x in enumerate(eqn.invars):
-                    if not isinstance(x, core.Literal):
-                        users.setdefault(x, _Users([], [])).eqns.append((eqn, i))
-            for i, x in enumerate(jaxpr.outvars):
-                if not isinstance(x, core.Literal):
-                    users.setdefault(x, _Users([], [])).results.append(i)
-            self._users[jaxpr] = users
-        return self._users[jaxpr].get(v, _Users([], []))
 
     def _dtypes(self, jaxpr: Any, v: Any, spec: Spec, beyond: _Beyond) -> _Dtypes:
         """In which dtypes a variable, or what is a cast or another layout of it, is needed whole.
@@ -71,9 +50,9 @@ class Uses:
           jaxpr: an open jaxpr.
           beyond: what is needed of the jaxpr's results.
         """
-        users = self._of(jaxpr, v)
-        by_equations = [self._use(jaxpr, eqn, i, spec, beyond) for eqn, i in users.eqns]
-        return _NONE.union(*by_equations, *(beyond(at, spec) for at in users.results))
+        graph = graph_of(jaxpr)
+        by_equations = [self._use(jaxpr, *use, spec, beyond) for use in graph.users(v)]
+        return _NONE.union(*by_equations, *(beyond(at, spec) for at in graph.returned(v)))
 
     def _use(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
         name, v = eqn.primitive.name, eqn.invars[i]

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.graph import graph_of
 from zerojax.xla import jaxprs
 
 GIB = 2**30
@@ -292,7 +293,7 @@ def _stacked(traced: Any) -> list[int]:
     """For each result of a traced ``init``, how many layers of ``nn.scan`` it has side by side."""
 
     def layers(jaxpr: Any, v: Any) -> int:
-        eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
+        eqn = graph_of(jaxpr).producer(v)
         if eqn is None:
             return 1
         at = eqn.outvars.index(v)

@@ -10,6 +10,7 @@ optimizer's own equations are run, so that the numbers are its own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.graph import graph_of
 from zerojax.trace.elementwise import ELEMENTWISE
 from zerojax.xla import jaxprs
 
@@ -51,6 +54,16 @@ class Prelude(NamedTuple):
     shared: list[Any]
 
 
+def _any(eqn: Any, operands: Sequence[bool]) -> list[bool]:
+    return [any(operands)] * len(eqn.outvars)
+
+
+_HEAVY: Analysis[bool] = Analysis(False, operator.or_, _any)
+"""Whether the equation that computes a value needs, for this result or another one, an argument
+that should not be needed at once."""
+_HEAVY.rule("scan", "while", "cond", "shard_map")(_any)
+
+
 class _Connected(NamedTuple):
     """Arguments and results (positions) that equations connect, and the prelude's scalars there."""
 
@@ -81,13 +94,10 @@ class Separated:
     ) -> None:
         traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
-        self._maker = {v: e for e in self._jaxpr.eqns for v in e.outvars}
-        self._order = {id(e): i for i, e in enumerate(self._jaxpr.eqns)}
+        self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
-        self._heavy = {v for v, heavy in zip(self._jaxpr.invars, own, strict=True) if heavy}
-        for eqn in self._jaxpr.eqns:
-            if any(v in self._heavy for v in jaxprs.variables(eqn.invars)):
-                self._heavy.update(eqn.outvars)
+        found = _HEAVY.forward(self._jaxpr, [*own]).of
+        self._heavy = {v for v, heavy in found.items() if heavy}
         outvars = self._jaxpr.outvars
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
         groups: list[_Connected] = []
@@ -133,11 +143,12 @@ class Separated:
             if isinstance(x, core.Literal) or x in seen:
                 continue
             seen.add(x)
-            if known(x) or x not in self._maker:
+            maker = self._graph.producer(x)
+            if known(x) or maker is None:
                 ends[x] = None
             else:
-                eqns[id(self._maker[x])] = self._maker[x]
-                todo.extend(self._maker[x].invars)
+                eqns[id(maker)] = maker
+                todo.extend(maker.invars)
         return [*eqns.values()], [*ends]
 
     def _cluster(self, connected: _Connected) -> Cluster:
@@ -194,7 +205,7 @@ class Separated:
     ) -> list[Any]:
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
         needed, _ = self._made_from(targets, env.__contains__)
-        for eqn in sorted(needed, key=lambda e: self._order[id(e)]):
+        for eqn in sorted(needed, key=self._graph.place):
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.accumulation.lines import where
+from zerojax.graph.search import equations
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
@@ -107,7 +108,7 @@ class Body:
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves
         if not n + looped:
-            if (call := jaxprs.unread_call(jaxpr)) is not None:
+            if (call := next(filter(jaxprs.is_unread, equations(jaxpr)), None)) is not None:
                 raise NotImplementedError(
                     f"{self.name} calls {jaxprs.name_of_call(call)} ({where(call)}), which jax "
                     "alone can open, and updates nowhere else: update outside of it, or make it "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
 from jax.extend import core
 
+from zerojax.graph.graph import Graph, graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.plan import Plan
@@ -28,17 +29,16 @@ def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spe
       results: The shapes of its results.
     """
     numbers = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     new_params = {*jaxprs.variables(jaxpr.outvars[i] for i in jax.tree.leaves(numbers[0].params))}
     specs: list[Spec | None] = [None] * len(jaxpr.outvars)
     for i, leaf in zip(jax.tree.leaves(numbers[0].rest), plan.leaves["rest"], strict=True):
         out = jaxpr.outvars[i]
-        if leaf.sharded and not _follows_from(out, new_params, made_by):
+        if leaf.sharded and not _follows_from(out, new_params, graph_of(jaxpr)):
             specs[i] = layout.full(leaf.spec, len(leaf.shape))
     return specs
 
 
-def _follows_from(v: Any, variables: Collection[Any], made_by: Mapping[Any, Any]) -> bool:
+def _follows_from(v: Any, variables: Collection[Any], graph: Graph) -> bool:
     """Whether element by element a variable is made from one of others of its shape."""
     left, seen = [v], set[Any]()
     while left:
@@ -48,7 +48,7 @@ def _follows_from(v: Any, variables: Collection[Any], made_by: Mapping[Any, Any]
         if v in variables:
             return True
         seen.add(v)
-        eqn = made_by.get(v)
+        eqn = graph.producer(v)
         if eqn is not None and eqn.primitive.name in ELEMENTWISE:
             left += [x for x in eqn.invars if x.aval.shape == v.aval.shape]
     return False

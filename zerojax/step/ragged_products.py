@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from zerojax.accumulation.lines import line
 from zerojax.distributed import log
+from zerojax.graph.search import equations
 from zerojax.xla import jaxprs
 
 
@@ -21,7 +21,11 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
       jaxpr: The step's, open.
       devices: How many share the batch.
     """
-    places = {line(jaxprs.source(eqn).traceback): None for eqn in _of_all_rows(jaxpr, set())}
+    places = {
+        line(jaxprs.source(eqn).traceback): None
+        for eqn in equations(jaxpr, _of_all_rows)
+        if eqn.primitive.name == "ragged_dot_general" and not _batches(eqn)
+    }
     if devices == 1 or not places:
         return
     known = ", ".join(place for place in places if place) or "a line that is not known"
@@ -36,19 +40,13 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
     )
 
 
-def _of_all_rows(jaxpr: Any, read: set[int]) -> Iterator[Any]:
-    """The products by groups that no ``shard_map`` holds, and that have no dimension of batches:
-    rows that are sorted each by itself stay on their device. ``read`` has by ``id`` the jaxprs in
-    which they were looked for: what is called again is not read again."""
-    if id(jaxpr) in read:
-        return
-    read.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "ragged_dot_general":
-            numbers = jaxprs.param(eqn, "ragged_dot_dimension_numbers").dot_dimension_numbers
-            _, (batch, _) = numbers
-            if not batch:
-                yield eqn
-        elif eqn.primitive.name != "shard_map":
-            for inside in jaxprs.inner(eqn):
-                yield from _of_all_rows(inside, read)
+def _of_all_rows(eqn: Any) -> bool:
+    """Whether what is inside an equation sees the rows of all devices: not in a ``shard_map``."""
+    return eqn.primitive.name != "shard_map"
+
+
+def _batches(product: Any) -> Any:
+    """The dimensions of batches of a product: rows that are sorted each by itself stay on their
+    device."""
+    numbers = jaxprs.param(product, "ragged_dot_dimension_numbers").dot_dimension_numbers
+    return numbers[1][0]

@@ -7,14 +7,13 @@ So the new parameters stand in for the step's sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.graph import graph_of
 from zerojax.trace import marks
 from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
@@ -25,16 +24,11 @@ def _copies(eqn: Any) -> bool:
     return eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type"
 
 
-def origins(jaxpr: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """A function from a variable to the one that it copies, past equations that make nothing new,
-    and the equation of the jaxpr that makes that one, or None."""
-    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def origin(v: Any) -> tuple[Any, Any]:
-        eqn = None if isinstance(v, core.Literal) else producers.get(v)
-        return origin(eqn.invars[0]) if eqn and _copies(eqn) else (v, eqn)
-
-    return origin
+def origin(jaxpr: Any, v: Any) -> tuple[Any, Any]:
+    """The variable that ``v`` copies, past casts and labels, and the equation of the jaxpr that
+    produces it, or None."""
+    eqn = graph_of(jaxpr).producer(v)
+    return origin(jaxpr, eqn.invars[0]) if eqn and _copies(eqn) else (v, eqn)
 
 
 @jax.jit
@@ -46,27 +40,28 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
 
 def find_sums(jaxpr: Any) -> dict[Any, Any]:
     """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
-    if not any(map(is_change, jaxpr.eqns)):
+    graph = graph_of(jaxpr)
+    if not any(map(is_change, graph.named("jit"))):
         return {}
-    origin = origins(jaxpr)
 
     def changed(one: Any, other: Any) -> Any:
         """The new value, if ``other`` is a change of ``one``."""
-        _, eqn = origin(other)
+        _, eqn = origin(jaxpr, other)
         if eqn is None or not is_change(eqn):
             return None
         new, old, _ = eqn.invars
-        return new if origin(one)[0] is origin(old)[0] else None
+        return new if origin(jaxpr, one)[0] is origin(jaxpr, old)[0] else None
 
     replaced: dict[Any, Any] = {}
-    for eqn in jaxpr.eqns:
-        first = eqn.invars[0] if eqn.invars else None
-        if eqn.primitive.name == "add":
-            a, b = eqn.invars
-            if (new := changed(a, b) or changed(b, a)) is not None:
-                replaced[eqn.outvars[0]] = new
-        elif not isinstance(first, core.Literal) and first in replaced and _copies(eqn):
-            replaced[eqn.outvars[0]] = replaced[first]
+    for eqn in graph.named("add"):
+        a, b = eqn.invars
+        if (new := changed(a, b) or changed(b, a)) is not None:
+            copies = [eqn.outvars[0]]
+            while copies:
+                v = copies.pop()
+                replaced[v] = new
+                copies += [x for use in graph.users(v) if _copies(use.equation)
+                           for x in use.equation.outvars]  # fmt: skip
     return replaced
 
 

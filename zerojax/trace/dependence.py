@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from zerojax.trace.changes import origins
+from zerojax.graph.analysis import Analysis
+from zerojax.trace.changes import origin
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -49,29 +50,24 @@ def _named(prefix: str, lateness: Any) -> list[str]:
     return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
 
 
-def depends_on(jaxpr: Any, start: Sequence[Any]) -> list[bool]:
-    """For each result of a jaxpr, whether it depends on one of the variables ``start``."""
-    dependent = set(start)
-    for eqn in jaxpr.eqns:
-        late = [not isinstance(v, core.Literal) and v in dependent for v in eqn.invars]
-        if any(late) and eqn.primitive in jaxprs.CALLS:
-            inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
-            start = [v for v, is_late in zip(inner.invars, late, strict=True) if is_late]
-            results = zip(eqn.outvars, depends_on(inner, start), strict=True)
-            dependent.update(v for v, is_late in results if is_late)
-        elif any(late):
-            dependent.update(eqn.outvars)
-    return [not isinstance(v, core.Literal) and v in dependent for v in jaxpr.outvars]
+DEPENDS: Analysis[bool] = Analysis(
+    False, operator.or_, lambda eqn, operands: [any(operands)] * len(eqn.outvars)
+)
+"""Whether a value depends on one of some arguments."""
+
+
+def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:
+    """For each result of a jaxpr, whether it depends on one of its arguments ``start``."""
+    return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
 
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
     """Whether a result of a jaxpr is the sum of two of its arguments and nothing more."""
-    origin = origins(jaxpr)
-    v, eqn = origin(out)
+    v, eqn = origin(jaxpr, out)
     if eqn is None:
         return False
     # By identity: a literal has no hash.
-    made_of = [id(origin(v)[0]) for v in eqn.invars]
+    made_of = [id(origin(jaxpr, v)[0]) for v in eqn.invars]
     if eqn.primitive in jaxprs.CALLS:
         inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
         at = dict(zip(made_of, inner.invars, strict=True))

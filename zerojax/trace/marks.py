@@ -9,13 +9,15 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
 
 GRADIENT = "zerojax gradient"
@@ -36,9 +38,7 @@ def is_mark(eqn: Any, name: str) -> bool:
 
 def holds(eqn: Any, name: str) -> bool:
     """Whether the equation is such a mark, or has one in it at any depth."""
-    return is_mark(eqn, name) or any(
-        holds(e, name) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns
-    )
+    return contains(eqn, is_mark, name)
 
 
 def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
@@ -83,30 +83,21 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
     Zeros, for a parameter without use, are left out. Loops are not entered.
     """
     origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
-    none = MadeFrom(0)
 
-    def run(jaxpr: Any, given: list[MadeFrom]) -> list[MadeFrom]:
-        env = dict(zip(jaxpr.invars, given, strict=True))
+    def of_results(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
+        out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else MadeFrom(0))
+        return [out | (MadeFrom.MIXED if _mixes(eqn, ins) else MadeFrom(0))] * len(eqn.outvars)
 
-        def read(atom: Any) -> MadeFrom:
-            return none if isinstance(atom, core.Literal) else env.get(atom, none)
+    analysis = Analysis(MadeFrom(0), operator.or_, of_results, control=False)
+    analysis.rule("scan", "while", "shard_map")(of_results)
 
-        for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            if inside := jaxprs.bodies(eqn):
-                skip = len(ins) - len(inside[0].invars)  # the index of a choice
-                branches = [run(body, ins[skip:]) for body in inside]
-                outs = [_together(each) for each in zip(*branches, strict=True)]
-            else:
-                mark = jaxprs.param(eqn, "name") if eqn.primitive.name == "name" else None
-                if mark in origins and ins[0]:
-                    origins[mark].append(ins[0])
-                out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else none)
-                outs = [out | (MadeFrom.MIXED if _mixes(eqn, ins) else none)] * len(eqn.outvars)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    @analysis.rule("name")
+    def _(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
+        if (mark := jaxprs.param(eqn, "name")) in origins and ins[0]:
+            origins[mark].append(ins[0])
+        return of_results(eqn, ins)
 
-    run(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
+    analysis.forward(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
     return origins
 
 
@@ -114,7 +105,7 @@ def _together(parts: Iterable[MadeFrom]) -> MadeFrom:
     return functools.reduce(operator.or_, parts, MadeFrom(0))
 
 
-def _mixes(eqn: Any, ins: list[MadeFrom]) -> bool:
+def _mixes(eqn: Any, ins: Sequence[MadeFrom]) -> bool:
     """Whether it adds, or compares, what has the mark and what has not."""
     marked = [MadeFrom.MARK in way for way in ins]
     if not any(marked) or all(marked):

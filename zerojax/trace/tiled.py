@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
-from zerojax.xla.jaxprs import inner, open_jaxpr
+from zerojax.graph.search import equations
+from zerojax.xla.jaxprs import open_jaxpr
 
 _DRAWS = frozenset(
     {
@@ -155,7 +156,8 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
             "such as the keys of dropout or running means, which pieces of a sequence cannot do; "
             "call it without tiled"
         ) from error
-    if _DRAWS & set(_primitives(open_jaxpr(traced)[0])):
+    drawn = {eqn.primitive.name for eqn in equations(open_jaxpr(traced)[0])}
+    if _DRAWS & drawn:
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
             "draw the same ones; draw before or behind it, or call it without tiled. A linen "
@@ -167,10 +169,3 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
                 f"tiled({name}): of {size} positions result {jax.tree_util.keystr(path)} has shape "
                 f"{x.shape}, not [B, {size}, ...]"
             )
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for body in inner(eqn):
-            yield from _primitives(body)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
-from zerojax.xla.unused import live, without_unused
+from zerojax.xla.unused import unused, without_unused
 
 
 def without_unused_gradients(closed: Any) -> Any:
@@ -19,8 +19,8 @@ def without_unused_gradients(closed: Any) -> Any:
       closed: The step's jaxpr and its constants.
     """
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    dead = [eqn for eqn, alive in zip(jaxpr.eqns, live(jaxpr), strict=True) if not alive]
-    if not any(marks.is_mark(eqn, name) for eqn in dead for name in (marks.GRADIENT, marks.UNUSED)):
+    names = (marks.GRADIENT, marks.UNUSED)
+    if not any(marks.is_mark(eqn, name) for eqn in unused(jaxpr) for name in names):
         return closed
     pruned = without_unused(jaxpr, lambda eqn: marks.holds(eqn, marks.CHANGE))
     return jaxprs.with_body(closed, pruned)

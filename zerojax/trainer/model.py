@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
+from zerojax.graph.graph import graph_of
 from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
 from zerojax.trainer.partial import Partial, partial_mean
@@ -39,9 +40,9 @@ class Traced(NamedTuple):
         """Traces ``function(args, batch)``."""
         closed, forward = jax.make_jaxpr(function, return_shape=True)(args, batch)
         jaxpr, _ = jaxprs.open_jaxpr(closed)
-        read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
+        graph = graph_of(jaxpr)
         fields = zip(sorted(batch), jaxpr.invars[-len(batch) :], strict=True)
-        return cls(forward, [name for name, v in fields if id(v) not in read])
+        return cls(forward, [name for name, v in fields if not graph.times_used(v)])
 
 
 class Model(Protocol):

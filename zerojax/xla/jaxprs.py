@@ -101,16 +101,10 @@ def inner(eqn: Any) -> Iterator[Any]:
                 yield open_jaxpr(x)[0]
 
 
-def unread_call(jaxpr: Any) -> Any:
-    """The first equation, in loops and calls too, of a primitive that jax alone can open: one of
-    "hijax", such as ``jax_remat3`` makes. None without one."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith("call_hi_primitive"):
-            return eqn
-        for body in inner(eqn):
-            if (found := unread_call(body)) is not None:
-                return found
-    return None
+def is_unread(eqn: Any) -> bool:
+    """Whether jax alone can open what a primitive runs: one of "hijax", such as ``jax_remat3``
+    makes."""
+    return eqn.primitive.name.startswith("call_hi_primitive")
 
 
 def name_of_call(eqn: Any) -> str:

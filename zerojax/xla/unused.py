@@ -18,17 +18,18 @@ def used_arguments(closed: Any) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed)[0], True)[1])
 
 
-def live(jaxpr: Any) -> list[bool]:
-    """For each equation of an open jaxpr, whether a result or an effect is made from what it makes.
+def unused(jaxpr: Any) -> list[Any]:
+    """The equations of an open jaxpr from which no result and no effect is computed, last first.
 
-    Calls, loops and choices are taken for one equation, which uses all that it is given.
+    Calls, loops and choices are taken for one equation, which uses all of its operands.
     """
-    needed, alive = {*jaxprs.variables(jaxpr.outvars)}, []
+    needed, found = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
-        alive.append(bool(eqn.effects) or not needed.isdisjoint(eqn.outvars))
-        if alive[-1]:
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
             needed.update(jaxprs.variables(eqn.invars))
-    return alive[::-1]
+        else:
+            found.append(eqn)
+    return found
 
 
 def without_unused(jaxpr: Any, whole: Callable[[Any], bool]) -> Any:

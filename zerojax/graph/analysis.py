@@ -1,0 +1,184 @@
+"""Dataflow analyses: a fact for each value of a program, by one rule a primitive.
+
+An analysis says what is known of a value: whether it depends on an argument, say, or whether an
+equation needs it unsharded. A transfer rule takes the facts of an equation's operands to those of
+its results (forward), or of its results to those of its operands (backward). The engine does the
+rest: it joins the facts of several uses, enters calls, branches and loops, and repeats a loop until
+its facts no longer change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jax.extend import core
+
+from zerojax.graph.regions import Region, regions
+
+F = TypeVar("F")
+Rule = Callable[[Any, Sequence[F]], Sequence[F]]
+"""From an equation, and the facts on one side of it, to those on the other."""
+
+
+class Facts(NamedTuple, Generic[F]):
+    """What an analysis finds in one program.
+
+    Attributes:
+      ends: The facts of the results (forward), or of the arguments (backward), in order.
+      of: By variable of the program, not of the programs inside its equations, the fact.
+    """
+
+    ends: Sequence[F]
+    of: Mapping[Any, F]
+
+
+class Analysis(Generic[F]):
+    """Transfer rules over a join-semilattice of hashable facts.
+
+    Args:
+      bottom: The fact of a value of which nothing is known, and of a literal.
+      join: The least fact that holds where either of two does: commutative, associative and
+        idempotent. A fact climbs finitely often, so that loops come to a fixpoint.
+      unknown: The rule of every primitive that has none of its own and runs no region.
+      control: Forward, whether the results of a choice or a loop also have the facts of what
+        decides it.
+
+    Example:
+      >>> import operator, jax
+      >>> from zerojax.xla.jaxprs import open_jaxpr
+      >>> depends = Analysis(False, operator.or_, lambda eqn, ins: [any(ins)] * len(eqn.outvars))
+      >>> jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1.0, 2.0))
+      >>> depends.forward(jaxpr, [False, True]).ends
+      [False, True]
+    """
+
+    def __init__(
+        self, bottom: F, join: Callable[[F, F], F], unknown: Rule[F], *, control: bool = True
+    ) -> None:
+        self._bottom, self._join, self._unknown, self._control = bottom, join, unknown, control
+        self._rules: dict[str, Rule[F]] = {}
+        # A layer that many equations run is analysed once for each set of facts that it is given.
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, Facts[F]]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def rule(self, *primitives: str) -> Callable[[Rule[F]], Rule[F]]:
+        """Registers a transfer rule for primitives, by their names. For a primitive that runs
+        regions the rule stands in for them.
+
+        Raises:
+          ValueError: One of the primitives has a rule.
+        """
+
+        def register(rule: Rule[F]) -> Rule[F]:
+            if twice := self._rules.keys() & {*primitives}:
+                raise ValueError(f"two rules for {', '.join(sorted(twice))}")
+            self._rules.update(dict.fromkeys(primitives, rule))
+            return rule
+
+        return register
+
+    def forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
+        """The facts of an open jaxpr, from those of its arguments."""
+        return self._once("forward", jaxpr, given, self._forward)
+
+    def backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
+        """The facts of an open jaxpr, from those of its results."""
+        return self._once("backward", jaxpr, needed, self._backward)
+
+    def _once(
+        self,
+        direction: str,
+        jaxpr: Any,
+        facts: Sequence[F],
+        run: Callable[[Any, Sequence[F]], Facts[F]],
+    ) -> Facts[F]:
+        known, question = self._known.setdefault(jaxpr, {}), (direction, *facts)
+        if question not in known:
+            known[question] = run(jaxpr, facts)
+        return known[question]
+
+    def _forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
+        env = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> F:
+            return self._bottom if isinstance(atom, core.Literal) else env.get(atom, self._bottom)
+
+        for equation in jaxpr.eqns:
+            operands = [read(v) for v in equation.invars]
+            if (rule := self._rules.get(equation.primitive.name)) is not None:
+                results = rule(equation, operands)
+            elif regions(equation):
+                results = self.through(equation, operands)
+            else:
+                results = self._unknown(equation, operands)
+            env.update(zip(equation.outvars, results, strict=True))
+        return Facts([read(v) for v in jaxpr.outvars], env)
+
+    def through(self, equation: Any, operands: Sequence[F]) -> Sequence[F]:
+        """From the facts of operands to those of results, by the programs inside: what a rule that
+        stands in for them may begin with."""
+        inside = regions(equation)
+        results = [self._bottom] * len(equation.outvars)
+        taken = {at for region in inside for at in region.operands}
+        deciding = [fact for at, fact in enumerate(operands) if at not in taken]  # a choice's index
+        for region in inside[::-1]:  # the body of a loop before its condition
+            given = [operands[at] for at in region.operands]
+            if region.decides:
+                carried = len(given) - len(results)
+                given[carried:] = map(self._join, given[carried:], results)
+                deciding += self.forward(region.jaxpr, given).ends
+            else:
+                results = list(map(self._join, results, self._iterated(region, given)))
+        for fact in deciding if self._control else ():
+            results = [self._join(each, fact) for each in results]
+        return results
+
+    def _iterated(self, region: Region, given: list[F]) -> Sequence[F]:
+        while True:
+            made, grown = self.forward(region.jaxpr, given).ends, list(given)
+            for result, argument in region.carries:
+                grown[argument] = self._join(grown[argument], made[result])
+            if grown == given:
+                return made
+            given = grown
+
+    def _backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
+        env: dict[Any, F] = {}
+
+        def add(atom: Any, fact: F) -> None:
+            if not isinstance(atom, core.Literal):
+                env[atom] = self._join(env[atom], fact) if atom in env else fact
+
+        for v, fact in zip(jaxpr.outvars, needed, strict=True):
+            add(v, fact)
+        for equation in reversed(jaxpr.eqns):
+            results = [env.get(v, self._bottom) for v in equation.outvars]
+            if (rule := self._rules.get(equation.primitive.name)) is not None:
+                operands = rule(equation, results)
+            elif inside := regions(equation):
+                operands = self._back_through(equation, inside, results)
+            else:
+                operands = self._unknown(equation, results)
+            for v, fact in zip(equation.invars, operands, strict=True):
+                add(v, fact)
+        return Facts([env.get(v, self._bottom) for v in jaxpr.invars], env)
+
+    def _back_through(
+        self, equation: Any, inside: Sequence[Region], results: Sequence[F]
+    ) -> Sequence[F]:
+        """From the facts of results to those of operands, by the programs inside."""
+        operands = [self._bottom] * len(equation.invars)
+        for region in inside:
+            needed = [self._bottom] if region.decides else list(results)
+            while True:
+                found, grown = self.backward(region.jaxpr, needed).ends, list(needed)
+                for result, argument in region.carries:
+                    grown[result] = self._join(grown[result], found[argument])
+                if grown == needed:
+                    break
+                needed = grown
+            for at, fact in zip(region.operands, found, strict=True):
+                operands[at] = self._join(operands[at], fact)
+        return operands

@@ -1,0 +1,35 @@
+"""Results of functions of a jaxpr, kept for as long as the jaxpr exists."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cached_by_jaxpr(
+    function: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Caches ``function(jaxpr, *question)`` by the identity of the jaxpr and by the question.
+
+    Programs call the same jaxpr at many places (a layer, a rematerialised block), and it is read
+    once for all of them. The result must not hold the jaxpr itself, or neither is ever freed.
+
+    Args:
+      function: Its first argument is an open jaxpr, or another object that compares by identity;
+        the others are hashable and positional.
+    """
+    known: weakref.WeakKeyDictionary[Any, dict[Any, R]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(jaxpr: Any, *question: P.args, **_: P.kwargs) -> R:
+        answers = known.setdefault(jaxpr, {})
+        if question not in answers:
+            answers[question] = function(jaxpr, *question)  # type: ignore[call-arg]
+        return answers[question]
+
+    return cached

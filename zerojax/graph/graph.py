@@ -1,0 +1,97 @@
+"""Which equation produces a value, and which equations use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from zerojax.graph.cache import cached_by_jaxpr
+
+
+class Use(NamedTuple):
+    """An equation that takes a value, and the position among its operands."""
+
+    equation: Any
+    position: int
+
+
+class Graph:
+    """The equations of one program as a graph of values. Literals have no producer and no users.
+
+    Args:
+      equations: In order.
+      results: What the program returns.
+    """
+
+    def __init__(self, equations: Sequence[Any], results: Sequence[Any]) -> None:
+        self._equations, self._results = equations, results
+
+    @cached_property
+    def _producers(self) -> Mapping[Any, Any]:
+        return {v: equation for equation in self._equations for v in equation.outvars}
+
+    @cached_property
+    def _places(self) -> Mapping[int, int]:
+        return {id(equation): i for i, equation in enumerate(self._equations)}
+
+    @cached_property
+    def _users(self) -> Mapping[Any, Sequence[Use]]:
+        users: dict[Any, list[Use]] = {}
+        for equation in self._equations:
+            for i, v in enumerate(equation.invars):
+                if not isinstance(v, core.Literal):
+                    users.setdefault(v, []).append(Use(equation, i))
+        return users
+
+    @cached_property
+    def _returned(self) -> Mapping[Any, Sequence[int]]:
+        returned: dict[Any, list[int]] = {}
+        for i, v in enumerate(self._results):
+            if not isinstance(v, core.Literal):
+                returned.setdefault(v, []).append(i)
+        return returned
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Sequence[Any]]:
+        named: dict[str, list[Any]] = {}
+        for equation in self._equations:
+            named.setdefault(equation.primitive.name, []).append(equation)
+        return named
+
+    def producer(self, atom: Any) -> Any:
+        """The equation that produces a value; None for an argument, a constant or a literal."""
+        return None if isinstance(atom, core.Literal) else self._producers.get(atom)
+
+    def users(self, v: Any) -> Sequence[Use]:
+        """The uses of a variable by equations, in order."""
+        return self._users.get(v, ())
+
+    def returned(self, v: Any) -> Sequence[int]:
+        """The positions of a variable among the results."""
+        return self._returned.get(v, ())
+
+    def times_used(self, v: Any) -> int:
+        """How many operands and results a variable is."""
+        return len(self.users(v)) + len(self.returned(v))
+
+    def place(self, equation: Any) -> int:
+        """The position of an equation among all."""
+        return self._places[id(equation)]
+
+    def without(self, equations: Sequence[Any]) -> list[Any]:
+        """All equations but these, in order."""
+        left_out = {id(equation) for equation in equations}
+        return [equation for equation in self._equations if id(equation) not in left_out]
+
+    def named(self, *names: str) -> Sequence[Any]:
+        """The equations of primitives with these names; in order for one name."""
+        return [equation for name in names for equation in self._by_name.get(name, ())]
+
+
+@cached_by_jaxpr
+def graph_of(jaxpr: Any) -> Graph:
+    """The graph of an open jaxpr, made once."""
+    return Graph(jaxpr.eqns, jaxpr.outvars)

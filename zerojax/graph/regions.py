@@ -1,0 +1,86 @@
+"""The programs inside an equation, and how their values correspond to its operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import primitives as prims
+
+from zerojax.xla import jaxprs
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A program that an equation runs: a called function, a loop's body or condition, a branch.
+
+    Attributes:
+      jaxpr: The program, an open jaxpr.
+      operands: For each argument of the program, the position of the operand that it starts from.
+      carries: Pairs of positions: a result of the program, and the argument that takes this result
+        in the next iteration of a loop.
+      entries: The position of the first argument that is one entry of its operand, as in a scan;
+        the number of arguments where none is.
+      stacked: The position of the first result that is one entry of the equation's result; the
+        number of results where none is.
+      decides: The program only decides what runs: its result is none of the equation's results.
+    """
+
+    jaxpr: Any
+    operands: Sequence[int]
+    carries: Sequence[tuple[int, int]] = ()
+    entries: int | None = None
+    stacked: int | None = None
+    decides: bool = False
+
+    def is_entry(self, argument: int) -> bool:
+        """Whether an argument is one entry of its operand, without the first dimension."""
+        return self.entries is not None and argument >= self.entries
+
+    def is_stacked(self, result: int) -> bool:
+        """Whether a result is one entry of the equation's result, which has one dimension more."""
+        return self.stacked is not None and result >= self.stacked
+
+    def argument(self, operand: int) -> Any:
+        """The variable inside that starts from an operand; None where the program does not take
+        this operand."""
+        if operand not in self.operands:
+            return None
+        return self.jaxpr.invars[self.operands.index(operand)]
+
+
+def regions(equation: Any) -> tuple[Region, ...]:
+    """The programs of a call, a rematerialised block, a function with derivatives of its own, a
+    loop, a choice or a ``shard_map``; none for another equation.
+
+    A ``while`` loop has two, the condition first. Programs whose arguments do not correspond to
+    operands one by one (the kernel of a ``pallas_call``, the function of a reduction) are no
+    regions; :func:`zerojax.xla.jaxprs.inner` finds them.
+    """
+    primitive, n = equation.primitive, len(equation.invars)
+    if primitive in jaxprs.CALLS:
+        return (Region(_opened(jaxprs.called(equation)), range(n)),)
+    if primitive is prims.scan_p:
+        consts, carry = jaxprs.scan_counts(equation)
+        pairs = [(i, consts + i) for i in range(carry)]
+        body = _opened(jaxprs.param(equation, "jaxpr"))
+        return (Region(body, range(n), pairs, consts + carry, carry),)
+    if primitive is prims.while_p:
+        loop = jaxprs.while_parts(equation)
+        first, carried = loop.cond_consts, range(loop.cond_consts + loop.body_consts, n)
+        pairs = [(i, loop.body_consts + i) for i in range(len(carried))]
+        return (
+            Region(_opened(loop.cond), [*range(first), *carried], decides=True),
+            Region(_opened(loop.body), [*range(first, carried.start), *carried], pairs),
+        )
+    if primitive is prims.cond_p:
+        branches = jaxprs.param(equation, "branches")
+        return tuple(Region(_opened(branch), range(1, n)) for branch in branches)
+    if primitive.name == "shard_map":
+        return (Region(_opened(jaxprs.param(equation, "jaxpr")), range(n)),)
+    return ()
+
+
+def _opened(jaxpr: Any) -> Any:
+    return jaxprs.open_jaxpr(jaxpr)[0]

@@ -1,0 +1,71 @@
+"""Equations at any depth of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.regions import regions
+from zerojax.xla import jaxprs
+
+
+def everything(equation: Any) -> bool:
+    """Enters every equation."""
+    return True
+
+
+def runs_regions(equation: Any) -> bool:
+    """Enters calls, loops and choices; not a ``shard_map``, nor a kernel."""
+    return bool(regions(equation)) and equation.primitive.name != "shard_map"
+
+
+def equations(
+    jaxpr: Any, enters: Callable[[Any], bool] = everything, _seen: set[int] | None = None
+) -> Iterator[Any]:
+    """The equations of an open jaxpr and of the programs inside them, outer ones first.
+
+    A program that several equations run is visited once.
+
+    Args:
+      jaxpr: An open jaxpr.
+      enters: Whether the programs inside an equation are visited.
+    """
+    seen = set() if _seen is None else _seen
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in jaxprs.inner(equation) if enters(equation) else ():
+            if id(body) not in seen:
+                seen.add(id(body))
+                yield from equations(body, enters, seen)
+
+
+def contains(
+    equation: Any,
+    test: Callable[..., bool],
+    *question: Any,
+    enters: Callable[[Any], bool] = everything,
+) -> bool:
+    """Whether ``test(equation, *question)`` holds of an equation, or of one inside it.
+
+    Each program inside is searched once, whatever runs it.
+
+    Args:
+      equation: The equation.
+      test: A function of a module, so that answers can be kept.
+      question: Its further arguments, hashable.
+      enters: Whether the programs inside an equation are searched; a function of a module too.
+    """
+    if test(equation, *question):
+        return True
+    return enters(equation) and any(
+        holds(body, test, enters, *question) for body in jaxprs.inner(equation)
+    )
+
+
+@cached_by_jaxpr
+def holds(
+    jaxpr: Any, test: Callable[..., bool], enters: Callable[[Any], bool], *question: Any
+) -> bool:
+    """Whether a program has an equation of which ``test`` holds, see :func:`contains`."""
+    return any(contains(equation, test, *question, enters=enters) for equation in jaxpr.eqns)

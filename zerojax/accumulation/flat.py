@@ -11,6 +11,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.kinds import REDUCTIONS
 from zerojax.accumulation.lines import line
+from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
 
@@ -120,12 +121,12 @@ class _Opener:
     ) -> tuple[Any, list[Any]]:
         """A checkpoint that is given the numbers which it makes of the batch alone."""
         inner = jaxprs.param(eqn, "jaxpr")
-        learned = {v for v, x in zip(inner.invars, values, strict=True) if self._is_learned(x)}
+        depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
+        learned = {v for v, yes in depends.items() if yes}
         counted: set[Any] = set()  # numbers that reductions make
         for each in inner.eqns:
-            if not learned.isdisjoint(jaxprs.variables(each.invars)):
-                learned.update(each.outvars)
-            elif len(each.outvars) == 1 and (_reduces(each) or _small(each, counted)):
+            shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
+            if shrinks and learned.isdisjoint(each.outvars):
                 counted.update(each.outvars)
         numbers: dict[Any, None] = {}
         for each in inner.eqns:

@@ -28,6 +28,7 @@ from zerojax.collectives.gathering import plain
 from zerojax.collectives.reduction import add_up
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
+from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -119,39 +120,36 @@ class Lanes(NamedTuple):
         """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
         return add_up(value, 0)
 
-    def obstacle(self, eqns: Sequence[Any]) -> Any:
-        """The first equation that cannot run on all lanes side by side, in loops and calls too;
+    def obstacle(self, program: Any) -> Any:
+        """The innermost equation that cannot run on all lanes side by side, in loops and calls too;
         None where all can."""
-        for eqn in eqns:
-            if not self._runs_one(eqn):
-                inside = (self.obstacle(body.eqns) for body in jaxprs.inner(eqn))
-                return next((each for each in inside if each is not None), eqn)
+        found, inside = None, [program]
+        while (first := self._first_obstacle(inside)) is not None:
+            found, inside = first, [*jaxprs.inner(first)]
+        return found
+
+    def _first_obstacle(self, programs: Sequence[Any]) -> Any:
+        for program in programs:
+            if (first := next(filter(self._is_obstacle, equations(program)), None)) is not None:
+                return first
         return None
 
-    def may_suit(self, eqns: Sequence[Any]) -> bool:
+    def may_suit(self, program: Any) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
-        return not any(
-            eqn.primitive.name in _NOWHERE
-            or any(not self.may_suit(body.eqns) for body in jaxprs.inner(eqn))
-            for eqn in eqns
-        )
+        return not any(eqn.primitive.name in _NOWHERE for eqn in equations(program))
 
     def suit(self, split: Split, analysis: Analysis) -> bool:
         """Whether lanes make a step's numbers, and as fast."""
         alone = split.carry or split.n_last or analysis.owners or analysis.drawn
-        return not alone and self._runs(split.micro.eqns)
+        return not alone and self.obstacle(split.micro) is None
 
-    def _runs(self, eqns: Sequence[Any]) -> bool:
-        return all(map(self._runs_one, eqns))
-
-    def _runs_one(self, eqn: Any) -> bool:
+    def _is_obstacle(self, eqn: Any) -> bool:
         if eqn.effects or eqn.primitive.name in _NOT_SIDE_BY_SIDE or not _is_batched(eqn):
+            return True
+        if eqn.primitive is not prims.sharding_constraint_p:
             return False
-        if eqn.primitive is prims.sharding_constraint_p:
-            spec = getattr(jaxprs.param(eqn, "sharding"), "spec", None)
-            if spec is None or any({*layout.axes(entry)} & {*self.axes} for entry in spec):
-                return False
-        return all(self._runs(body.eqns) for body in jaxprs.inner(eqn))
+        spec = getattr(jaxprs.param(eqn, "sharding"), "spec", None)
+        return spec is None or any({*layout.axes(entry)} & {*self.axes} for entry in spec)
 
 
 def _is_batched(eqn: Any) -> bool:

@@ -11,6 +11,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.split import Split
+from zerojax.graph.graph import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
@@ -58,8 +59,7 @@ def parameters_of(
     Raises:
       ValueError: Not every parameter's gradient reaches the optimizer once, in the step itself.
     """
-    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    reach = [eqn for eqn in flat.eqns if marks.is_mark(eqn, marks.GRADIENT)]
+    graph, reach = graph_of(flat), marks.gradients(flat)
     if len(reach) != len(names):
         raise ValueError(
             f"{key}: the step updates in a branch, in a loop or more than once, and errors are fed "
@@ -67,13 +67,13 @@ def parameters_of(
         )
     found: dict[Any, int] = {}
     for i in chosen:
-        left = [reach[i].outvars[0]]
+        left = [reach[i]]
         while left:
             v = left.pop()
             if v in found:
                 continue
             found[v] = i
-            eqn = made.get(v)
+            eqn = graph.producer(v)
             if eqn is not None and eqn.primitive.name in ELEMENTWISE | LABELS:
                 same = [x for x in jaxprs.variables(eqn.invars) if x.aval.shape == v.aval.shape]
                 left += same
@@ -91,7 +91,7 @@ def check_sums(
     """Raises ValueError where a gradient is not one sum over rows, which devices could make apart
     and send with its error."""
     sums = [parameters.get(x.variable) for x in split.crossing if x.how == "sum"]
-    reach = [eqn.outvars[0] for eqn in flat.eqns if marks.is_mark(eqn, marks.GRADIENT)]
+    reach = marks.gradients(flat)
     for i in sorted({*parameters.values()}):
         if sums.count(i) > 1 or (not sums.count(i) and analysis.kind(reach[i]).needs_whole):
             raise ValueError(

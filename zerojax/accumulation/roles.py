@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.distributed import log
+from zerojax.graph.analysis import Analysis as Dataflow
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -177,22 +179,17 @@ def _feeds_noise(flat: Any, start: Any) -> bool:
     """Whether an argument is a key, or a number that keys are made from."""
     dtype = start.aval.dtype
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return key or (dtype == jnp.uint32 and _reaches_noise(flat.eqns, {start}))
+    return key or (dtype == jnp.uint32 and _reaches_noise(flat, start))
 
 
-def _reaches_noise(eqns: Sequence[Any], reached: set[Any]) -> bool:
-    for eqn in eqns:
-        at = [
-            i for i, v in enumerate(eqn.invars) if not isinstance(v, core.Literal) and v in reached
-        ]
-        if not at:
-            continue
-        if eqn.primitive.name.startswith(("random_", "threefry")):
-            return True
-        for body in jaxprs.inner(eqn):
-            skip = len(eqn.invars) - len(body.invars)
-            inside = {body.invars[i - skip] for i in at if i >= skip}
-            if inside and _reaches_noise(body.eqns, inside):
-                return True
-        reached.update(eqn.outvars)
-    return False
+def _reaches_noise(flat: Any, start: Any) -> bool:
+    """Whether a primitive that draws random numbers takes what depends on an argument."""
+    draws: list[Any] = []
+
+    def depend(eqn: Any, operands: Sequence[bool]) -> list[bool]:
+        if any(operands) and eqn.primitive.name.startswith(("random_", "threefry")):
+            draws.append(eqn)
+        return [any(operands)] * len(eqn.outvars)
+
+    Dataflow(False, operator.or_, depend).forward(flat, [v is start for v in flat.invars])
+    return bool(draws)

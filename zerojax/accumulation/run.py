@@ -187,7 +187,7 @@ class MicroBatches:
         be slower."""
         axis = self._inserter.axis
         parts = any(len(layout.parts_of(spec, axis)) > 1 for spec in self._wants.values())
-        if (parts and self._sharded) or not lanes.may_suit(flat.eqns):
+        if (parts and self._sharded) or not lanes.may_suit(flat):
             return None
         try:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
@@ -210,8 +210,8 @@ class MicroBatches:
         self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
         remedy = own_sums.remedy(feedback.key)
         apart = f"{feedback.key} has each device sum up its own rows of {name}, and"
-        if not lanes.may_suit(flat.eqns):
-            what = own_sums.where(lanes.obstacle(flat.eqns))
+        if not lanes.may_suit(flat):
+            what = own_sums.where(lanes.obstacle(flat))
             raise ValueError(
                 f"{apart} {what} cannot run for each device by itself: leave it out of the step, "
                 f"{remedy}."
@@ -226,7 +226,7 @@ class MicroBatches:
             ) from e
         own = [str(paths[i]) for i, kind in divided.kinds.items() if not kind.rows]
         why = own_sums.obstacle(
-            divided.split, divided.analysis, lanes.obstacle(divided.split.micro.eqns)
+            divided.split, divided.analysis, lanes.obstacle(divided.split.micro)
         ) or (f"{own[0]} would be a number of each device's own" if own else None)
         if why is not None:
             raise ValueError(f"{apart} {why}: leave it out of the step, {remedy}.")

@@ -21,7 +21,6 @@ from zerojax.collectives import propagate
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.cache import cached_by_jaxpr
-from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
@@ -68,9 +67,7 @@ def used_whole(jaxpr: Any) -> frozenset[Any]:
     """The variables of an open jaxpr that an equation needs unsharded, in whatever layout and
     scale. Lookups are left out, and what the optimizer does with its gradients."""
     found = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
-    names = graph_of(jaxpr).named("name")
-    gradients = {v for eqn in names if marks.is_mark(eqn, marks.GRADIENT) for v in eqn.outvars}
-    return frozenset(v for v, yes in found.items() if yes) - gradients
+    return frozenset(v for v, yes in found.items() if yes) - {*marks.gradients(jaxpr)}
 
 
 class GoesOn:

@@ -10,7 +10,6 @@ optimizer's own equations are run, so that the numbers are its own.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.graph.analysis import Analysis
 from zerojax.graph.graph import graph_of
+from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.trace.elementwise import ELEMENTWISE
 from zerojax.xla import jaxprs
 
@@ -52,16 +51,6 @@ class Prelude(NamedTuple):
 
     scalars: list[Any]
     shared: list[Any]
-
-
-def _any(eqn: Any, operands: Sequence[bool]) -> list[bool]:
-    return [any(operands)] * len(eqn.outvars)
-
-
-_HEAVY: Analysis[bool] = Analysis(False, operator.or_, _any)
-"""Whether the equation that computes a value needs, for this result or another one, an argument
-that should not be needed at once."""
-_HEAVY.rule("scan", "while", "cond", "shard_map")(_any)
 
 
 class _Connected(NamedTuple):
@@ -96,7 +85,7 @@ class Separated:
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
-        found = _HEAVY.forward(self._jaxpr, [*own]).of
+        found = EQUATION_DEPENDS.forward(self._jaxpr, [*own]).of
         self._heavy = {v for v, heavy in found.items() if heavy}
         outvars = self._jaxpr.outvars
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from zerojax.graph.analysis import Analysis
+from zerojax.graph.reach import DEPENDS
 from zerojax.trace.changes import origin
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
@@ -48,12 +47,6 @@ def _named(prefix: str, lateness: Any) -> list[str]:
     """Paths of the leaves of a tree that are late."""
     leaves = jax.tree_util.tree_leaves_with_path(lateness)
     return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
-
-
-DEPENDS: Analysis[bool] = Analysis(
-    False, operator.or_, lambda eqn, operands: [any(operands)] * len(eqn.outvars)
-)
-"""Whether a value depends on one of some arguments."""
 
 
 def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:

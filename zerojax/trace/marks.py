@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.analysis import Analysis
+from zerojax.graph.graph import graph_of
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
 
@@ -34,6 +35,12 @@ CHANGE = "zerojax change"
 
 def is_mark(eqn: Any, name: str) -> bool:
     return eqn.primitive.name == "name" and jaxprs.param(eqn, "name") == name
+
+
+def gradients(jaxpr: Any) -> list[Any]:
+    """The variables of a program that reach the optimizer, in order; none inside equations."""
+    names = graph_of(jaxpr).named("name")
+    return [eqn.outvars[0] for eqn in names if is_mark(eqn, GRADIENT)]
 
 
 def holds(eqn: Any, name: str) -> bool:

@@ -1,0 +1,141 @@
+"""Producers and users of values; regions of equations; equations at any depth."""
+
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.graph import graph_of
+from zerojax.graph.regions import regions
+from zerojax.graph.search import contains, equations, runs_regions
+from zerojax.xla import jaxprs
+
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def opened(function: Any, *args: Any) -> Any:
+    return jaxprs.open_jaxpr(jax.make_jaxpr(function)(*args))[0]
+
+
+def test_producers_and_users() -> None:
+    jaxpr = opened(lambda x, y: (jnp.sin(x) * jnp.sin(x), x + y, y), X, X)
+    graph = graph_of(jaxpr)
+    x, y = jaxpr.invars
+    assert graph.producer(x) is None
+    assert [use.equation.primitive.name for use in graph.users(x)] == ["sin", "sin", "add"]
+    assert graph.returned(y) == [2]
+    assert graph.times_used(y) == 2
+    (product,) = graph.named("mul")
+    assert [graph.producer(v).primitive.name for v in product.invars] == ["sin", "sin"]
+    assert graph.users(product.outvars[0]) == ()
+    assert graph.place(product) == 2
+    assert [e.primitive.name for e in graph.without([product])] == ["sin", "sin", "add"]
+    assert [e.primitive.name for e in graph.named("add", "sin")] == ["add", "sin", "sin"]
+
+
+def test_a_graph_is_made_once_and_freed_with_its_jaxpr() -> None:
+    jaxpr = opened(lambda x: jnp.sin(x), X)  # jax keeps that of a function that lives on
+    graph = weakref.ref(graph_of(jaxpr))
+    assert graph_of(jaxpr) is graph()
+    del jaxpr
+    gc.collect()
+    assert graph() is None
+
+
+def scanned(x: Any, w: Any) -> Any:
+    return lax.scan(lambda c, row: (c + row * w, c.sum()), x[0], x)
+
+
+def looped(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda c: (c[0] * w).sum() < 9, lambda c: (c[0] + x, c[1] * 2), (x, w))
+
+
+def chosen(x: Any, w: Any) -> Any:
+    return lax.cond(x.sum() > 0, lambda x, w: (x, w), lambda x, w: (x + w, x[0]), x, w)
+
+
+def of_each_device(function: Any) -> Any:
+    spec, auto = jax.sharding.PartitionSpec("data"), (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (scanned, "scan"),
+        (looped, "while"),
+        (chosen, "cond"),
+        (lambda x, w: jax.jit(jnp.dot)(x, w.T), "jit"),
+        (lambda x, w: jax.checkpoint(jnp.dot)(x, w.T), "remat2"),
+        (lambda x, w: jax.nn.relu(x) + w, "custom_jvp_call"),
+    ],
+)
+def test_arguments_of_regions_are_operands(function: Any, name: str) -> None:
+    """Each argument has the dtype and shape of its operand, or of one entry of it."""
+    (equation, *_) = [e for e in equations(opened(function, X, X[0])) if e.primitive.name == name]
+    inside = regions(equation)
+    assert inside
+    for region in inside:
+        for i, (v, at) in enumerate(zip(region.jaxpr.invars, region.operands, strict=True)):
+            operand = equation.invars[at].aval
+            shape = operand.shape[1:] if region.is_entry(i) else operand.shape
+            assert (v.aval.shape, v.aval.dtype) == (shape, operand.dtype)
+            assert region.argument(at) is v
+        for result, argument in region.carries:
+            carried = region.jaxpr.outvars[result].aval
+            assert carried.shape == region.jaxpr.invars[argument].aval.shape
+        if not region.decides:
+            results = zip(region.jaxpr.outvars, equation.outvars, strict=True)
+            for i, (v, out) in enumerate(results):
+                shape = out.aval.shape[1:] if region.is_stacked(i) else out.aval.shape
+                assert v.aval.shape == shape
+
+
+def test_regions_of_particular_equations() -> None:
+    (loop,) = [e for e in equations(opened(looped, X, X[0])) if e.primitive.name == "while"]
+    condition, body = regions(loop)
+    assert (condition.decides, body.decides) == (True, False)
+    (choice,) = [e for e in equations(opened(chosen, X, X[0])) if e.primitive.name == "cond"]
+    assert [region.argument(0) for region in regions(choice)] == [None, None]
+    assert regions(opened(jnp.sin, X).eqns[0]) == ()
+
+
+def test_equations_at_any_depth() -> None:
+    layer = jax.jit(lambda x: jnp.tanh(x) * 2)
+    jaxpr = opened(lambda x: lax.scan(lambda c, row: (layer(layer(row)), None), x[0], x), X)
+    names = [e.primitive.name for e in equations(jaxpr)]
+    assert names.count("tanh") == 1  # one program, though it runs twice
+    assert "tanh" not in [e.primitive.name for e in equations(jaxpr, lambda eqn: False)]
+
+
+def is_tanh(eqn: Any) -> bool:
+    return bool(eqn.primitive.name == "tanh")
+
+
+def test_contains() -> None:
+    mapped = jax.jit(jax.vmap(lambda x: lax.map(jnp.tanh, x)))
+    (call,) = opened(mapped, X).eqns
+    assert contains(call, is_tanh)
+    assert not contains(call, is_tanh, enters=lambda eqn: eqn.primitive.name == "jit")
+    (call,) = opened(jax.jit(of_each_device(jnp.tanh)), X).eqns
+    assert contains(call, is_tanh)
+    assert not contains(call, is_tanh, enters=runs_regions)
+
+
+def test_an_answer_is_kept_by_the_question() -> None:
+    asked: list[int] = []
+
+    @cached_by_jaxpr
+    def count(jaxpr: Any, times: int) -> int:
+        asked.append(times)
+        return times * len(jaxpr.eqns)
+
+    jaxpr, other = opened(jnp.sin, X), opened(jnp.cos, X)
+    assert [count(jaxpr, 2), count(jaxpr, 3), count(jaxpr, 2), count(other, 2)] == [2, 3, 2, 2]
+    assert asked == [2, 3, 2]

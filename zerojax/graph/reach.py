@@ -1,0 +1,25 @@
+"""Which values of a program depend on some of its arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax.graph.analysis import Analysis
+from zerojax.xla import jaxprs
+
+
+def _any(eqn: Any, operands: Sequence[bool]) -> list[bool]:
+    return [any(operands)] * len(eqn.outvars)
+
+
+DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
+"""Forward, whether a value depends on the arguments. Results of a call or a loop differ."""
+
+EQUATION_DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
+"""Forward, whether the equation that computes a value needs something that depends on the
+arguments, be it for another result."""
+EQUATION_DEPENDS.rule(
+    "scan", "while", "cond", "shard_map", *(primitive.name for primitive in jaxprs.CALLS)
+)(_any)

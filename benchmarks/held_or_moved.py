@@ -28,6 +28,7 @@ from benchmarks.moved_programs import (
     head_in_float32,
     penalized,
     tables,
+    taken_apart,
     tied,
     used_twice,
 )
@@ -59,6 +60,7 @@ TESTS = {
     "frozen parameters": "tests/test_frozen_parameters.py",
     "a gradient used again": "tests/collectives/test_reuse.py",
     "experts": "tests/step/test_ragged_products.py",
+    "stacks taken apart": "tests/collectives/test_held.py",
 }
 HEADS = ["what", "stage", "devices", "figure", "theory's parts", "before", "today", "theory", "off"]
 
@@ -257,9 +259,30 @@ def uses() -> list[Claim]:
     ]  # fmt: skip
 
 
+def stacks() -> list[Claim]:
+    """Stacks that a step takes apart by itself: what a list of layers costs."""
+    before = {"by index": "16.0 gathered, 1.0 all-reduced", "in parts": "2.0, 1.0 all-reduced"}
+    claims = []
+    for way in ("by index", "in a loop", "in parts"):
+        program = taken_apart(way)
+        ahead = 1 / 16 if way == "in a loop" else 0
+        claims += [
+            Claim(
+                program=program, figure="units sent", theory=3 + ahead, stage=3,
+                before=before.get(way, "2.0, all of the stack at once"),
+                parts="2 gathers, 1 reduction; a layer more where the loop backward has it ready",
+            ),
+            Claim(
+                program=program, stage=2, figure="units sent", theory=2,
+                parts="1 gather, 1 reduction",
+            ),
+        ]  # fmt: skip
+    return claims
+
+
 def claims() -> list[Claim]:
     """All of them."""
-    return [*extra_state(), *lookups(), *gathered_once(), *uses()]
+    return [*extra_state(), *lookups(), *gathered_once(), *uses(), *stacks()]
 
 
 @functools.cache

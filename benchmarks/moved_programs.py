@@ -255,3 +255,40 @@ def experts(
     name = "experts of own tokens" if apart else "experts of all tokens"
     bound = bind if apart else None
     return Program(name, create, step(apply), batch, lambda s: s.params, bind=bound)
+
+
+def taken_apart(way: str, layers: int = 16, width: int = 512) -> Program:
+    """A stack of layers without ``nn.scan``: each taken "by index", in a Python loop; taken "in a
+    loop", ``lax.fori_loop``; or a scan over each of two halves, "in parts"."""
+
+    def create(key: jax.Array) -> TrainState:
+        shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+        stacks = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return whole_state({**stacks, "bias": jnp.zeros((layers, width))})
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: Any) -> jax.Array:
+        hidden = jnp.tanh(x @ w["up"].astype(BF16))
+        return x + hidden @ w["down"].astype(BF16) + w["bias"].astype(BF16)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        def of(i: Any) -> Any:
+            return jax.tree.map(lambda w: w[i], params)
+
+        if way == "in a loop":
+            return jax.lax.fori_loop(0, layers, lambda i, x: layer(x, of(i)), x)
+        if way == "in parts":
+            for part in (slice(None, layers // 2), slice(layers // 2, None)):
+                x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, of(part))
+            return x
+        for i in range(layers):
+            x = layer(x, of(i))
+        return x
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(apply(params, x.astype(BF16)).astype(jnp.float32)))
+
+    def batch(devices: int) -> Any:
+        return jax.ShapeDtypeStruct((devices, 256, width), jnp.float32)
+
+    return Program(f"a stack {way}", create, descend(loss), batch, lambda s: s.params)

@@ -15,7 +15,7 @@ from jaxprs import Spec, equations, gathers, scatters, the
 from swept import swept
 
 import zerojax
-from zerojax.collectives import Inserter, Shard, loops
+from zerojax.collectives import Inserter, Shard, held, loops
 from zerojax.trace.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -244,7 +244,8 @@ def test_a_loop_over_micro_batches_is_left_alone() -> None:
 
 
 def test_more_than_may_be_held_is_gathered_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "MOST", N * N - 1)
+    for module in (held, loops):
+        monkeypatch.setattr(module, "MOST", N * N - 1)
     jaxpr = traced("plain")
     assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
     assert ("scan",) in {move.inside for move in scatters(jaxpr)}
@@ -290,20 +291,6 @@ def test_what_a_loop_adds_up() -> None:
 def test_what_is_not_wanted_is_left_to_the_loop() -> None:
     eqn = backward(plain, ONE)
     assert loops.Sums(eqn, [None] * len(eqn.outvars)).roots == []
-
-
-def test_used_whole() -> None:
-    def used(function: Callable[..., Any], *shapes: tuple[int, ...]) -> bool:
-        jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes))
-        return loops.used_whole(jaxpr, jaxpr.jaxpr.invars[0])
-
-    stack = (2, *ONE)
-    assert used(lambda w, x: x @ w, ONE, ONE)
-    assert used(jax.jit(lambda w, x: x @ w.T.astype("bfloat16")), ONE, ONE)
-    assert used(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), ONE, ONE)
-    assert not used(lambda w, x: layers(w, x), stack, (3, 8, N))
-    assert not used(lambda w, x: (w, x), ONE, ONE)
-    assert not used(jax.checkpoint(lambda w, x: layers(w.astype("bfloat16"), x)), stack, (3, 8, N))
 
 
 def test_the_scan_of_a_jaxpr_without_sums_runs_as_it_was() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,6 +13,7 @@ from jaxprs import Spec, abstract
 
 import zerojax
 from zerojax.collectives import propagate
+from zerojax.graph.search import equations
 
 MESH = zerojax.mesh(axes={"data": 4, "model": 2})
 
@@ -46,6 +48,13 @@ FOLLOWS: list[Layout] = [
         (None, ("model", "data"), None),
     ),
     (lambda x: x.reshape(8, 2, 16), (8, 32), (None, ("model", "data")), None),
+    # A part of dimensions that no axis shards.
+    (lambda x: lax.slice_in_dim(x, 1, 3), (8, 16), (None, "data"), (None, "data")),
+    (lambda x: lax.slice_in_dim(x, 1, 3), (8, 16), ("data", None), None),
+    (lambda x: lax.slice(x, (0, 0), (8, 16), (1, 2)), (8, 16), (None, "data"), None),
+    (lambda x: lax.slice(x, (0, 0), (8, 16), (2, 1)), (8, 16), (None, "data"), (None, "data")),
+    (lambda x: lax.dynamic_slice(x, (1, 0), (1, 16)), (8, 16), (None, "data"), (None, "data")),
+    (lambda x: lax.dynamic_slice(x, (0, 1), (8, 4)), (8, 16), (None, "data"), None),
 ]
 
 
@@ -54,7 +63,7 @@ def test_from_operand_to_result(
     function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], spec: Spec, follows: Any
 ) -> None:
     (eqn,) = jax.make_jaxpr(function)(*abstract(shape)).eqns
-    assert propagate.FORWARD[eqn.primitive.name](eqn, spec, MESH) == follows
+    assert propagate.forward(eqn, spec, MESH) == follows
     if follows is not None:  # which is to say that nothing has to move between devices
         jitted = jax.jit(function, in_shardings=lying(spec), out_shardings=lying(follows))
         text = jitted.lower(*abstract(shape)).compile().as_text()
@@ -71,6 +80,45 @@ def test_from_result_to_operand(
     (eqn,) = jax.make_jaxpr(function)(*abstract(shape)).eqns
     if eqn.primitive.name in propagate.BACKWARD:
         assert propagate.BACKWARD[eqn.primitive.name](eqn, follows, MESH) == spec
+
+
+ZEROS = np.zeros((8, 16), np.float32)
+INTO: list[tuple[Callable[..., Any], list[tuple[int, ...]], Spec, dict[int, Spec]]] = [
+    (lambda x: jnp.pad(x, ((1, 2), (0, 0))), [(5, 16)], (None, "data"), {0: (None, "data")}),
+    (lambda x: jnp.pad(x, ((1, 2), (0, 0))), [(5, 16)], ("data", None), {}),
+    (lambda x: lax.pad(x, 0.0, [(0, 0, 1), (0, 0, 0)]), [(4, 16)], ("data", None), {}),
+    (
+        lambda x: lax.dynamic_update_slice(ZEROS, x, (3, 0)),
+        [(1, 16)],
+        (None, "data"),
+        {0: (None, "data"), 1: (None, "data")},
+    ),
+    (lambda x: lax.dynamic_update_slice(ZEROS, x, (3, 0)), [(1, 16)], ("data", None), {}),
+    (
+        lambda x, y: lax.concatenate([x, y], 0),
+        [(3, 16), (5, 16)],
+        (None, "data"),
+        {0: (None, "data"), 1: (None, "data")},
+    ),
+    (lambda x, y: lax.concatenate([x, y], 0), [(3, 16), (5, 16)], ("data", None), {}),
+    (lambda x: x[None], [(8, 16)], (None, "data", None), {0: ("data", None)}),
+    (lambda x: jnp.broadcast_to(x, (3, 8)), [(8,)], (None, "data"), {}),
+    (lambda x: x.T, [(8, 16)], ("data", None), {0: (None, "data")}),
+    (lambda x: lax.slice_in_dim(x, 1, 3), [(8, 16)], (None, "data"), {0: (None, "data")}),
+    (lambda x: jnp.sin(x), [(8, 16)], (None, "data"), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "spec", "wanted"), INTO)
+def test_operands_that_make_up_a_result(
+    function: Callable[..., Any],
+    shapes: list[tuple[int, ...]],
+    spec: Spec,
+    wanted: dict[int, Spec],
+) -> None:
+    *_, eqn = [e for e in equations(jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr)
+               if e.primitive.name != "jit"]  # fmt: skip
+    assert propagate.operand_specs(eqn, spec, MESH) == wanted
 
 
 def lying(spec: Spec) -> NamedSharding:

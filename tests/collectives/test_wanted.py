@@ -141,9 +141,30 @@ def test_into_a_loop_that_adds_gradients_up() -> None:
 
 def test_which_equations_are_passed_through() -> None:
     jaxpr = jax.make_jaxpr(lambda x, y: -(x @ y).T)(*abstract((4, 8), (8, 4)))
-    assert wanted.passes(the(jaxpr, "neg"))
-    assert wanted.passes(the(jaxpr, "transpose"))
-    assert not wanted.passes(the(jaxpr, "dot_general"))
+    assert wanted.passes(the(jaxpr, "neg"), {}, MESH)
+    assert wanted.passes(the(jaxpr, "transpose"), {}, MESH)
+    assert not wanted.passes(the(jaxpr, "dot_general"), {}, MESH)
+    pad = the(
+        jax.make_jaxpr(lambda x: lax.pad(x, 0.0, [(1, 1, 0), (0, 0, 0)]))(*abstract((2, 8))), "pad"
+    )
+    (out,) = pad.outvars
+    assert [wanted.passes(pad, wants, MESH) for wants in (
+        {}, {out: (None, "data")}, {out: ("data", None)}
+    )] == [False, True, False]  # fmt: skip
+
+
+def test_into_the_layers_of_a_stack() -> None:
+    """Not into the zeros that they are written in."""
+
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((4, 8, 16))
+        one = lax.pad((x.T @ y)[None], 0.0, [(1, 2, 0), (0, 0, 0), (0, 0, 0)])
+        return one + lax.dynamic_update_slice(zeros, (x.T @ (2 * y))[None], (2, 0, 0))
+
+    made, _, _ = reached(function, (4, 8), (4, 16), spec=(None, "data", None))
+    assert made.count(("dot_general", ("data", None))) == 2
+    assert ("broadcast_in_dim", (None, "data", None)) in made  # a layer as a stack of one
+    assert not [e for e in made if e[0] == "dot_general" and e[1] != ("data", None)]
 
 
 def test_the_spec_of_a_constraint() -> None:

@@ -194,7 +194,7 @@ class Inserter(Scans):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
             values[0] = lax.optimization_barrier(values[0])
-        if wanted.passes(eqn) and eqn.outvars[0] not in scope.summed:
+        if wanted.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in scope.summed:
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
@@ -242,7 +242,7 @@ class Inserter(Scans):
         if (
             self.share
             and not self.keep
-            and name in propagate.FORWARD
+            and (name in propagate.FORWARD or name in propagate.TAKES)
             and id(shards[0]) in scope.gathered
         ):
             return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
@@ -269,9 +269,10 @@ class Inserter(Scans):
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         whole, rounded, moved = rounding.follow(eqn, values, self.axis)
-        narrow = values[0].narrow if propagate.moves(eqn.primitive.name) else None
+        follows = propagate.moves(eqn.primitive.name) or eqn.primitive.name in propagate.TAKES
+        narrow = values[0].narrow if follows else None
         if narrow is not None:
-            (narrow,) = self._on_shards(eqn, [narrow], spec)
+            (narrow,) = self._on_shards(eqn, [narrow, *values[1:]], spec)
         out = self.constrain(out, spec)
         return [
             Shard(

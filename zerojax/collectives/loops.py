@@ -22,19 +22,13 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
+from zerojax.collectives.held import MOST, SAME_ELEMENTS
 from zerojax.devices.mesh import axis_size
 from zerojax.graph.graph import graph_of
-from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
-MOST = 1_000_000_000
-"""The most elements of parameters that one loop holds whole, and of their gradients; as in
-DeepSpeed's default for stage3_max_live_parameters."""
-
-_SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
 _MOVES = frozenset(["copy", "copy_p", "neg", "reshape", "split", "squeeze", "transpose"])
 
 
@@ -85,7 +79,7 @@ class Sums:
     They are the gradients of its constants as jax makes them. A gradient that the user's own loop
     adds up, over micro-batches, is none of them: there each iteration makes whole gradients, and
     they are reduced as they are made. Nor is the gradient of a stack of layers, that a loop within
-    makes one layer at a time.
+    makes one layer at a time, or of one from which the loop itself takes a layer an iteration.
 
     Args:
       eqn: the scan.
@@ -95,10 +89,12 @@ class Sums:
       want: by number of the carried value, the spec of its sum, where there is one.
       terms: by number of the carried value, what an iteration adds to it.
       roots: the variables to add up.
+      stacks: numbers of the carried values that are stacks, to which an iteration adds one layer.
     """
 
     def __init__(self, eqn: Any, want: Sequence[Spec | None]) -> None:
         self.terms: dict[int, list[Term]] = {}
+        self.stacks: set[int] = set()
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
         self._graph = graph_of(self._jaxpr)
@@ -107,7 +103,9 @@ class Sums:
         for i, out in enumerate(self._jaxpr.outvars[:n]):
             start = self._jaxpr.invars[a + i]
             added = self._added(out, start) if i in self.want else None
-            if added is not None and not any(_is_stack(self._jaxpr, v) for v in added[0]):
+            if added is not None and any(_is_layer(self._jaxpr, v) for v in added[0]):
+                self.stacks.add(i)
+            elif added is not None and not any(_is_stack(self._jaxpr, v) for v in added[0]):
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds += added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
@@ -167,36 +165,6 @@ class Sums:
         return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
 
 
-def to_hold(jaxpr: Any, sharded: Sequence[bool]) -> set[int]:
-    """The constants of a loop, its body's first operands, to be gathered before it: those of the
-    ``sharded`` ones that each iteration needs whole; none where they are too many to hold."""
-    opened, _ = jaxprs.open_jaxpr(jaxpr)
-    consts = zip(opened.invars, sharded, strict=False)
-    whole = {i for i, (v, is_sharded) in enumerate(consts) if is_sharded and used_whole(opened, v)}
-    return whole if sum(opened.invars[i].aval.size for i in whole) <= MOST else set()
-
-
-def used_whole(jaxpr: Any, v: Any) -> bool:
-    """Whether a jaxpr needs all of ``v`` at once: not only slices of it, which a loop within takes
-    one by one."""
-    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    return any(_needs_whole(jaxpr, *use) for use in graph_of(jaxpr).users(v))
-
-
-def _needs_whole(jaxpr: Any, eqn: Any, i: int) -> bool:
-    """Whether the equation needs all of its operand ``i`` at once."""
-    if eqn.primitive.name in _SAME_ELEMENTS:
-        return used_whole(jaxpr, eqn.outvars[0])
-    if eqn.primitive is prims.scan_p:
-        (body,) = regions(eqn)
-        carried = any(argument == i for _, argument in body.carries)
-        return carried or (not body.is_entry(i) and used_whole(body.jaxpr, body.argument(i)))
-    inside = regions(eqn) if jaxprs.bodies(eqn) else ()
-    return not inside or any(
-        (v := each.argument(i)) is None or used_whole(each.jaxpr, v) for each in inside
-    )
-
-
 def _is_var(v: Any) -> bool:
     return not isinstance(v, core.Literal)
 
@@ -222,5 +190,13 @@ def _is_stack(jaxpr: Any, v: Any) -> bool:
     if eqn.primitive is prims.scan_p:
         return at >= jaxprs.scan_counts(eqn).carry
     return any(_is_stack(body, body.outvars[at]) for body in jaxprs.bodies(eqn)) or (
-        eqn.primitive.name in _SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
+        eqn.primitive.name in SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
     )
+
+
+def _is_layer(jaxpr: Any, v: Any) -> bool:
+    """Whether it is one layer among zeros: the gradient of a stack from which a loop takes one."""
+    graph = graph_of(jaxpr)
+    eqn = graph.producer(v)
+    written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"
+    return written and v.aval.ndim > 2 and graph.is_constant(eqn.invars[0])

@@ -61,6 +61,25 @@ def _unreshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, spec, mesh)
 
 
+def _slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    shape = eqn.invars[0].aval.shape
+    strides = param(eqn, "strides") or (1,) * len(shape)
+    taken = zip(param(eqn, "start_indices"), param(eqn, "limit_indices"), strides, strict=True)
+    everything = [each == (0, n, 1) for each, n in zip(taken, shape, strict=True)]
+    return _where_complete(spec, everything)
+
+
+def _dynamic_slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    sizes = zip(param(eqn, "slice_sizes"), eqn.invars[0].aval.shape, strict=True)
+    return _where_complete(spec, [taken == n for taken, n in sizes])
+
+
+def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
+    """The spec, if each dimension that it shards is complete in operand and result."""
+    parts = zip(spec, complete, strict=True)
+    return spec if all(entry is None or yes for entry, yes in parts) else None
+
+
 def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
     """Whether each device can concatenate its own pieces: all arrays have one spec, which leaves
     the dimension of the concatenation whole."""
@@ -79,6 +98,9 @@ FORWARD: Mapping[str, _Rule] = {
 """By primitive: from the spec of its operand to that of its result; None where no device could
 keep its piece."""
 
+TAKES: Mapping[str, _Rule] = {"slice": _slice, "dynamic_slice": _dynamic_slice}
+"""The same for primitives whose result is a part of their first operand: a layer of a stack."""
+
 BACKWARD: Mapping[str, _Rule] = {
     "transpose": _untranspose,
     "reshape": _unreshape,
@@ -91,7 +113,7 @@ BACKWARD: Mapping[str, _Rule] = {
 def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     """The spec of the result of an equation, from that of its operand; None where no device could
     keep its piece, or the equation is none of these."""
-    rule = FORWARD.get(eqn.primitive.name)
+    rule = FORWARD.get(eqn.primitive.name) or TAKES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, spec, mesh)
 
 
@@ -109,3 +131,30 @@ def reversible(eqn: Any) -> bool:
 def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     """The spec of the operand of an equation, from that of its result; None likewise."""
     return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if reversible(eqn) else None
+
+
+def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
+    """By position, the specs of the operands whose elements make up the result of an equation, from
+    that of the result. Empty where no device could keep its piece, or for other equations.
+
+    The gradient of a layer that was taken from a stack is padded to the stack's shape, or written
+    into zeros of that shape; in both the layer keeps its own sharding.
+    """
+    name = eqn.primitive.name
+    if reversible(eqn):
+        found = backward(eqn, spec, mesh)
+    elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+        found = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
+    elif name == "pad":
+        found = _where_complete(spec, [not any(each) for each in param(eqn, "padding_config")])
+    elif name in TAKES:
+        found = TAKES[name](eqn, spec, mesh)
+    elif name == "dynamic_update_slice":
+        sizes = zip(eqn.invars[1].aval.shape, eqn.invars[0].aval.shape, strict=True)
+        found = _where_complete(spec, [written == n for written, n in sizes])
+        return {} if found is None else {0: found, 1: found}
+    elif name == "concatenate" and spec[param(eqn, "dimension")] is None:
+        return dict.fromkeys(range(len(eqn.invars)), spec)
+    else:
+        found = None
+    return {} if found is None else {0: found}

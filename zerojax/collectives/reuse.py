@@ -51,6 +51,12 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     return [False, *(True for _ in eqn.invars[1:])]
 
 
+@NEEDED.rule(*propagate.TAKES)
+def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    """A part is needed as the result is."""
+    return [results[0], *(True for _ in eqn.invars[1:])]
+
+
 @NEEDED.rule(*_SAME_SIZE)
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     if marks.is_mark(eqn, marks.GRADIENT):  # what the optimizer does with it is not followed

@@ -72,11 +72,12 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered:
         return Gathered(shard.rounded, None, shard.moved)
     small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
     whole = rounded = None
-    if small or propagate.moves(name) or name == CAST:
+    follows = propagate.moves(name) or name in propagate.TAKES
+    if small or follows or name == CAST:
         wholes = [whole_of(v) if isinstance(v, Shard) else v for v in values]
         (whole,) = [None] if wholes[0] is None else jaxprs.bind(eqn, wholes)
-    if propagate.moves(name) and shard.rounded is not None:
-        (rounded,) = jaxprs.bind(eqn, [shard.rounded])
+    if follows and shard.rounded is not None:
+        (rounded,) = jaxprs.bind(eqn, [shard.rounded, *values[1:]])
     return Gathered(whole, rounded)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import loops, moved_stacks, rounding
+from zerojax.collectives import held, loops, moved_stacks, rounding
 from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.behind import Behind
 from zerojax.collectives.entries import Entries
@@ -62,7 +62,8 @@ class Scans(Gatherer):
         sums = loops.Sums(eqn, want[:n])
         kept = [i for i in range(n) if i not in sums.terms]
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        specs = [spec for i in kept if (spec := want[i]) is not None]
+        own = [want[i] for i in kept if i not in sums.stacks]
+        specs = [spec for spec in own if spec is not None]
         # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
         if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self.held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
@@ -82,7 +83,8 @@ class Scans(Gatherer):
         inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
         filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
-        layers = any(want[n:]) and not any(want[:n])  # whose gradients are stacked
+        layers = any(want[n:]) or bool(sums.stacks)  # whose gradients are stacked
+        layers = layers and not any(want[i] for i in range(n) if i not in sums.stacks)
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
@@ -144,8 +146,10 @@ class Scans(Gatherer):
         self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
         """Gathers those of a loop's constants that all of its iterations need whole."""
-        sharded = [isinstance(c, Shard) and not rounding.is_rounded(c) for c in consts]
-        whole = loops.to_hold(jaxpr, sharded)
+        specs = [
+            c.spec if isinstance(c, Shard) and not rounding.is_rounded(c) else None for c in consts
+        ]
+        whole = held.to_hold(jaxpr, specs, self.mesh)
         return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
+from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -38,7 +39,7 @@ def trace_back(
       mesh: of all specs.
       others: the specs of further gradients, see :mod:`zerojax.collectives.reuse`.
     """
-    others = others or {}
+    others, graph = others or {}, graph_of(jaxpr)
     wants = {
         v: spec
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
@@ -66,14 +67,19 @@ def trace_back(
             for v in eqn.invars:
                 if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
                     wants.setdefault(v, wants[out])
-        elif spec := propagate.backward(eqn, wants[out], mesh):
-            wants.setdefault(eqn.invars[0], spec)
+        else:
+            for at, spec in propagate.operand_specs(eqn, wants[out], mesh).items():
+                if not graph.is_constant(eqn.invars[at]):
+                    wants.setdefault(eqn.invars[at], spec)
     return wants
 
 
-def passes(eqn: Any) -> bool:
+def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
     """Whether :func:`trace_back` follows the constraint through this equation."""
-    return eqn.primitive.name in _PASSES or propagate.reversible(eqn)
+    if eqn.primitive.name in _PASSES or propagate.reversible(eqn):
+        return True
+    spec = wants.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+    return spec is not None and bool(propagate.operand_specs(eqn, spec, mesh))
 
 
 def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:

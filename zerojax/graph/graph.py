@@ -65,6 +65,13 @@ class Graph:
         """The equation that produces a value; None for an argument, a constant or a literal."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
+    def is_constant(self, atom: Any) -> bool:
+        """Whether an atom is a literal, or an array computed from no variable, such as zeros."""
+        producer = self.producer(atom)
+        if producer is None:
+            return isinstance(atom, core.Literal)
+        return all(isinstance(v, core.Literal) for v in producer.invars)
+
     def users(self, v: Any) -> Sequence[Use]:
         """The uses of a variable by equations, in order."""
         return self._users.get(v, ())

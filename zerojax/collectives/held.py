@@ -1,0 +1,83 @@
+"""Which constants a loop needs unsharded in every iteration, to be gathered before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
+
+from zerojax.collectives import propagate
+from zerojax.graph.graph import graph_of
+from zerojax.graph.reach import DEPENDS
+from zerojax.graph.regions import Region, regions
+from zerojax.plan.layout import Spec
+from zerojax.trace.elementwise import LABELS
+from zerojax.xla import jaxprs
+
+MOST = 1_000_000_000
+"""The most elements of parameters that one loop holds whole, and of their gradients; as in
+DeepSpeed's default for stage3_max_live_parameters."""
+
+SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
+
+
+def to_hold(jaxpr: Any, specs: Sequence[Spec | None], mesh: Mesh) -> set[int]:
+    """The constants of a loop that are to be gathered before it: those that each iteration needs
+    unsharded; none where they are too many to hold.
+
+    Args:
+      jaxpr: The loop's body, or its condition.
+      specs: For each constant, the body's first operands, its spec; None for one that is not
+        sharded.
+      mesh: Of the specs.
+    """
+    opened, _ = jaxprs.open_jaxpr(jaxpr)
+    varies = DEPENDS.forward(opened, [i >= len(specs) for i in range(len(opened.invars))]).of
+    whole = {
+        i
+        for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
+        if spec is not None and _Needs(mesh).whole(opened, v, spec, varies)
+    }
+    return whole if sum(opened.invars[i].aval.size for i in whole) <= MOST else set()
+
+
+class _Needs(NamedTuple):
+    """Whether a loop needs all of a constant at once: not only layers of it, which a loop within,
+    or the loop itself, takes one by one."""
+
+    mesh: Mesh
+
+    def whole(self, jaxpr: Any, v: Any, spec: Spec, varies: Mapping[Any, bool]) -> bool:
+        """Whether an open jaxpr does so; ``varies``: the variables that differ from iteration to
+        iteration."""
+        users = graph_of(jaxpr).users(v)
+        return any(self._by(jaxpr, *use, spec, varies) for use in users)
+
+    def _by(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]) -> bool:
+        """Whether the equation needs all of its operand ``i`` at once."""
+        if eqn.primitive.name in SAME_ELEMENTS:
+            moved = propagate.forward(eqn, spec, self.mesh)
+            return self.whole(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
+        if eqn.primitive.name == "dynamic_slice":
+            layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
+            layer = layer and eqn.invars[0].aval.ndim > 2
+            return not layer or propagate.forward(eqn, spec, self.mesh) is None
+        inside = regions(eqn) if eqn.primitive is prims.scan_p or jaxprs.bodies(eqn) else ()
+        return not inside or any(self._inside(each, eqn, i, spec, varies) for each in inside)
+
+    def _inside(
+        self, region: Region, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]
+    ) -> bool:
+        v = region.argument(i)
+        if v is None or any(argument == i for _, argument in region.carries):
+            return True
+        if region.is_entry(i):
+            return False
+        given = [
+            not isinstance(x, core.Literal) and varies.get(x, False)
+            for x in (eqn.invars[at] for at in region.operands)
+        ]
+        return self.whole(region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, given).of)

@@ -61,8 +61,9 @@ class BasedState(TrainState):
     base: Any
 
 
-def low_rank(sizes: Sizes, rank: int = 8) -> Program:
-    """A stack of residual MLPs, which stay as they are, with low-rank updates."""
+def low_rank(sizes: Sizes, rank: int = 8, *, in_int8: bool = False) -> Program:
+    """A stack of residual MLPs, which stay as they are, with low-rank updates. ``in_int8``: they
+    are codes, scaled by output (QLoRA)."""
     d, f = sizes.width, 4 * sizes.width
 
     def create(key: jax.Array) -> BasedState:
@@ -71,6 +72,10 @@ def low_rank(sizes: Sizes, rank: int = 8) -> Program:
             name: {"a": jnp.zeros((n, rank)), "b": jnp.zeros((rank, m))}
             for name, (n, m) in {"up": (d, f), "down": (f, d)}.items()
         }
+        if in_int8:
+            codes = {name: jnp.zeros(x.shape, jnp.int8) for name, x in layer.items()}
+            scales = {f"{name} scale": jnp.ones(x.shape[1]) for name, x in layer.items()}
+            layer = codes | scales
         base, params = (
             [jax.tree.map(jnp.copy, each) for _ in range(sizes.layers)] for each in (layer, updates)
         )
@@ -80,7 +85,9 @@ def low_rank(sizes: Sizes, rank: int = 8) -> Program:
         for frozen, updates in zip(base, params, strict=True):
 
             def dense(x: jax.Array, name: str, frozen: Any = frozen, low: Any = updates) -> Any:
-                return x @ frozen[name].astype(BF16) + x @ low[name]["a"] @ low[name]["b"]
+                w = frozen[name].astype(BF16)
+                w = w * frozen[f"{name} scale"].astype(BF16) if in_int8 else w
+                return x @ w + x @ low[name]["a"] @ low[name]["b"]
 
             x = x + dense(nn.gelu(dense(x, "up")), "down")
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
@@ -90,7 +97,8 @@ def low_rank(sizes: Sizes, rank: int = 8) -> Program:
         value, grads = jax.value_and_grad(loss)(low, state.base, batch.astype(BF16))
         return state.apply_gradients(grads=grads), value
 
-    return Program("LoRA, base in a field", create, step, _features(sizes), lambda s: s.base)
+    name = f"LoRA, base in {'int8' if in_int8 else 'a field'}"
+    return Program(name, create, step, _features(sizes), lambda s: s.base)
 
 
 def low_rank_nnx(sizes: Sizes) -> Program:

@@ -120,6 +120,13 @@ def extra_state() -> list[Claim]:
                 parts="the base forward and backward; the first product's input has no cotangent",
             ),
         ]  # fmt: skip
+    claims.append(
+        Claim(
+            program=low_rank(FULL, in_int8=True), figure="units sent",
+            before="2.0: gathered as bf16", theory=1 - 1 / (4 * layers),
+            parts="codes of one byte, forward and backward",
+        )
+    )  # fmt: skip
     deep = layers // 4
     critic, generator = deep * d * d, (deep + 1) * d * d
     share, first = generator / critic, 1 / deep

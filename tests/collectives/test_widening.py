@@ -113,3 +113,50 @@ def test_same_gradients(name: str) -> None:
         assert a.dtype == b.dtype
         size = float(jnp.abs(b).max())
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=size / 100)
+
+
+SCALES = jnp.linspace(0.01, 0.02, N)
+
+
+def scaled(codes: Any) -> Any:
+    """A quantized base, each output with a scale of its own."""
+    return codes.astype("float32") * SCALES
+
+
+def looked_up(codes: Any) -> Any:
+    """Codes of a table of values, as in NF4."""
+    return jnp.linspace(-1, 1, 256)[codes.astype("int32") + 128]
+
+
+def scaled_in_layers(codes: Any, x: Any) -> Any:
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ scaled(w)), None), prevent_cse=False)
+    return lax.scan(layer, x, codes)[0]
+
+
+INTEGERS: dict[str, tuple[Callable[..., Any], Any, int]] = {
+    "cast": (lambda w, x: jnp.tanh(x @ w.astype("float32") / 99), ROWS, 2),
+    "scaled": (lambda w, x: jnp.tanh(x @ scaled(w)), ROWS, 2),
+    "scaled and shifted": (lambda w, x: jnp.tanh(x @ -(scaled(w) - 0.1)), ROWS, 2),
+    "remat": (jax.checkpoint(lambda w, x: jnp.tanh(x @ scaled(w))), ROWS, 2),
+    "layers": (scaled_in_layers, STACKED, 2),
+    "looked up": (jax.checkpoint(lambda w, x: jnp.tanh(x @ looked_up(w))), ROWS, 2),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_gathered_before_they_are_widened(name: str) -> None:
+    """Forward and backward; the numbers are the same."""
+    function, spec, times = INTEGERS[name]
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-127, 127, size=(LAYERS, N, N)[-len(spec) :], dtype=np.int8)
+    x = rng.normal(size=(4, N)).astype("float32")
+    inserter = Inserter(MESH, "data", keep=False)
+    plain = jax.grad(lambda w, x: jnp.sum(function(w, x) ** 2), argnums=1)
+
+    def run(w: Any, x: Any) -> Any:
+        closed = jax.make_jaxpr(plain)(w, x)
+        return inserter(closed, [Shard(inserter.constrain(w, spec), spec), x])[0]
+
+    found = gathers(jax.make_jaxpr(run)(codes, x))
+    assert [move.dtype for move in found] == ["int8"] * times
+    assert exact.differing(run, plain, codes, x) == []

@@ -1,6 +1,7 @@
 """Training programs as users write them, each with what comes of it, by name."""
 
 from programs import (
+    adapters,
     basic,
     basic_nnx,
     generative,
@@ -29,6 +30,7 @@ FAMILIES = (
     teachers,
     reinforcement,
     optimizers,
+    adapters,
     losses,
     guards,
     shapes,

@@ -222,8 +222,8 @@ class Gatherer:
         shard = scope.as_filled(shard)
         if shard.whole is not None:
             return shard.whole
-        if shard.narrow is not None:  # half the bytes
-            return self.gather(shard.narrow, scope, rest).astype(shard.value.dtype)
+        if shard.narrow is not None:  # half the bytes, or less
+            return shard.narrow.widen(self.gather(shard.narrow.shard, scope, rest))
         gathered = scope.gathered if scope.adjacent is None else scope.adjacent
         if id(shard) in gathered:
             return gathered[id(shard)][1]

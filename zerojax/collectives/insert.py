@@ -27,7 +27,6 @@ from zerojax.collectives import (
     convolutions,
     gradients,
     lookups,
-    loops,
     order,
     partial_sums,
     propagate,
@@ -40,8 +39,8 @@ from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.scans import Scans
-from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
-from zerojax.collectives.widening import arrived, like, travelling
+from zerojax.collectives.shard import HostStack, Narrow, ReducedGradient, Shard
+from zerojax.collectives.widening import arrived, like, narrow_of, travelling
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
@@ -234,8 +233,7 @@ class Inserter(Scans):
             }
         ):
             results = self._on_shards(eqn, values, shards[0].spec)
-            widens = name == "convert_element_type" and loops.wider(eqn.outvars[0], eqn.invars[0])
-            return [replace(results[0], narrow=shards[0])] if widens else results
+            return [replace(results[0], narrow=narrow_of(eqn, values))]
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         if name == "concatenate" and propagate.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
@@ -269,10 +267,13 @@ class Inserter(Scans):
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         whole, rounded, moved = rounding.follow(eqn, values, self.axis)
-        follows = propagate.moves(eqn.primitive.name) or eqn.primitive.name in propagate.TAKES
-        narrow = values[0].narrow if follows else None
-        if narrow is not None:
-            (narrow,) = self._on_shards(eqn, [narrow, *values[1:]], spec)
+        narrow = None
+        if isinstance(values[0], Shard) and (known := values[0].narrow) is not None:
+            if known.is_cast and propagate.follows(eqn):
+                (narrow_out,) = self._on_shards(eqn, [known.shard, *values[1:]], spec)
+                narrow = Narrow.cast(narrow_out, out.dtype)
+            elif propagate.moves(eqn.primitive.name):
+                narrow = narrow_of(eqn, values)
         out = self.constrain(out, spec)
         return [
             Shard(

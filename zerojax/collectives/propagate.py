@@ -122,6 +122,11 @@ def moves(name: str) -> bool:
     return name in FORWARD or name in LABELS
 
 
+def follows(eqn: Any) -> bool:
+    """Whether an equation has elements of its first operand for a result, in their order or not."""
+    return moves(eqn.primitive.name) or eqn.primitive.name in TAKES
+
+
 def reversible(eqn: Any) -> bool:
     """Whether an equation moves the elements of one operand, so that :func:`backward` knows it."""
     name = eqn.primitive.name

@@ -72,7 +72,7 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered:
         return Gathered(shard.rounded, None, shard.moved)
     small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
     whole = rounded = None
-    follows = propagate.moves(name) or name in propagate.TAKES
+    follows = propagate.follows(eqn)
     if small or follows or name == CAST:
         wholes = [whole_of(v) if isinstance(v, Shard) else v for v in values]
         (whole,) = [None] if wholes[0] is None else jaxprs.bind(eqn, wholes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ class Shard:
     ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
     the value gathered in advance (stages 1 and 2; at stage 3 what stays gathered), None where it is
     gathered at each use.
-    ``narrow`` is the same in a smaller dtype, in which it is gathered, where it was cast from one.
+    ``narrow`` is what it was cast from, or computed from element by element, in a smaller dtype, in
+    which it is gathered.
     ``rounded`` is the value cast to a smaller dtype, in which the body needs it whole, and gathered
     in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
     ahead, see :mod:`zerojax.collectives.ahead`. ``moved`` is what was gathered in advance as a loop
@@ -77,11 +79,35 @@ class Shard:
     whole: jax.Array | None = None
     host: bool = False
     sums: jax.Array | None = None
-    narrow: Shard | None = None
+    narrow: Narrow | None = None
     rounded: jax.Array | None = None
     moved: MovedStack | None = None
     fills: bool = False
     quantized: bool = False
+
+
+class Narrow(NamedTuple):
+    """A shard in a smaller dtype, from which another one is computed element by element.
+
+    Attributes:
+      shard: What is gathered in place of the other one.
+      widen: Computes the other one, from ``shard.value`` or from the same gathered.
+      equations: How many equations do so; 1 for a cast.
+    """
+
+    shard: Shard
+    widen: Callable[[jax.Array], jax.Array]
+    equations: int = 1
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is one cast: more keeps no layer apart from the others, or from scales."""
+        return self.equations == 1
+
+    @classmethod
+    def cast(cls, shard: Shard, dtype: Any) -> Narrow:
+        """The shard from which another one is cast to ``dtype``."""
+        return cls(shard, lambda x: x.astype(dtype))
 
 
 @dataclass(frozen=True, eq=False)

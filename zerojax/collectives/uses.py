@@ -10,6 +10,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, wanted
+from zerojax.collectives.widening import widens_integers
 from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -73,9 +74,11 @@ class Uses:
         if eqn.primitive is prims.sharding_constraint_p:
             same = wanted.spec_of(eqn) == layout.without(spec, self._axis)
             return of_result(0, spec) if same else own
-        if propagate.moves(name) or name in propagate.TAKES:
+        if propagate.follows(eqn):
             moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
             return own if moved is None else of_result(0, moved)
+        if name == CAST and widens_integers(eqn):
+            return own
         if name == CAST:
             return _of_cast(v.aval.dtype, eqn.outvars[0].aval.dtype, of_result(0, spec))
         # What is made element by element is gathered itself.

@@ -11,30 +11,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zerojax.collectives.shard import Shard
+from zerojax.collectives.loops import wider
+from zerojax.collectives.shard import Narrow, Shard
+from zerojax.xla import jaxprs
 
 
 def narrowest(value: Any) -> Any:
     """What a shard was cast from, by one widening cast or several; other values as they are."""
-    while isinstance(value, Shard) and value.narrow is not None:
-        value = value.narrow
+    while isinstance(value, Shard) and value.narrow is not None and value.narrow.is_cast:
+        value = value.narrow.shard
     return value
 
 
 def widenings(value: Any) -> tuple[Any, ...]:
     """The dtypes to which :func:`narrowest` was cast, one after the other, to make ``value``."""
-    if not isinstance(value, Shard) or value.narrow is None:
+    if not isinstance(value, Shard) or value.narrow is None or not value.narrow.is_cast:
         return ()
-    return *widenings(value.narrow), value.value.dtype
+    return *widenings(value.narrow.shard), value.value.dtype
 
 
 def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     """A shard after these casts."""
     for dtype in dtypes:
-        shard = Shard(
-            shard.value.astype(dtype), shard.spec, narrow=shard, quantized=shard.quantized
-        )
+        narrow = Narrow.cast(shard, dtype)
+        wide = narrow.widen(shard.value)
+        shard = Shard(wide, shard.spec, narrow=narrow, quantized=shard.quantized)
     return shard
 
 
@@ -42,8 +45,8 @@ def whole_of(shard: Shard) -> jax.Array | None:
     """A shard whole, if it was gathered in advance, or what it was cast from."""
     if shard.whole is not None or shard.narrow is None:
         return shard.whole
-    whole = whole_of(shard.narrow)
-    return None if whole is None else whole.astype(shard.value.dtype)
+    whole = whole_of(shard.narrow.shard)
+    return None if whole is None else shard.narrow.widen(whole)
 
 
 def travelling(value: Any) -> Any:
@@ -82,3 +85,45 @@ def _gathered(value: Any) -> jax.Array | None:
 def like(value: Any, new: jax.Array) -> Any:
     """A new array in place of that of a shard, or of an array."""
     return Shard(new, value.spec, quantized=value.quantized) if isinstance(value, Shard) else new
+
+
+def widens_integers(eqn: Any) -> bool:
+    """Whether it casts integers to a dtype with more bytes: the codes of a quantized base."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(old, jnp.integer) and new.itemsize > old.itemsize
+
+
+MOST = 64
+"""The most equations that are repeated on gathered integers."""
+
+
+def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
+    """What is gathered in place of the result of an equation that works element by element: the
+    operand of a widening cast; and integers that were cast so, where the result follows from them
+    and unsharded operands, as the scaling of a quantized base does."""
+    shards = [v for v in values if isinstance(v, Shard)]
+    is_cast = eqn.primitive.name == "convert_element_type"
+    if is_cast and (wider(eqn.outvars[0], eqn.invars[0]) or widens_integers(eqn)):
+        return Narrow.cast(shards[0], eqn.outvars[0].aval.dtype)
+    codes = [_from_codes(v) for v in shards]
+    count = 2 + sum(each.equations for each in codes)
+    if len({id(each.shard) for each in codes}) > 1 or not 2 < count <= MOST:
+        return None
+    if not jnp.issubdtype(codes[0].shard.value.dtype, jnp.integer):
+        return None
+
+    def widen(x: jax.Array) -> jax.Array:
+        wide = iter(codes)
+        operands = [next(wide).widen(x) if isinstance(v, Shard) else v for v in values]
+        return jaxprs.bind(eqn, operands)[0]
+
+    return Narrow(codes[0].shard, widen, count)
+
+
+def _from_codes(shard: Shard) -> Narrow:
+    """The narrowest shard that another one is computed from, and how; itself where it is."""
+    if shard.narrow is None:
+        return Narrow(shard, lambda x: x, 0)
+    source, step = _from_codes(shard.narrow.shard), shard.narrow
+    equations = source.equations + step.equations
+    return Narrow(source.shard, lambda x: step.widen(source.widen(x)), equations)

@@ -19,7 +19,7 @@ from zerojax.graph.search import contains, runs_regions
 from zerojax.xla import jaxprs
 
 
-def has_rows_for_groups(eqn: Any, rows: int | None, mesh: Mesh) -> bool:
+def has_rows_for_groups(eqn: Any, rows: int | None, devices: int) -> bool:
     """Whether an equation is such a convolution, or a call, a loop or a choice with one in it.
 
     Groups are taken for rows where the devices can share them and no other dimension, and where
@@ -28,11 +28,9 @@ def has_rows_for_groups(eqn: Any, rows: int | None, mesh: Mesh) -> bool:
     Args:
       eqn: The equation.
       rows: Of the batch; None where unknown.
-      mesh: The devices.
+      devices: How many share the batch.
     """
-    if batch_devices(mesh) == 1:
-        return False
-    return contains(eqn, _is_one, rows, batch_devices(mesh), enters=runs_regions)
+    return devices > 1 and contains(eqn, _is_one, rows, devices, enters=runs_regions)
 
 
 def _is_one(eqn: Any, rows: int | None, n: int) -> bool:

@@ -81,7 +81,8 @@ class Inserter(Scans):
     ) -> None:
         super().__init__(mesh, axis, keep=keep, sent=sent)
         self.share, self.overlap = share or keep, overlap
-        shares = batch_devices(mesh) * sequence_size(mesh)
+        self.devices = batch_devices(mesh)
+        shares = self.devices * sequence_size(mesh)
         self.smallest = None if away is None else away * shares
         self.left = away is None  # what was asked to leave, or it has been said that nothing does
 
@@ -158,7 +159,7 @@ class Inserter(Scans):
                     or not wants.keys().isdisjoint(eqn.outvars)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
-                    or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.mesh)
+                    or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices)
                     or not leaving.isdisjoint(eqn.outvars)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
@@ -184,7 +185,7 @@ class Inserter(Scans):
         if marks.is_mark(eqn, marks.GRADIENT):
             return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
-        if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.mesh):
+        if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices):
             if eqn.primitive is prims.conv_general_dilated_p:
                 whole = self.all_whole(values, scope)
                 return [convolutions.on_own_rows(eqn, whole, self.mesh)]

@@ -19,6 +19,24 @@ MESH = zerojax.mesh(axes={"data": 4, "model": 2})
 
 Layout = tuple[Callable[[jax.Array], jax.Array], tuple[int, ...], Spec, Spec | None]
 
+
+def one_of(x: jax.Array, entries: int) -> jax.Array:
+    """A lookup of so many entries, as ``jnp.take`` has it."""
+    indices = np.ones((1,) if entries == 1 else (entries, 1), np.int32)
+    offset = tuple(range(x.ndim - 1) if entries == 1 else range(1, x.ndim))
+    numbers = lax.GatherDimensionNumbers(offset, (0,), (0,))
+    return lax.gather(x, indices, numbers, (1, *x.shape[1:]), mode="clip")
+
+
+def added_to(entries: int, *window: int) -> Callable[[jax.Array], jax.Array]:
+    """What adds so many entries to an array of zeros."""
+    offset = tuple(range(len(window)) if entries == 1 else range(1, len(window) + 1))
+    numbers = lax.ScatterDimensionNumbers(offset, (0,), (0,))
+    indices = np.ones((1,) if entries == 1 else (entries, 1), np.int32)
+    zeros = np.zeros((4, *window), np.float32)
+    return lambda x: lax.scatter_add(zeros, indices, x, numbers)
+
+
 FOLLOWS: list[Layout] = [
     (jnp.transpose, (8, 16), ("data", None), (None, "data")),
     (lambda x: x.transpose(1, 2, 0), (8, 16, 4), ("data", None, "model"), (None, "model", "data")),
@@ -55,6 +73,9 @@ FOLLOWS: list[Layout] = [
     (lambda x: lax.slice(x, (0, 0), (8, 16), (2, 1)), (8, 16), (None, "data"), (None, "data")),
     (lambda x: lax.dynamic_slice(x, (1, 0), (1, 16)), (8, 16), (None, "data"), (None, "data")),
     (lambda x: lax.dynamic_slice(x, (0, 1), (8, 4)), (8, 16), (None, "data"), None),
+    (lambda x: one_of(x, 1), (4, 8, 16), (None, "data", None), ("data", None)),
+    (lambda x: one_of(x, 1), (4, 8, 16), ("data", None, None), None),
+    (lambda x: one_of(x, 2), (4, 8, 16), (None, "data", None), None),  # rows of a table
 ]
 
 
@@ -106,6 +127,14 @@ INTO: list[tuple[Callable[..., Any], list[tuple[int, ...]], Spec, dict[int, Spec
     (lambda x: x.T, [(8, 16)], ("data", None), {0: (None, "data")}),
     (lambda x: lax.slice_in_dim(x, 1, 3), [(8, 16)], (None, "data"), {0: (None, "data")}),
     (lambda x: jnp.sin(x), [(8, 16)], (None, "data"), {}),
+    (
+        added_to(1, 8, 16),
+        [(8, 16)],
+        (None, "data", None),
+        {0: (None, "data", None), 2: ("data", None)},
+    ),
+    (added_to(1, 8, 16), [(8, 16)], ("data", None, None), {}),
+    (added_to(2, 8, 16), [(2, 8, 16)], (None, "data", None), {}),
 ]
 
 
@@ -116,8 +145,8 @@ def test_operands_that_make_up_a_result(
     spec: Spec,
     wanted: dict[int, Spec],
 ) -> None:
-    *_, eqn = [e for e in equations(jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr)
-               if e.primitive.name != "jit"]  # fmt: skip
+    jaxpr = jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr
+    *_, eqn = equations(jaxpr, lambda eqn: eqn.primitive.name == "jit")
     assert propagate.operand_specs(eqn, spec, MESH) == wanted
 
 

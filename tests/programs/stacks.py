@@ -38,6 +38,12 @@ def by_index(params: Any, x: jax.Array) -> jax.Array:
     return x
 
 
+def by_lookup(params: Any, x: jax.Array) -> jax.Array:
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda w: jnp.take(w, i, axis=0), params))  # noqa: B023
+    return x
+
+
 def shared_by_index(params: Any, x: jax.Array) -> jax.Array:
     """A layer twice, and the stack itself in a penalty."""
     x = by_index(params, layer(x, of(params, 1)))
@@ -73,6 +79,7 @@ def step(apply: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., Any]:
 
 PROGRAMS = (
     Program("stack_by_index", create, step(by_index), vectors),
+    Program("stack_by_lookup", create, step(by_lookup), vectors),
     Program("stack_shared", create, step(shared_by_index), vectors),
     Program("stack_in_a_loop", create, step(in_a_loop), vectors),
     Program("stack_in_parts", create, step(in_parts), vectors),

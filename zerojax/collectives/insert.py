@@ -247,7 +247,8 @@ class Inserter(Scans):
             return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
         if name in REDUCTIONS:
             return jaxprs.bind(eqn, [plain(v) for v in values])
-        if spec := propagate.forward(eqn, shards[0].spec, self.mesh):
+        first = values[0]  # not an index
+        if isinstance(first, Shard) and (spec := propagate.forward(eqn, first.spec, self.mesh)):
             return self._on_shards(eqn, values, spec)
         if eqn.primitive is prims.sharding_constraint_p and (
             wanted.spec_of(eqn) == layout.without(shards[0].spec, self.axis)

@@ -74,6 +74,34 @@ def _dynamic_slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     return _where_complete(spec, [taken == n for taken, n in sizes])
 
 
+def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+    """One entry along some dimensions, as ``jnp.take`` of a layer has it."""
+    (stack, indices), (out,) = (v.aval for v in eqn.invars), (v.aval for v in eqn.outvars)
+    numbers = param(eqn, "dimension_numbers")
+    if math.prod(indices.shape[:-1]) != 1 or out.ndim != len(numbers.offset_dims):
+        return None
+    sizes = zip(param(eqn, "slice_sizes"), stack.shape, strict=True)
+    complete = [taken == n for taken, n in sizes]
+    picked = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if _where_complete(spec, [yes and d not in picked for d, yes in enumerate(complete)]) is None:
+        return None
+    return tuple(entry for d, entry in enumerate(spec) if d not in picked)
+
+
+def _scattered(eqn: Any, spec: Spec) -> Spec | None:
+    """The spec of the one entry that a scatter adds to an array, from that of the array."""
+    stack, indices, entry = (v.aval for v in eqn.invars)
+    numbers = param(eqn, "dimension_numbers")
+    if math.prod(indices.shape[:-1]) != 1 or entry.ndim != len(numbers.update_window_dims):
+        return None
+    picked = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(stack.ndim) if d not in picked]
+    sizes = dict(zip(window, entry.shape, strict=True))
+    if _where_complete(spec, [sizes.get(d) == n for d, n in enumerate(stack.shape)]) is None:
+        return None
+    return tuple(spec[d] for d in window)
+
+
 def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
     """The spec, if each dimension that it shards is complete in operand and result."""
     parts = zip(spec, complete, strict=True)
@@ -98,7 +126,11 @@ FORWARD: Mapping[str, _Rule] = {
 """By primitive: from the spec of its operand to that of its result; None where no device could
 keep its piece."""
 
-TAKES: Mapping[str, _Rule] = {"slice": _slice, "dynamic_slice": _dynamic_slice}
+TAKES: Mapping[str, _Rule] = {
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+}
 """The same for primitives whose result is a part of their first operand: a layer of a stack."""
 
 BACKWARD: Mapping[str, _Rule] = {
@@ -152,8 +184,11 @@ def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
         found = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
     elif name == "pad":
         found = _where_complete(spec, [not any(each) for each in param(eqn, "padding_config")])
-    elif name in TAKES:
+    elif name in ("slice", "dynamic_slice"):
         found = TAKES[name](eqn, spec, mesh)
+    elif name == "scatter-add":
+        added = _scattered(eqn, spec)
+        return {} if added is None else {0: spec, 2: added}
     elif name == "dynamic_update_slice":
         sizes = zip(eqn.invars[1].aval.shape, eqn.invars[0].aval.shape, strict=True)
         found = _where_complete(spec, [written == n for written, n in sizes])

@@ -51,7 +51,7 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     return [False, *(True for _ in eqn.invars[1:])]
 
 
-@NEEDED.rule(*propagate.TAKES)
+@NEEDED.rule("slice", "dynamic_slice")
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     """A part is needed as the result is."""
     return [results[0], *(True for _ in eqn.invars[1:])]

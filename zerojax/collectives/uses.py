@@ -74,7 +74,7 @@ class Uses:
         if eqn.primitive is prims.sharding_constraint_p:
             same = wanted.spec_of(eqn) == layout.without(spec, self._axis)
             return of_result(0, spec) if same else own
-        if propagate.follows(eqn):
+        if propagate.follows(eqn) and i == 0:
             moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
             return own if moved is None else of_result(0, moved)
         if name == CAST and widens_integers(eqn):

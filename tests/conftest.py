@@ -82,7 +82,7 @@ def require_gpu_compiler(full_compile: None) -> None:
     pytest.skip(missing)
 
 
-MUCH, MOST = 1.0, 2.0
+MUCH, MOST = 1.0, 1.5
 """Gigabytes that a process may hold when the tests of a file are done, and after any test."""
 
 

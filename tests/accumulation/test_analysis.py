@@ -18,6 +18,7 @@ from zerojax.accumulation.resolve import analyse
 
 B, K = 24, 3
 W = np.ones((4, 5), np.float32)
+ORDER = np.arange(B)[::-1].copy()
 
 
 def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -30,7 +31,9 @@ def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[Analysis, Any]:
     """Of ``function(w, batch)``, whose results are all part of the state."""
-    whole, micro = (flatten(jax.make_jaxpr(function)(W, batch(rows)), [0]) for rows in (B, B // K))
+    whole, micro = (
+        flatten(jax.make_jaxpr(function)(W, batch(rows)), [0], [1, 2, 3]) for rows in (B, B // K)
+    )
     given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
     found, _ = analyse(whole, micro, given, rest)
     return found, [found.kind(v) for v in whole.outvars]
@@ -50,6 +53,8 @@ def layout(kind: RowKind) -> tuple[int, int | None]:
         (lambda w, b: b["x"] @ w, 0, 1),
         (lambda w, b: (b["x"] @ w).T, 1, 1),
         (lambda w, b: b["t"].reshape(-1, 4), 0, 1),
+        (lambda w, b: b["x"].reshape(-1, 2, 4).max(1), 0, 1),  # neighbours
+        (lambda w, b: lax.map(jnp.sin, jnp.concatenate([b["x"], b["x"]])), 0, 2),
         (lambda w, b: b["t"].reshape(-1, 24).reshape(-1, 2, 12), 0, 1),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4), 0, 6),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4).reshape(6, -1, 4), 1, 1),
@@ -96,15 +101,21 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
         (lambda w, b: jax.grad(lambda w: lax.map(lambda x: (x @ w).sum(), b["x"]).sum())(w), "sum"),
         (lambda w, b: b["x"].max(), "max"),
         (lambda w, b: b["x"].min(0), "min"),
+        (lambda w, b: b["x"].prod(0), "prod"),
+        (lambda w, b: (b["x"].prod(0) * b["t"].prod((0, 1))).prod(), "prod"),
+        (lambda w, b: 2 * b["x"].prod(0), "whole"),
         (lambda w, b: (b["x"] > 0).any(), "or"),
         (lambda w, b: (b["x"] > 0).all(), "and"),
+        (lambda w, b: jnp.zeros(4).at[jnp.arange(len(b["x"])) % 4].add(b["x"][:, 0]), "mixed"),
         (lambda w, b: jnp.exp((b["x"] @ w).mean()), "whole"),
         (lambda w, b: jnp.isfinite((b["x"] @ w).mean()), "whole"),
         (lambda w, b: (b["x"] @ w).mean() ** 2, "whole"),
         (lambda w, b: (b["x"] @ w).mean() + 1, "whole"),
         (lambda w, b: optax.tree.norm(jax.grad(lambda w: (b["x"] @ w).sum())(w)), "whole"),
         (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "whole"),
+        (lambda w, b: w.astype(int)[0].at[b["y"]].add(1), "whole"),
         (lambda w, b: 3 * w, "fixed"),
+        (lambda w, b: lax.fori_loop(0, len(b["x"]), lambda i, c: 2 * c, w), "fixed"),
         (lambda w, b: b["x"].shape[0] * w, "fixed"),
     ],
 )  # fmt: skip
@@ -126,6 +137,27 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
             lambda w, b: (b["x"] @ w)[b["y"], jnp.arange(len(b["x"])) % 5].sum(),
             "combines", "scatter",
         ),
+        (
+            lambda w, b: ((b["x"] @ w)[jnp.asarray(ORDER)[jnp.arange(len(b["x"]))]] ** 2).sum(),
+            "combines", "gather",
+        ),
+        (
+            lambda w, b: jnp.take_along_axis(
+                b["x"] @ w, jnp.arange(len(b["x"]))[:, None] % 5, axis=1
+            ).sum(),
+            "combines", "dot_general",
+        ),
+        (
+            lambda w, b: (b["x"] @ w)[jnp.arange(len(b["x"]))[: len(b["x"]) // 2]].sum(),
+            "combines", "slice",
+        ),
+        (
+            lambda w, b: lax.map(
+                lambda xi: (xi[0] @ w).sum() * xi[1], (b["x"], jnp.arange(len(b["x"])))
+            ).sum(),
+            "combines", "scan",
+        ),
+        (lambda w, b: (b["x"] @ w).sum() * jnp.ones(len(b["x"]) ** 2).sum(), "combines", "broad"),
         (lambda w, b: (b["x"] @ w)[0].sum(), "makes numbers of the batch's size", "pad"),
         (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
         (lambda w, b: jnp.cumsum(b["x"] @ w, axis=0).sum(), "combines", "cumsum"),
@@ -309,5 +341,12 @@ def test_noise_in_the_batchs_shape() -> None:
 def test_programs_that_depend_on_the_number_of_rows() -> None:
     from zerojax.accumulation.pairs import UnevenError
 
-    with pytest.raises(UnevenError, match=r"test_analysis\.py"):
-        analysis(lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]))
+    for function in (
+        lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]),
+        lambda w, b: b["x"] ** (len(b["x"]) + 2),
+        lambda w, b: b["x"][:, len(b["x"]) // B :][:, :3],
+        lambda w, b: jnp.sin(b["x"] if len(b["x"]) == B else 2 * b["x"]) + 2 * b["x"],
+        lambda w, b: (jnp.sin(b["x"]), jnp.cos(b["x"]))[len(b["x"]) // B],
+    ):
+        with pytest.raises(UnevenError, match=r"test_analysis\.py|other values"):
+            analysis(function)

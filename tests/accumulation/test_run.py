@@ -60,6 +60,10 @@ def losses(kind: str) -> Callable[[Any, Any], jax.Array]:
         if kind == "row by row":
             row = lambda b: jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)  # noqa: E731
             return jax.lax.map(row, b).mean()
+        if kind == "numbers of rows":  # as parameters of what has no rows
+            n = len(out)
+            scale = jax.lax.fori_loop(0, n, lambda i, c: 1.01 * c, p["a"][0, 0] ** (n + 2))
+            return jnp.mean(out * scale)
         if kind == "sliced":
             both = apply(p, jnp.concatenate([b["x"], b["y"] @ jnp.ones((4, b["x"].shape[1]))]))
             return jnp.mean((both[: len(b["x"])] - 0.1 * both[len(b["x"]) :]) ** 2)
@@ -74,6 +78,7 @@ KINDS = [
     "labels by row number",
     "in chunks",
     "row by row",
+    "numbers of rows",
     "sliced",
     "normalised by the batch",
 ]
@@ -160,6 +165,25 @@ def test_what_follows_runs_once(stage: int) -> None:
     plain, mine = plain_and_accumulated(step, fields, 2, 4, stage)
     for name in ("params", "average", "seen", "step"):
         assert_same(getattr(mine[0], name), getattr(plain[0], name))
+    assert_same(mine[1], plain[1])
+
+
+def test_counts_that_the_state_keeps() -> None:
+    def step(state: State, b: Any) -> Any:
+        grads = jax.grad(losses("sum"))(state.params, b)
+        return state.apply_gradients(grads=grads, seen=state.seen.at[b["label"]].add(1.5)), None
+
+    plain, mine = plain_and_accumulated(step, lambda: {"seen": jnp.arange(4.0)}, 2, 4)
+    assert_same(mine[0].seen, plain[0].seen)
+
+
+def test_products_and_bits_over_rows() -> None:
+    def step(state: State, b: Any) -> Any:
+        grads = jax.grad(losses("sum"))(state.params, b)
+        bits = jnp.bitwise_and.reduce(b["label"] | 4), jnp.bitwise_or.reduce(b["label"] & 2)
+        return state.apply_gradients(grads=grads), (apply(state.params, b["x"]).prod(0), *bits)
+
+    plain, mine = plain_and_accumulated(step, dict, 1, 4)
     assert_same(mine[1], plain[1])
 
 

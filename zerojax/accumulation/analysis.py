@@ -11,6 +11,9 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.equation_analysis import (
+    BRINGS,
+    LASTS,
+    LOOPS,
     MIXES,
     Choices,
     EquationAnalysis,
@@ -31,7 +34,7 @@ from zerojax.accumulation.kinds import (
     together,
 )
 from zerojax.accumulation.lines import line, where
-from zerojax.accumulation.pairs import EquationPair, pairs, scaled
+from zerojax.accumulation.pairs import EquationPair, Sizes, pairs, scaled
 from zerojax.xla import jaxprs
 
 
@@ -43,6 +46,7 @@ class Analysis(EquationAnalysis):
       given: The kinds of its arguments.
       choices: See :class:`Choices`.
       hopeful: A conflict is noted, and the pass goes on as if it were resolved.
+      neighbours: See :class:`zerojax.accumulation.pairs.Sizes`.
 
     Attributes:
       pairs: The equations of both traces.
@@ -60,9 +64,11 @@ class Analysis(EquationAnalysis):
         given: Sequence[RowKind],
         choices: Choices,
         hopeful: bool,
+        neighbours: bool = True,
     ) -> None:
-        rows = (v for v, k in zip(whole.invars, given, strict=True) if k.rows)
-        super().__init__(next(rows).aval.shape[0], choices, hopeful)
+        both = zip(whole.invars, micro.invars, given, strict=True)
+        n, m = next((w.aval.shape[0], m.aval.shape[0]) for w, m, k in both if k.rows)
+        super().__init__(Sizes(n, m, neighbours), choices, hopeful)
         self.literals: set[Path] = set()
         self.kinds: dict[Any, RowKind] = {}
         self.pairs: list[EquationPair] = []
@@ -72,6 +78,10 @@ class Analysis(EquationAnalysis):
     def kind(self, atom: Any) -> RowKind:
         """The kind of a variable of ``whole``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
+
+    def equation(self, path: Path) -> Any:
+        """The equation of a path, on the whole batch; of the loop for a sum that a loop carries."""
+        return self.pairs[path[0]].whole if len(path) == 1 else self._inside.get(path)
 
     def place(self, path: Path) -> tuple[Any, ...] | None:
         """Where the user's program binds an equation, call by call, see
@@ -93,14 +103,14 @@ class Analysis(EquationAnalysis):
         matched: list[EquationPair],
     ) -> Kinds:
         """Interprets a program; the kinds of its results."""
-        for w, m in zip(whole.constvars, micro.constvars, strict=True):
+        for w, m in zip(whole.constvars, micro.constvars, strict=False):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(whole.invars, given, strict=True))
 
         def read(atom: Any) -> RowKind:
             return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
-        for i, pair in enumerate(pairs(whole.eqns, micro.eqns)):
+        for i, pair in enumerate(pairs(whole, micro, self.sizes)):
             matched.append(pair)
             eqn = pair.whole
             kinds = [read(v) for v in eqn.invars]
@@ -183,26 +193,27 @@ class Analysis(EquationAnalysis):
         """A loop over the rows themselves, as ``lax.map`` makes: each by itself, but for sums."""
         eqn, micro = pair
         a, n = jaxprs.scan_counts(eqn)
-        if any(k.rows for k in kinds[: a + n]):
+        xs = kinds[a + n :]
+        outers = {k.outer for k in xs if k.rows} - {None}
+        if any(k.rows for k in kinds[: a + n]) or any(k.index for k in xs) or len(outers) > 1:
             return refused(eqn, MIXES)
         carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in kinds[a : a + n]]
-        one = [RowKind("row", learned=k.learned) if k.rows else k for k in kinds[a + n :]]
+        one = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
         inner = [jaxprs.param(eqn, "jaxpr"), jaxprs.param(micro, "jaxpr")]
         outs = self._body(inner, [*kinds[:a], *carry, *one], path, backward)
-        why = "loops over the rows and carries numbers along"
         body = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]
         kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
         results: Kinds = []
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
             if not kept[at] and (old.name, new.name) != ("sum", "sum"):
-                return refused(eqn, why)
+                return refused(eqn, LOOPS)
             key = (*path, 0, ~at)  # no equation within
             self.backward[key] = backward
             results.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
             plain = scaled(w.aval, m.aval) == [0] and kind.name in ("row", "fixed")
-            rows = RowKind("rows", dim=0, outer=1, learned=kind.learned)
-            results.append(rows if plain else mixed(why, where(eqn)))
+            rows = RowKind("rows", dim=0, outer=next(iter(outers), 1), learned=kind.learned)
+            results.append(rows if plain else mixed(LOOPS, where(eqn)))
         return results
 
     def _while(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
@@ -221,7 +232,7 @@ class Analysis(EquationAnalysis):
         conds = [loop.cond for loop in loops]
         (going,) = self._body(conds, [*kinds[:a], *carry], path, backward, 1)
         if going.name not in ("fixed", "own"):
-            return [mixed("loops as long as rows of the batch say", where(eqn))] * len(new)
+            return [mixed(LASTS, where(eqn))] * len(new)
         return [k.but(home=None) for k in new]
 
     def _cond(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
@@ -255,7 +266,7 @@ def _is_key(x: Any) -> bool:
 
 def _constant(w: Any, m: Any) -> RowKind:
     dims = scaled(w.aval, m.aval) if w.aval.ndim == m.aval.ndim else []
-    return mixed("has an array of the batch's size of its own", f"shape {w.aval.shape}, {dims}")
+    return mixed(BRINGS, f"shape {w.aval.shape}, {dims}")
 
 
 def _has_body(eqn: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import EquationPair, scaled
+from zerojax.accumulation.pairs import EquationPair, Sizes, scaled
 from zerojax.accumulation.row_rules import CALLBACKS, OPAQUE, RULES
 from zerojax.accumulation.sum_rules import reduced
 from zerojax.xla import jaxprs
@@ -18,6 +18,10 @@ _ZERO_STAYS = frozenset({
     "reduce_sum",
 })  # fmt: skip
 MIXES = "combines rows of the batch with each other"
+TAKES = "uses a number made of all rows within the rows"
+LOOPS = "loops over the rows and carries numbers along"
+BRINGS = "has an array of the batch's size of its own"
+LASTS = "loops as long as rows of the batch say"
 
 # A path names an equation: its position in the step, and in each program within.
 Path = tuple[int, ...]
@@ -55,24 +59,26 @@ class EquationAnalysis:
     """The kinds that equations make of kinds, and what is noted on the way.
 
     Args:
-      rows: Of the whole batch.
+      sizes: Rows of the whole batch and of a micro-batch.
       choices: See :class:`Choices`.
       hopeful: A conflict is noted, and the pass goes on as if it were resolved.
 
     Attributes:
       conflicts: In order.
       drawn: Where noise is drawn in the batch's shape.
+      kernels: Where kernels take rows: they are taken to keep them apart, or to add them up.
       owners: Where the forward pass makes numbers that are a micro-batch's own.
       backward: By reduction over rows, whether the backward pass makes it.
     """
 
-    def __init__(self, rows: int, choices: Choices, hopeful: bool) -> None:
+    def __init__(self, sizes: Sizes, choices: Choices, hopeful: bool) -> None:
         self.choices, self.hopeful = choices, hopeful
         self.conflicts: list[Conflict] = []
         self.drawn: list[str] = []
         self.owners: list[str] = []
         self.backward: dict[Path, bool] = {}
-        self._rows = rows
+        self.kernels: list[str] = []
+        self.sizes = sizes
 
     def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """Numbers that are the same in every micro-batch, and arrays of the batch's size made of
@@ -87,16 +93,19 @@ class EquationAnalysis:
         for w, m in zip(eqn.outvars, pair.micro.outvars, strict=True):
             dims = scaled(w.aval, m.aval)
             name = eqn.primitive.name
-            if len(dims) != 1:
-                outs.append(RowKind("fixed", **both) if not dims else mixed(MIXES, where(eqn)))
+            if not dims:
+                outs.append(RowKind("fixed", **both))
+            elif (shape := self._misshapen(w, m)) is not None:
+                outs.append(mixed(MIXES, where(eqn), shape))
             elif name.startswith(("random_", "threefry", "rng_")):
                 self.drawn.append(where(eqn))
                 outs.append(RowKind("rows", dim=dims[0], **both))
             elif name == "iota":
                 along = jaxprs.param(eqn, "dimension") == dims[0]
-                own = along and w.aval.shape[dims[0]] == self._rows
+                own = along and w.aval.shape[dims[0]] == self.sizes.whole
                 index = "own" if own else "number" if along else ""
-                outs.append(RowKind("rows", dim=dims[0], index=index, **both))
+                outer = 1 if along else None
+                outs.append(RowKind("rows", dim=dims[0], outer=outer, index=index, **both))
             elif name == "broadcast_in_dim":
                 outs.append(
                     RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=both["learned"])
@@ -108,7 +117,7 @@ class EquationAnalysis:
     def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """An equation on rows, or on numbers and with rows in its results."""
         eqn = pair.whole
-        name, both = eqn.primitive.name, together(kinds)
+        name = eqn.primitive.name
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
         adds_up = name in ("scatter-add", "scatter_add") and kinds[0].name == "sum"
@@ -122,9 +131,9 @@ class EquationAnalysis:
                     for i, k in enumerate(kinds)
                 ]
             else:
-                return refused(eqn, "uses a number made of all rows within the rows")
+                return refused(eqn, TAKES)
         if name in OPAQUE:
-            return self._opaque(pair, both)
+            return self._opaque(pair, kinds)
         if not any(k.rows for k in kinds):
             return self.of_fixed(pair, kinds)
         if name in CALLBACKS:
@@ -132,7 +141,10 @@ class EquationAnalysis:
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:
-            return refused(eqn, MIXES if rule is not None else "is not known to keep rows apart")
+            both_outs = zip(eqn.outvars, pair.micro.outvars, strict=True)
+            shape = next(filter(None, (self._misshapen(w, m) for w, m in both_outs)), None)
+            why = MIXES if rule is not None else "is not known to keep rows apart"
+            return [mixed(why, where(eqn), shape)] * len(eqn.outvars)
         if name.startswith(("random_", "threefry")) and out.index:
             self.drawn.append(where(eqn))
             out = out.but(index="")
@@ -150,23 +162,45 @@ class EquationAnalysis:
 
     def _checked(self, pair: EquationPair, out: RowKind) -> Kinds:
         """A layout of rows, where it is what the shapes say."""
-        if pair.micro is None:
-            return [out] * len(pair.whole.outvars)
         outs = []
         for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
-            same = out.rows and scaled(w.aval, m.aval) == [out.dim]
-            outs.append(out if same else mixed(MIXES, where(pair.whole)))
+            shape = self._misshapen(w, m)
+            same = out.rows and shape is None and scaled(w.aval, m.aval) == [out.dim]
+            same = same and self._divides(out, w.aval.shape[out.dim], m.aval.shape[out.dim])
+            outs.append(out if same else mixed(MIXES, where(pair.whole), shape))
         return outs
 
-    def _opaque(self, pair: EquationPair, both: dict[str, Any]) -> Kinds:
+    def _divides(self, rows: RowKind, whole: int, micro: int) -> bool:
+        """Whether every stretch of rows in a dimension of these sizes has the same entries."""
+        outer = rows.outer or 1
+        rest = 0 if self.sizes.neighbours else whole % (outer * self.sizes.whole)
+        return not rest and micro % outer == 0
+
+    def _misshapen(self, whole: Any, micro: Any) -> tuple[int, ...] | None:
+        """The shape of a variable that has rows in several dimensions, or a dimension that does not
+        grow in proportion to the rows; None for others."""
+        dims, shape = scaled(whole.aval, micro.aval), whole.aval.shape
+        fit = all(
+            self.sizes.fit(shape[d], micro.aval.shape[d])
+            and self._divides(RowKind("rows"), shape[d], micro.aval.shape[d])
+            for d in dims
+        )
+        return None if len(dims) < 2 and fit else shape
+
+    def _opaque(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """The results of a kernel: rows where their shapes say so, else sums over rows."""
-        outs = []
+        outs, both = [], together(kinds)
+        outers = {k.outer for k in kinds if k.rows} - {None, 1}
+        if outers or any(k.index for k in kinds):
+            return refused(pair.whole, MIXES)
+        self.kernels.append(where(pair.whole))
         for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
-            dims = scaled(w.aval, m.aval)
-            if len(dims) == 1:
-                outs.append(RowKind("rows", dim=dims[0], outer=1, **both))
+            dims, shape = scaled(w.aval, m.aval), self._misshapen(w, m)
+            if shape is not None:
+                outs.append(mixed(MIXES, where(pair.whole), shape))
             else:
-                outs.append(mixed(MIXES, where(pair.whole)) if dims else RowKind("sum", **both))
+                rows = RowKind("rows", dim=dims[0], outer=1, **both) if dims else None
+                outs.append(rows or RowKind("sum", **both))
         return outs
 
     def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
@@ -200,7 +234,7 @@ class EquationAnalysis:
         numbers = [k for k in kinds if k.needs_whole]
         if adds and [k.name for k in numbers] == ["sum"]:
             return [numbers[0].but(home=None, **both)]
-        return refused(eqn, "loops over the rows and carries numbers along")
+        return refused(eqn, LOOPS)
 
 
 def refused(eqn: Any, why: str) -> Kinds:
@@ -219,7 +253,5 @@ def is_sum(eqn: Any, kinds: Kinds) -> bool:
 
 def grows(pair: EquationPair) -> bool:
     """Whether an array in the equation grows with the number of rows."""
-    if pair.micro is None:
-        return False
     outs = zip(pair.whole.outvars, pair.micro.outvars, strict=True)
     return any(w.aval.shape != m.aval.shape for w, m in outs)

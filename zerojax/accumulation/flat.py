@@ -6,11 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.accumulation.kinds import REDUCTIONS
 from zerojax.accumulation.lines import line
+from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
@@ -42,25 +46,38 @@ class Flat:
     bound: list[tuple[Any, ...]] = field(default_factory=list)
 
 
-def flatten(closed: Any, learned: Collection[int]) -> Flat:
-    """Opens every call of a jaxpr that runs its body once on its own operands.
+def flatten(
+    closed: Any,
+    learned: Collection[int],
+    batch: Collection[int] = (),
+    keeps: Collection[Any] = (prims.remat_p,),
+) -> Flat:
+    """Opens calls of a jaxpr that run their body once on their own operands.
 
     What a checkpoint makes without what is ``learned`` and uses as a number, such as the sum of a
-    mask, is made outside it.
+    mask, is made outside it. What a scatter adds to an array that does not depend on the batch,
+    such as counts in the state, is added up by itself first.
 
     Args:
       closed: A jaxpr with its constants.
       learned: Positions of the arguments that training changes.
+      batch: Positions of the arguments that are leaves of the batch.
+      keeps: The primitives of calls that are not opened: checkpoints, for what they save.
     """
-    return _Opener(closed, learned).flat
+    return _Opener(closed, learned, batch, keeps).flat
 
 
 class _Opener:
-    def __init__(self, closed: Any, learned: Collection[int]) -> None:
+    def __init__(
+        self, closed: Any, learned: Collection[int], batch: Collection[int], keeps: Collection[Any]
+    ) -> None:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         self._known: dict[Any, bool] = {}
+        self._keeps = keeps
         self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
+        self._zeros = set[Any]()
+        self._batch = {v for i, v in enumerate(self.flat.invars) if i in batch}
         self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None, ())
 
     def _open(
@@ -93,8 +110,8 @@ class _Opener:
                 own = self._users_own(info.traceback)
                 info = jaxprs.source_within(outer, info, own_line=own)
             values = [read(v) for v in eqn.invars]
-            if _opens(eqn):
-                inner, inner_consts = jaxprs.open_jaxpr(jaxprs.called(eqn))
+            if (body := self._body(eqn, values)) is not None:
+                inner, inner_consts = jaxprs.open_jaxpr(body)
                 outs = self._open(inner, inner_consts, values, info, bound)
             else:
                 if eqn.primitive is prims.remat_p:
@@ -102,8 +119,11 @@ class _Opener:
                 outs = [Variable(v.aval) for v in eqn.outvars]
                 self.flat.eqns.append(eqn.replace(invars=values, outvars=outs, source_info=info))
                 self.flat.bound.append(bound)
-                if any(map(self._is_learned, values)):
-                    self._learned.update(outs)
+                for known in (self._learned, self._batch):
+                    if not known.isdisjoint(jaxprs.variables(values)):
+                        known.update(outs)
+                if eqn.primitive is prims.broadcast_in_dim_p and _is_zero(values[0]):
+                    self._zeros.update(outs)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -112,6 +132,15 @@ class _Opener:
         if traceback not in self._known:
             self._known[traceback] = line(traceback) is not None
         return self._known[traceback]
+
+    def _body(self, eqn: Any, values: Sequence[Any]) -> Any:
+        """The jaxpr that an equation is opened to; None for others."""
+        if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
+            return None if eqn.primitive in self._keeps else jaxprs.called(eqn)
+        if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
+            on, *added = (not self._batch.isdisjoint(jaxprs.variables([v])) for v in values)
+            return _apart(eqn) if any(added) and not on else None
+        return None
 
     def _is_learned(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._learned
@@ -151,7 +180,7 @@ def _reduces(eqn: Any) -> bool:
     most = max((v.aval.size for v in eqn.invars), default=0)
     shrinks = all(v.aval.size < most for v in eqn.outvars)
     inside = [e for body in jaxprs.bodies(eqn) for e in body.eqns]
-    return shrinks and (eqn.primitive.name in REDUCTIONS or any(map(_reduces, inside)))
+    return shrinks and (eqn.primitive.name in REDUCES or any(map(_reduces, inside)))
 
 
 def _small(eqn: Any, counted: Collection[Any]) -> bool:
@@ -160,8 +189,15 @@ def _small(eqn: Any, counted: Collection[Any]) -> bool:
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 
-def _opens(eqn: Any) -> bool:
-    """A checkpoint stays, for what it saves; so does the note of an update."""
-    if eqn.primitive not in jaxprs.CALLS or eqn.primitive is prims.remat_p:
-        return False
-    return not is_change(eqn)
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and not np.ndim(atom.val) and bool(atom.val == 0)
+
+
+def _apart(eqn: Any) -> Any:
+    """A scatter-add that adds to zeros first; a closed jaxpr."""
+
+    def run(operand: Any, *added: Any) -> Any:
+        (total,) = jaxprs.bind(eqn, [jnp.zeros_like(operand), *added])
+        return operand + total
+
+    return jax.make_jaxpr(run)(*(jaxprs.like(v.aval) for v in eqn.invars))

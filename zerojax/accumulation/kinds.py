@@ -6,14 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-REDUCTIONS = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
-"""By reduction over rows: how the results of micro-batches make that of the whole batch."""
+from zerojax.accumulation.reductions import REDUCTIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +41,14 @@ class Problem:
 
     Attributes:
       why: What the equation does, a verb first: "combines rows of the batch with each other".
-      where: "primitive (file:line)".
+      where: "primitive at file:line".
+      shape: Of an array that the equation makes with rows in several dimensions, or with a
+        dimension that does not grow in proportion to the rows; else None.
     """
 
     why: str
     where: str
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ class RowKind:
         - "fixed": not at all; the same number in every micro-batch and in the whole batch;
         - "rows": entry by entry of dimension ``dim``;
         - "row": on one row, within a loop over the rows;
-        - "sum", "max", "min", "and", "or": that reduction over rows, so that the whole batch's is
-          the same reduction of the micro-batches';
+        - "sum", "max", "min", "prod", "and", "or": that reduction over rows, so that the whole
+          batch's is the same reduction of the micro-batches';
         - "whole": made from such numbers of the whole batch;
         - "own": a number of the micro-batch alone, such as its batch statistics;
         - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
@@ -103,7 +99,7 @@ class RowKind:
 
     @property
     def reduced(self) -> bool:
-        return self.name in ("sum", "max", "min", "and", "or")
+        return self.name in REDUCTIONS
 
     @property
     def needs_whole(self) -> bool:
@@ -125,8 +121,8 @@ FIXED = RowKind("fixed")
 ZERO = RowKind("fixed", zero=True)
 
 
-def mixed(why: str, where: str) -> RowKind:
-    return RowKind("mixed", problem=Problem(why, where), learned=True)
+def mixed(why: str, where: str, shape: tuple[int, ...] | None = None) -> RowKind:
+    return RowKind("mixed", problem=Problem(why, where, shape), learned=True)
 
 
 def together(kinds: Kinds) -> dict[str, Any]:
@@ -171,6 +167,6 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
         return RowKind("own", adds=adds, **both)
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
         return RowKind("sum", **both)
-    elif names <= {"fixed", "whole", "sum", "max", "min", "and", "or"}:
+    elif names <= {"fixed", "whole", *REDUCTIONS}:
         return RowKind("whole", **both)
     return mixed("carries rows of the batch and other values in turn", where)

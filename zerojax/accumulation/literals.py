@@ -6,28 +6,32 @@ micro-batch makes its part of the whole mean, so that the parts add up, gradient
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 from jax.extend import core
+from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Path
-from zerojax.accumulation.pairs import EquationPair, pairs
+from zerojax.accumulation.pairs import EquationPair, Sizes, alike_in_shape, other_numbers, pairs
 from zerojax.xla import jaxprs
 
 
 def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
-    """The micro-batch's equations in order, None where it has none."""
-    return [
-        None if pair.micro is None else _equation(pair, (i,), analysis)
-        for i, pair in enumerate(analysis.pairs)
-    ]
+    """The micro-batch's equations in order."""
+    return [_equation(pair, (i,), analysis) for i, pair in enumerate(analysis.pairs)]
 
 
 def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     whole, micro = pair
+    atoms = list(zip(whole.invars, micro.invars, strict=True))
     changes: dict[str, Any] = {}
+    if path not in analysis.literals and _counts_rows(pair, analysis.sizes):
+        values = [w if isinstance(w, core.Literal) else m for w, m in atoms]
+        return whole.replace(invars=values, outvars=micro.outvars)
     for at, name in enumerate(jaxprs.programs(micro)):
         w, m = jaxprs.param(whole, name), jaxprs.param(micro, name)
         if isinstance(m, tuple):
@@ -38,16 +42,53 @@ def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     eqn = micro
     if any(changes[name] is not micro.params[name] for name in changes):
         eqn = eqn.replace(params=micro.params | changes)
-    atoms = list(zip(whole.invars, micro.invars, strict=True))
     if path in analysis.literals or not any(_differ(w, m) for w, m in atoms):
         return eqn
     return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])
 
 
+def changed_rule(analysis: Analysis, rules: Collection[Any]) -> Any:
+    """The first call of one of the primitives ``rules``, in loops and calls too, within which the
+    micro-batch would have numbers of the whole batch; None without one."""
+
+    def first(both: Iterable[EquationPair], inside: bool) -> Any:
+        for pair in both:
+            within = inside or pair.whole.primitive in rules
+            if inside and (
+                _counts_rows(pair, analysis.sizes) or any(map(_differ, *(e.invars for e in pair)))
+            ):
+                return pair.whole
+            for w, m in zip(*map(jaxprs.inner, pair), strict=False):
+                if (found := first(pairs(w, m, analysis.sizes), within)) is not None:
+                    return pair.whole if pair.whole.primitive in rules else found
+        return None
+
+    return first(analysis.pairs, False)
+
+
+def _counts_rows(pair: EquationPair, sizes: Sizes) -> bool:
+    """Whether an equation whose operands and results have no rows depends on their number, by a
+    parameter such as the iterations of a loop, or by an array that grows with them inside."""
+    if not alike_in_shape(pair):
+        return False
+    if pair.whole.primitive is prims.scan_p:
+        lengths = [jaxprs.param(eqn, "length") for eqn in pair]
+        if lengths[0] != lengths[1]:
+            return True
+    if not jaxprs.programs(pair.whole):
+        return other_numbers(pair)
+    bodies = zip(*map(jaxprs.inner, pair), strict=False)
+    inside = (pairs(w, m, sizes) for w, m in bodies)
+    return any(
+        not alike_in_shape(each) or _counts_rows(each, sizes)
+        for each in itertools.chain.from_iterable(inside)
+    )
+
+
 def _body(whole: Any, micro: Any, path: Path, analysis: Analysis) -> Any:
     inside, outside = jaxprs.open_jaxpr(micro)[0], jaxprs.open_jaxpr(whole)[0]
-    both = enumerate(pairs(outside.eqns, inside.eqns))
-    eqns = [_equation(pair, (*path, i), analysis) for i, pair in both if pair.micro is not None]
+    both = enumerate(pairs(outside, inside, analysis.sizes))
+    eqns = [_equation(pair, (*path, i), analysis) for i, pair in both]
     if all(new is old for new, old in zip(eqns, inside.eqns, strict=True)):
         return micro
     return jaxprs.with_body(micro, inside.replace(eqns=eqns))

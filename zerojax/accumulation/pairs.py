@@ -5,17 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jax.extend import core
+
 from zerojax.accumulation.lines import where
+from zerojax.accumulation.row_rules import OPAQUE
 from zerojax.xla import jaxprs
+
+_GROUPS = frozenset({"feature_group_count", "batch_group_count"})
+"""Parameters that count rows where ``jax.vmap`` makes a group of each."""
+
+
+class Sizes(NamedTuple):
+    """Rows of the whole batch, and of a micro-batch; neither need divide the other.
+
+    Attributes:
+      whole, micro: The numbers of rows.
+      neighbours: Whether a micro-batch has rows that are neighbours in the batch, so that groups
+        of neighbours stay together.
+    """
+
+    whole: int
+    micro: int
+    neighbours: bool = True
+
+    @property
+    def traced(self) -> int:
+        """The rows to trace a micro-batch with: see :mod:`zerojax.accumulation.resize`."""
+        return self.micro if self.micro > 1 else 2 if self.whole != 2 else 3
+
+    def fit(self, whole: int, micro: int) -> bool:
+        """Whether two sizes of a dimension are the same, or in proportion to the rows."""
+        return whole == micro or whole * self.micro == micro * self.whole
 
 
 class EquationPair(NamedTuple):
-    """One equation in both.
-
-    Attributes:
-      whole: On the whole batch.
-      micro: On a micro-batch; None where a micro-batch of one row needs no such equation.
-    """
+    """One equation in both: on the ``whole`` batch, and on a ``micro``-batch."""
 
     whole: Any
     micro: Any
@@ -31,38 +56,86 @@ class UnevenError(Exception):
     remedy: str | None = None
 
 
-def pairs(whole: Sequence[Any], micro: Sequence[Any]) -> Iterator[EquationPair]:
-    """The equations of both programs, matched.
+def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
+    """The equations of two programs, open jaxprs or flat ones, matched.
 
     Raises:
       UnevenError: They differ in more than shapes.
     """
-    left = iter(micro)
-    here = next(left, None)
-    for eqn in whole:
-        if here is not None and _alike(eqn, here):
-            yield EquationPair(eqn, here)
-            here = next(left, None)
-        elif eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.ndim == len(
-            jaxprs.param(eqn, "shape")
-        ):
-            yield EquationPair(eqn, None)  # from one row to one row
-        else:
-            raise UnevenError(where(eqn))
-    if here is not None:
-        raise UnevenError(where(here))
+    given = [(*program.constvars, *program.invars) for program in (whole, micro)]
+    if len(given[0]) != len(given[1]):
+        raise UnevenError("it has other constants")
+    micro_of = dict(zip(*given, strict=True))
+
+    def matched(w: Any, m: Any) -> bool:
+        literals = isinstance(w, core.Literal), isinstance(m, core.Literal)
+        return all(literals) if any(literals) else micro_of[w] is m
+
+    n = len(whole.eqns), len(micro.eqns)
+    for i in range(max(n)):
+        if i >= min(n):
+            raise UnevenError(where((whole if i < n[0] else micro).eqns[i]))
+        one, other = whole.eqns[i], micro.eqns[i]
+        alike = _alike(one, other, sizes) and len(one.invars) == len(other.invars)
+        if not alike or not all(map(matched, one.invars, other.invars)):
+            raise UnevenError(where(one))
+        micro_of.update(zip(one.outvars, other.outvars, strict=True))
+        yield EquationPair(one, other)
+    if not all(map(matched, whole.outvars, micro.outvars)):
+        raise UnevenError("it returns other values")
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Any, other: Any, sizes: Sizes) -> bool:
     """Whether the equations may differ in the number of rows alone."""
-    values = (*one.invars, *one.outvars), (*other.invars, *other.outvars)
-    if one.primitive != other.primitive or len(values[0]) != len(values[1]):
+    shapes = _shapes(one), _shapes(other)
+    if one.primitive != other.primitive or len(shapes[0]) != len(shapes[1]):
         return False
-    shapes = [[getattr(v.aval, "shape", ()) for v in side] for side in values]
-    return all(
-        len(a) == len(b) and all((m and w % m == 0) or w == m for w, m in zip(a, b, strict=True))
+    if shapes[0] == shapes[1]:
+        return True
+    alike = all(
+        len(a) == len(b)
+        and all((m and w % m == 0) or sizes.fit(w, m) for w, m in zip(a, b, strict=True))
         for a, b in zip(*shapes, strict=True)
     )
+    return alike and not other_numbers(EquationPair(one, other))
+
+
+def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+    return [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
+
+
+def other_numbers(pair: EquationPair) -> bool:
+    """Whether parameters hold different numbers, but for the sizes of dimensions that grow with the
+    rows: an exponent, the column where a slice begins. Those of programs inside do not count."""
+    whole, micro = pair
+    if whole.primitive.name in OPAQUE or jaxprs.programs(whole):
+        return False
+    grow = {d for w, m in zip(*map(_shapes, pair), strict=True) for d in _differ(w, m)}
+    for name, w in whole.params.items():
+        m = micro.params.get(name)
+        if isinstance(w, tuple) and isinstance(m, tuple) and len(w) == len(m):
+            if name != "sizes" and _differ(w, m) - grow:  # a split has them of one dimension
+                return True
+        elif name not in _GROUPS and _differ([w], [m]):
+            return True
+    return False
+
+
+def _differ(one: Sequence[Any], other: Sequence[Any]) -> set[int]:
+    """The positions of numbers, or of tuples of numbers, that are not the same."""
+    both = enumerate(zip(one, other, strict=True))
+    numbers = int | float | np.number | tuple
+    return {
+        i
+        for i, (a, b) in both
+        if isinstance(a, numbers) and isinstance(b, numbers) and a != b and (a == a or b == b)
+    }
+
+
+def alike_in_shape(pair: EquationPair) -> bool:
+    """Whether no operand and no result of an equation grows with the rows."""
+    whole, micro = (_shapes(eqn) for eqn in pair)
+    return whole == micro
 
 
 def scaled(whole: Any, micro: Any) -> list[int]:

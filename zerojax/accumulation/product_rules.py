@@ -61,7 +61,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
     if not left.rows or not right.rows or left.dim != lhs[1]:
         return None
     same = agreed([left.but(dim=0), right.but(dim=0)])
-    if same is None:
+    if same is None or same.index:
         return None
     if right.dim == rhs[1] and param(eqn, "feature_group_count") == 1:
         return RowKind("sum", learned=left.learned or right.learned)
@@ -75,24 +75,27 @@ def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
     ndim = eqn.outvars[0].aval.ndim
     batch = [d for d in range(ndim) if d not in dn.offset_dims]
-    both = together(kinds)
+    both: dict[str, Any] = together(kinds) | {"zero": False}
+    numbered = {"index": "number"} if operand.index or indices.index else {}
     if not operand.rows:
         if indices.dim >= len(batch):
             return None
-        return indices.but(dim=batch[indices.dim], zero=False, **both)
+        return indices.but(dim=batch[indices.dim], **both, **numbered)
     shape, d = eqn.invars[0].aval.shape, operand.dim
     if d in dn.operand_batching_dims:
         at = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        if not indices.rows or indices.dim != at:
+        layout = agreed([operand.but(dim=0), indices.but(dim=0)])
+        if not indices.rows or indices.dim != at or layout is None:
             return None
-        return operand.but(dim=batch[at], zero=False, **both)
+        return layout.but(dim=batch[at], **both, **numbered)
     if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
         if indices.rows:
             return None
         window = _window(len(shape), dn.collapsed_slice_dims, dn.operand_batching_dims)
-        return operand.but(dim=dn.offset_dims[window.index(d)], zero=False, **both)
-    if d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d)):
-        return operand.but(dim=batch[indices.dim], zero=False, **both)
+        return operand.but(dim=dn.offset_dims[window.index(d)], **both, **numbered)
+    own = d in dn.start_index_map and _at_its_own(indices, dn.start_index_map.index(d))
+    if own and shape[d] == eqn.invars[1].aval.shape[indices.dim]:
+        return operand.but(dim=batch[indices.dim], **both)
     return None
 
 
@@ -113,20 +116,25 @@ def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
     if not operand.rows:
         adds = eqn.primitive.name in ("scatter-add", "scatter_add")
         summed = operand.name == "sum" or (operand.name == "fixed" and operand.zero)
-        if not adds or not summed or updates.index:
+        if not adds or not summed or updates.index or indices.index:
             return None
         return RowKind("sum", **both)
-    d = operand.dim
-    outer = operand.outer if operand.outer is not None else updates.outer
-    layout = operand.but(outer=outer, zero=False, **both)
+    d, shape = operand.dim, eqn.invars[0].aval.shape
+    outers = {k.outer for k in kinds if k.rows} - {None}
+    if len(outers) > 1:
+        return None
+    numbered = "number" if operand.index or updates.index else ""
+    layout = operand.but(outer=next(iter(outers), None), zero=False, index=numbered, **both)
     if d in dn.operand_batching_dims:
         at = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
+        layout = layout.but(index="number") if indices.index else layout
         return layout if indices.rows and indices.dim == at else None
     if d in dn.inserted_window_dims:
         own = d in dn.scatter_dims_to_operand_dims and _at_its_own(
             indices, dn.scatter_dims_to_operand_dims.index(d)
         )
-        return layout if own else None
+        every = own and shape[d] == eqn.invars[1].aval.shape[indices.dim]
+        return layout if every else None
     ndim = eqn.invars[0].aval.ndim
     window = _window(ndim, dn.inserted_window_dims, dn.operand_batching_dims)
     at = dn.update_window_dims[window.index(d)]

@@ -15,8 +15,19 @@ from jax.extend import core
 
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import EquationPair, UnevenError, pairs
+from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, alike_in_shape, pairs
 from zerojax.xla import jaxprs
+
+
+def micro_batch(whole: Flat, traced: Flat, sizes: Sizes) -> Flat:
+    """The step on a micro-batch, from its trace on ``sizes.traced`` rows.
+
+    Raises:
+      UnevenError: It differs from the step on the whole batch in more than shapes.
+    """
+    if sizes.traced == sizes.micro:
+        return traced
+    return Resize(sizes.whole, sizes.traced).flat(whole, traced)
 
 
 class Resize:
@@ -24,6 +35,7 @@ class Resize:
 
     def __init__(self, whole: int, few: int) -> None:
         self._whole, self._few = whole, few
+        self._sizes = Sizes(whole, few)
 
     def flat(self, whole: Flat, few: Flat) -> Flat:
         """A flat program, equation by equation as it is for a few rows."""
@@ -41,7 +53,7 @@ class Resize:
         invars = [resized(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
         constvars = [resized(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
         eqns = []
-        for pair in pairs(whole.eqns, few.eqns):
+        for pair in pairs(whole, few, self._sizes):
             w, f = pair
             ins = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
             outs = [resized(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
@@ -68,6 +80,8 @@ class Resize:
 
     def _params(self, pair: EquationPair) -> dict[str, Any]:
         whole, few = pair
+        if alike_in_shape(pair):  # its numbers are those of the whole batch, see literals
+            return dict(few.params)
         return {
             name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
         }
@@ -110,7 +124,7 @@ class Resize:
         def read(w: Any, v: Any) -> Any:
             return self._literal(w, v).val if isinstance(v, core.Literal) else env[v]
 
-        for pair in pairs(whole.eqns, few.eqns):
+        for pair in pairs(whole, few, self._sizes):
             w, f = pair
             values = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
             outs = jaxprs.bind(f.replace(params=self._params(pair)), values)

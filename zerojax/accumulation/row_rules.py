@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, agreed
+from zerojax.accumulation.kinds import Kinds, RowKind, agreed
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
+from zerojax.accumulation.reductions import REDUCES
 from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla.jaxprs import param
 
@@ -65,10 +66,11 @@ def _reduce(eqn: Any, kinds: Kinds) -> RowKind | None:
     axes = param(eqn, "axes")
     (kind,) = kinds
     if kind.dim not in axes:
-        return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False)
-    if kind.index or eqn.primitive.name not in REDUCTIONS:
+        index = "number" if kind.index else ""
+        return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False, index=index)
+    if kind.index or eqn.primitive.name not in REDUCES:
         return None
-    return RowKind(REDUCTIONS[eqn.primitive.name], learned=kind.learned)
+    return RowKind(REDUCES[eqn.primitive.name], learned=kind.learned)
 
 
 def _broadcast(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -94,7 +96,8 @@ def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
             outer = outside // before
             if size % outer:
                 return None
-            return kind.but(dim=j, outer=None if kind.outer is None else outer)
+            alike = kind.outer is None and size == old[kind.dim]
+            return kind.but(dim=j, outer=None if alike else outer)
     return None
 
 
@@ -140,7 +143,7 @@ def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
     sizes = {v.aval.shape[along] for v in eqn.invars}
     if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
-    return layout if layout.outer is None else layout.but(outer=len(kinds))
+    return layout.but(outer=len(kinds))
 
 
 def _beside(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
@@ -242,7 +245,7 @@ def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_LEADING, _leading),
-    **dict.fromkeys([*REDUCTIONS, "reduce_prod", "reduce_xor", "argmax", "argmin"], _reduce),
+    **dict.fromkeys([*REDUCES, "reduce_xor", "argmax", "argmin"], _reduce),
     **dict.fromkeys(
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"], _along("axis")
     ),

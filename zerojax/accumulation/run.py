@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,9 @@ from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.lines import raised_at
-from zerojax.accumulation.pairs import UnevenError
-from zerojax.accumulation.resize import Resize
+from zerojax.accumulation.pairs import Sizes, UnevenError
+from zerojax.accumulation.reductions import REDUCTIONS
+from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import (
     REMEDY,
@@ -36,35 +37,31 @@ from zerojax.plan.layout import Spec
 Trace = Callable[[Any], tuple[Any, Any]]
 """From a batch to the jaxpr of the step, and the shapes of its results."""
 
-_COMBINE = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
-
 
 def accumulator(param: Any, dtype: Any) -> Any:
     """The dtype in which gradients of dtype ``param`` are summed; ``dtype``, if given."""
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(trace: Trace, whole: Flat, batch: Any, learned: Collection[int]) -> Flat:
+def flat_micro(trace: Trace, whole: Flat, batch: Any, roles: Roles) -> Flat:
     """The step on a micro-batch.
 
     Args:
       trace: Traces the step.
       whole: The step on the whole batch.
       batch: Leaves [k, rows, ...].
-      learned: Positions of the arguments that training changes.
+      roles: What the step's arguments are.
 
     Raises:
       UnevenError: The two programs differ in more than shapes.
     """
-    (sizes,) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
-    k, rows = sizes
-    few = rows if rows > 1 else 2 if k != 2 else 3
+    ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
+    sizes = Sizes(k * rows, rows)
     try:
-        closed = trace(one_of(batch, few))[0]
+        closed = trace(one_of(batch, sizes.traced))[0]
     except Exception as e:  # on the whole batch the same step has been traced
-        raise _number_written_out(e, few, k * rows) from e
-    micro = flatten(closed, learned)
-    return micro if rows > 1 else Resize(k, few).flat(whole, micro)
+        raise _number_written_out(e, sizes.traced, k * rows) from e
+    return micro_batch(whole, flatten(closed, roles.learned, roles.batch), sizes)
 
 
 def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
@@ -154,7 +151,7 @@ class MicroBatches:
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
-        flat = flatten(whole, roles.learned)
+        flat = flatten(whole, roles.learned, roles.batch)
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
         self._sharded, self._feedback = sharded and feedback is None, feedback
@@ -238,7 +235,7 @@ class MicroBatches:
     def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
         """The step for the micro-batches of a batch, leaves [k, rows, ...]."""
         roles = self._roles
-        small = flat_micro(trace, flat, batch, roles.learned)
+        small = flat_micro(trace, flat, batch, roles)
         analysis, choices = analyse(flat, small, roles.kinds(flat), roles.rest)
         carry = carried(flat, analysis, roles.rest)
         stacked, averaged = per_micro_batch(flat, analysis, roles, carry, self._k)
@@ -310,7 +307,7 @@ class MicroBatches:
         crossing = [
             self._finished(x, next(totals))
             if x.how == "sum"
-            else _COMBINE[x.how](next(series), axis=each)
+            else REDUCTIONS[x.how].over(next(series), each)
             for x in split.crossing
         ]
         last = [x[-1] for x in others[: split.n_last]]

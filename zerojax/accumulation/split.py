@@ -28,7 +28,7 @@ class Crossing:
 
     Attributes:
       variable: Of the step on the whole batch.
-      how: "sum", "max", "min", "and" or "or".
+      how: The name of a reduction, see :data:`zerojax.accumulation.reductions.REDUCTIONS`.
       spec: The spec of a gradient; None for other numbers.
       wide: What follows takes the number in a wider floating dtype than the micro-batch makes.
     """
@@ -100,7 +100,7 @@ def split(
     ]
     last = list(chosen.last)
     pairs = list(enumerate(analysis.pairs))
-    prints = {i for i, p in pairs if p.whole.effects and p.micro is not None} - chosen.eqns
+    prints = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
     # Constants, too, may have been made from the number of rows.
@@ -247,10 +247,7 @@ def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, 
         zip((*whole.invars, *whole.constvars), (*micro.invars, *micro.constvars), strict=True)
     )
     for pair in analysis.pairs:
-        if pair.micro is None:
-            micro_of[pair.whole.outvars[0]] = _read(micro_of, pair.whole.invars[0])
-        else:
-            micro_of.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
+        micro_of.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
     return micro_of
 
 
@@ -269,7 +266,7 @@ def _pruned(
     needed = {*jaxprs.variables(outs)}
     given = {*more}
     kept: list[Any] = []
-    for i, eqn in reversed([(i, eqn) for i, eqn in enumerate(eqns) if eqn is not None]):
+    for i, eqn in reversed([*enumerate(eqns)]):
         if i in keep or any(v in needed and v not in given for v in eqn.outvars):
             kept.append(eqn)
             needed.update(jaxprs.variables(eqn.invars))

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.accumulation.kinds import REDUCTIONS, Kinds, RowKind, together
+from zerojax.accumulation.kinds import Kinds, RowKind, together
+from zerojax.accumulation.reductions import REDUCES
 
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
@@ -36,8 +37,11 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
         return same if kinds[0].reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
         return same if _keeps(eqn, kind) else None
+    if kind == "prod":
+        product = name == "mul" and all(k.reduced for k in kinds)
+        return same if product or REDUCES.get(name) == kind else None
     if kind != "sum":
-        return same if name == kind or REDUCTIONS.get(name) == kind else None
+        return same if name == kind or REDUCES.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
     nothing = [k.name == "sum" or k.zero for k in kinds]
     if name in _LINEAR or (name in _SUMS and all(nothing)):
@@ -63,7 +67,7 @@ def _keeps(eqn: Any, kind: str) -> bool:
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if kind in ("and", "or"):
         return old == new
-    if kind == "sum":
+    if kind in ("sum", "prod"):
         both = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
         return both or jnp.issubdtype(new, jnp.inexact)
     return not jnp.issubdtype(new, jnp.bool_)

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter
 from zerojax.collectives.host import Fetchable
 from zerojax.collectives.layer import layer_bytes
 from zerojax.distributed import log
 from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
 from zerojax.evaluation.objects import Subject
-from zerojax.evaluation.row_rules import Sizes, Undivided
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
+from zerojax.evaluation.undivided import Undivided
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
@@ -231,18 +232,20 @@ class EvaluationProgram:
         Raises:
           Undivided: The function cannot be divided.
         """
-        whole = self._traced(_like(batch, division.rows), arrays, static)
+        sizes = Sizes(division.rows, division.part)
+        whole = self._traced(_like(batch, sizes.whole), arrays, static)
         try:
-            part = self._traced(_like(batch, division.part), arrays, static)
+            part = self._traced(_like(batch, sizes.traced), arrays, static)
         except Exception as error:
             raise Undivided(
-                f"on {division.part} rows it fails ({type(error).__name__}); an array with a row "
+                f"on {sizes.traced} rows it fails ({type(error).__name__}); an array with a row "
                 "for each of the batch belongs into the batch, see batch_argnums"
             ) from error
         if whole.out != part.out:
             raise Undivided("its results depend on the number of rows")
-        sizes = Sizes(division.rows, division.part)
-        return ByRows(whole.closed, part.closed, sizes, whole.batch), whole.out
+        padded = division.padded != division.rows
+        by_rows = ByRows(whole.closed, part.closed, sizes, whole.batch, padded=padded)
+        return by_rows, whole.out
 
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution

@@ -1,40 +1,54 @@
 """A function of a batch, some rows at a time, with the numbers of the whole batch.
 
-The function is traced twice: on the whole batch, and on a part of it. Where the shapes of a value
-differ lies its dimension of rows. What works row by row is run part by part. Where the rows are
-reduced (a sum, a maximum, a product that contracts them) the parts' results are combined, and what
-follows runs once, from the trace of the whole batch: a mean divides by all rows, a masked mean by
-the sum of all weights. A function in which rows meet in another way is not divided.
+The function is analysed and split as a step under accumulation: what works row by row is run part
+by part, the reductions over rows that the parts make are combined, and what follows runs once, from
+the trace of the whole batch. A part may have any of the rows. A function in which rows meet in
+another way is not divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives as prims
 
-from zerojax.evaluation.row_kinds import REDUCTIONS, EquationPair, Reduction, RowKind, TwoTraces
-from zerojax.evaluation.row_rules import Sizes, Undivided
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Choices, Path
+from zerojax.accumulation.flat import flatten
+from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.literals import changed_rule
+from zerojax.accumulation.pairs import Sizes, UnevenError
+from zerojax.accumulation.reductions import REDUCTIONS
+from zerojax.accumulation.resize import micro_batch
+from zerojax.accumulation.split import split
+from zerojax.evaluation.masks import Mask
+from zerojax.evaluation.undivided import DEPENDS, RUNS_OVER, TOGETHER, Undivided
 from zerojax.xla import jaxprs
+
+_RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
 
 
 class ByRows:
     """A function divided into what runs part by part and what runs once.
 
     Args:
-      whole, part: Closed jaxprs of the function on a batch of ``sizes.whole`` rows and on one of
-        ``sizes.part``.
-      sizes: Both numbers of rows.
+      whole: Closed jaxpr of the function on a batch of ``sizes.whole`` rows.
+      part: The same on ``sizes.traced`` rows.
+      sizes: Rows of the whole batch and of a part.
       batch: For each argument, whether its first dimension is the rows.
-      opens: Whether a call is written out. Rows may not meet within others, which stay as they
-        are: rematerialised, and with derivatives of their own.
+      padded: Whether a part may have rows that do not count.
+      differentiated: Whether the function is differentiated afterwards: checkpoints and functions
+        with derivatives of their own are kept then.
       noise: Whether random numbers may have the rows in their shape, and so be others than those
         of the whole batch.
 
     Attributes:
-      outs: The kind of each result.
+      stacked: Positions of the results that have a part of the rows each; the others are numbers
+        of the whole batch.
 
     Raises:
       Undivided: The function cannot be divided; the message says why.
@@ -47,47 +61,87 @@ class ByRows:
         sizes: Sizes,
         batch: Sequence[bool],
         *,
-        opens: Callable[[Any], bool] = lambda call: True,
+        padded: bool,
+        differentiated: bool = False,
         noise: bool = False,
     ) -> None:
-        whole, part = jaxprs.without_calls(whole, opens), jaxprs.without_calls(part, opens)
-        (self._jaxpr, self._consts), (other, _) = map(jaxprs.open_jaxpr, (whole, part))
-        if self._jaxpr.effects:
+        if jaxprs.open_jaxpr(whole)[0].effects:
             raise Undivided("it prints, or calls back into Python")
-        self.sizes = sizes
-        self._traced = TwoTraces(self._jaxpr, other, sizes, noise=noise)
-        self._traced.classify([RowKind.ROWS if b else RowKind.FIXED for b in batch])
-        self._batch = list(batch)
-        self.outs = [self._traced.kind(v) for v in self._jaxpr.outvars]
-        pairs = list(zip(self._jaxpr.outvars, self.outs, strict=True))
-        self._by_rows = [v for v, kind in pairs if kind is RowKind.ROWS]
-        self._once = [v for v, kind in pairs if kind is not RowKind.ROWS]
-        if any(map(self._traced.rows, self._once)):
-            raise Undivided("it returns an array of the batch's shape that is not made of its rows")
-        self._reductions = self._used()
+        rows = [i for i, of_rows in enumerate(batch) if of_rows]
+        others = [i for i, of_rows in enumerate(batch) if not of_rows]
+        keeps = (prims.remat_p, *_RULES) if differentiated else ()
+        self._flat, traced = (flatten(x, others, rows, keeps) for x in (whole, part))
+        self._sizes = sizes
+        given = [RowKind("rows", dim=0, outer=1) if x else FIXED for x in batch]
+        try:
+            micro = micro_batch(self._flat, traced, sizes)
+            self._analysis = Analysis(
+                self._flat, micro, given, Choices(), hopeful=False, neighbours=False
+            )
+            self._check_assumptions(noise)
+            self._kinds = [self._kind(v) for v in self._flat.outvars]
+            self.stacked = [i for i, kind in enumerate(self._kinds) if kind.rows]
+            self._split = split(self._flat, micro, self._analysis, (), self.stacked, {}, {})
+            rule = changed_rule(self._analysis, _RULES) if differentiated else None
+        except UnevenError as e:
+            raise Undivided.uneven(e) from e
+        if rule is not None:
+            raise Undivided.at(where(rule), DEPENDS)
+        self._masks = self._masked() if padded else {}
 
-    def _used(self) -> list[EquationPair]:
-        """The reductions that a result needs."""
-        made = {v for pair in self._traced.reductions for v in pair.whole.outvars}
-        needed = self._needed(self._once, made)
-        read = {*jaxprs.variables((*self._once, *(v for eqn in needed for v in eqn.invars)))}
-        if any(self._traced.kind(v) is RowKind.ROWS for v in read):
-            raise Undivided("a loop over its rows makes a result that has none")
-        return [p for p in self._traced.reductions if p.whole.outvars[0] in read]
+    def _check_assumptions(self, noise: bool) -> None:
+        """Raises Undivided where only shapes tell what an equation does with the rows."""
+        for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):
+            raise Undivided.at(place, TOGETHER)
 
-    def zeros(self) -> list[jax.Array]:
+    def _kind(self, v: Any) -> RowKind:
+        """The kind of a result.
+
+        Raises:
+          Undivided: Parts do not make it.
+        """
+        kind = FIXED if isinstance(v, core.Literal) else self._analysis.kind(v)
+        if kind.problem is not None:
+            raise Undivided.because(kind.problem, self._sizes)
+        if kind.index or (kind.rows and kind.outer not in (1, None)):
+            producer = next(eqn for eqn in self._flat.eqns if v in eqn.outvars)
+            raise Undivided.at(where(producer), TOGETHER)
+        return kind
+
+    def _masked(self) -> dict[Any, Mask]:
+        """By the result of an equation of a part, what keeps rows that do not count out of it.
+
+        Raises:
+          Undivided: Rows are reduced within a loop or a call, where they are not told apart.
+        """
+        numbers = (self._analysis.kind(x.variable) for x in self._split.crossing)
+        paths = {path for x in numbers if x.node is not None for path in x.node.roots()}
+        return dict(map(self._mask, sorted(paths)))
+
+    def _mask(self, path: Path) -> tuple[Any, Mask]:
+        whole, micro = self._analysis.pairs[path[0]]
+        if len(path) > 1:
+            inside = self._analysis.equation(path)
+            if inside is None:  # the sum that a loop over the rows carries
+                raise Undivided.at(where(whole), RUNS_OVER)
+            raise Undivided.at(where(inside), f"{TOGETHER} inside {whole.primitive.name}")
+        kinds = [self._analysis.kind(v) for v in whole.invars]
+        how = REDUCTIONS[self._analysis.kind(whole.outvars[0]).name]
+        return micro.outvars[0], Mask(whole.primitive, kinds, how)
+
+    def zeros(self) -> list[Any]:
         """The totals before the first part."""
-        avals = [pair.whole.outvars[0].aval for pair in self._reductions]
         return [
-            jnp.full(aval.shape, _reduction(pair).neutral(aval.dtype), _wide(aval.dtype))
-            for pair, aval in zip(self._reductions, avals, strict=True)
+            jnp.full(aval.shape, REDUCTIONS[x.how].neutral(aval.dtype), _wide(aval.dtype))
+            for x in self._split.crossing
+            for aval in [x.variable.aval]
         ]
 
     def add(self, totals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The totals of more parts together."""
         return [
-            _reduction(pair).combine(a, b)
-            for pair, a, b in zip(self._reductions, totals, others, strict=True)
+            REDUCTIONS[x.how].of_two(a, b)
+            for x, a, b in zip(self._split.crossing, totals, others, strict=True)
         ]
 
     def part(self, args: Sequence[Any], counts: Any) -> tuple[list[Any], list[Any]]:
@@ -101,31 +155,21 @@ class ByRows:
           The reductions of these rows, and the results that go by rows, each with the rows in
           front.
         """
-        targets = [*(v for p in self._reductions for v in p.whole.invars), *self._by_rows]
-        env = self._run(targets, dict(zip(self._jaxpr.invars, args, strict=True)), part=True)
-        totals = [self._reduced(pair, env, counts) for pair in self._reductions]
-        return totals, [self._in_front(env[v], v) for v in self._by_rows]
 
-    def _in_front(self, x: Any, v: Any) -> Any:
-        d, each = self._traced.rows(v) or (0, 1)
-        x = jnp.moveaxis(x, d, 0)
-        return x.reshape(self.sizes.part, each, *x.shape[1:])
+        def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
+            if counts is not None and eqn.outvars and eqn.outvars[0] in self._masks:
+                values = self._masks[eqn.outvars[0]](values, counts)
+            return jaxprs.bind_in_context(eqn, values)
 
-    def _reduced(self, pair: EquationPair, env: dict[Any, Any], counts: Any) -> Any:
-        eqn, how = pair.whole, _reduction(pair)
-        values = [jaxprs.read(v, env) for v in eqn.invars]
-        if eqn.primitive.name == "scatter-add":
-            values[0] = jnp.zeros_like(values[0])
-        for i in how.operands if counts is not None else ():
-            d, each = self._traced.rows(eqn.invars[i]) or (0, 1)
-            shape = [1] * values[i].ndim
-            shape[d] = -1
-            mask = jnp.repeat(counts, each).reshape(shape)
-            neutral = jnp.asarray(how.neutral(values[i].dtype), values[i].dtype)
-            values[i] = jnp.where(mask, values[i], neutral)
-        with jaxprs.context(eqn):
-            (out,) = jaxprs.bind(pair.part, values)
-        return out.astype(_wide(out.dtype))
+        outs = jaxprs.evaluate(self._split.micro, args, run, opens=lambda eqn: False)
+        n = len(self._split.crossing)
+        totals = [x.astype(_wide(x.dtype)) for x in outs[:n]]
+        kinds = [self._kinds[i] for i in self.stacked]
+        return totals, [self._in_front(x, kind) for x, kind in zip(outs[n:], kinds, strict=True)]
+
+    def _in_front(self, x: Any, kind: RowKind) -> Any:
+        x, rows = jnp.moveaxis(x, kind.dim, 0), self._sizes.micro
+        return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
     def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
         """The function's results.
@@ -135,55 +179,17 @@ class ByRows:
           totals: The totals of all parts.
           rows: The results that go by rows, of the whole batch, with the rows in front.
         """
-        given = zip(self._jaxpr.invars, args, self._batch, strict=True)
-        env = {v: x for v, x, batch in given if not batch}
-        operands = [p.whole.invars[0] for p in self._reductions
-                    if p.whole.primitive.name == "scatter-add"]  # fmt: skip
-        env |= self._run(operands, env, part=False)
-        for pair, total in zip(self._reductions, totals, strict=True):
-            (out,) = pair.whole.outvars
-            if pair.whole.primitive.name == "scatter-add":
-                total = total + jaxprs.read(pair.whole.invars[0], env)
-            env[out] = total.astype(out.aval.dtype)
-        env = self._run(self._once, env, part=False)
-        left = iter(rows)
-        return [
-            self._back(next(left), v) if kind is RowKind.ROWS else jaxprs.read(v, env)
-            for v, kind in zip(self._jaxpr.outvars, self.outs, strict=True)
+        split = self._split
+        crossing = [
+            total if x.wide else total.astype(x.variable.aval.dtype)
+            for x, total in zip(split.crossing, totals, strict=True)
         ]
-
-    def _back(self, x: Any, v: Any) -> Any:
-        d, each = self._traced.rows(v) or (0, 1)
-        return jnp.moveaxis(x.reshape(self.sizes.whole * each, *x.shape[2:]), 0, d)
-
-    def _needed(self, targets: Sequence[Any], known: Any) -> list[Any]:
-        """The equations that make the targets from what is known, in order."""
-        wanted = {*jaxprs.variables(targets)} - set(known)
-        found = []
-        for pair in reversed(self._traced.pairs):
-            if not wanted.isdisjoint(pair.whole.outvars):
-                found.append(pair.whole)
-                wanted |= {*jaxprs.variables(pair.whole.invars)} - set(known)
-        return found[::-1]
-
-    def _run(self, targets: Sequence[Any], env: dict[Any, Any], *, part: bool) -> dict[Any, Any]:
-        env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-        needed = {id(eqn) for eqn in self._needed(targets, env)}
-        for pair in self._traced.pairs:
-            eqn = pair.whole
-            if id(eqn) not in needed:
-                continue
-            values: Sequence[Any] = [jaxprs.read(v, env) for v in eqn.invars]
-            by_rows = part and RowKind.ROWS in map(self._traced.kind, eqn.outvars)
-            if (run := pair.part if by_rows else eqn) is not None:
-                with jaxprs.context(eqn):
-                    values = jaxprs.bind(run, values)
-            env.update(zip(eqn.outvars, values, strict=True))
-        return env
-
-
-def _reduction(pair: EquationPair) -> Reduction:
-    return REDUCTIONS[pair.whole.primitive.name]
+        done = jaxprs.evaluate(split.once, [*args, *crossing], opens=lambda eqn: False)
+        results = dict(zip(split.done, done, strict=True))
+        for i, x in zip(self.stacked, rows, strict=True):
+            x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+            results[i] = jnp.moveaxis(x, 0, self._kinds[i].dim)
+        return [results[i] for i in range(len(results))]
 
 
 def _wide(dtype: Any) -> Any:

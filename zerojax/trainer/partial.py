@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import primitives as prims
 
-from zerojax.evaluation.row_kinds import RowKind
-from zerojax.evaluation.row_rules import Sizes, Undivided
+from zerojax.accumulation.pairs import Sizes
 from zerojax.evaluation.rows import ByRows
+from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
 from zerojax.trainer.losses import loss_entry, mean_loss
 
@@ -123,18 +122,16 @@ def _by_rows(
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
         return jax.make_jaxpr(mean, return_shape=True)(args, like)
 
-    part, out = traced(here)
+    sizes = Sizes(rows, here)
+    part, out = traced(sizes.traced)
     try:
-        whole, _ = traced(rows)
+        whole, _ = traced(sizes.whole)
     except Exception as error:
         raise Undivided(f"on {rows} rows it fails ({type(error).__name__})") from error
     leaves, others = jax.tree.leaves(batch), jax.tree.leaves(args)
     is_batch = [*[False] * len(others), *[True] * len(leaves)]
-    by_rows = ByRows(
-        whole, part, Sizes(rows, here), is_batch,
-        opens=lambda eqn: eqn.primitive is prims.jit_p, noise=True,
-    )  # fmt: skip
-    if RowKind.ROWS in by_rows.outs:
+    by_rows = ByRows(whole, part, sizes, is_batch, padded=True, differentiated=True, noise=True)
+    if by_rows.stacked:
         raise Undivided("the state has an array with rows of the batch")
     totals, _ = by_rows.part([*others, *leaves], counts)
     outs = by_rows.finish([*others, *[None] * len(leaves)], totals, [])

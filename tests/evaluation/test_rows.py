@@ -1,0 +1,269 @@
+"""Functions of a batch by parts of its rows: which divide, and their numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from zerojax.accumulation.pairs import Sizes
+from zerojax.evaluation.rows import ByRows
+from zerojax.evaluation.undivided import Undivided
+
+WIDE = np.ones((5, 5), np.float32)
+AT = np.array([3, 1])
+EVEN, PADDED, ALONE = Sizes(6, 2), Sizes(6, 4), Sizes(6, 1)
+SIZES = [EVEN, PADDED, ALONE, Sizes(3, 8)]
+
+BY_ROWS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "elementwise": lambda x: jnp.tanh(x) * 2,
+    "broadcast": lambda x: x[:, None] + x[:, :, None],
+    "transposed": lambda x: x.T,
+    "merged with what each row has": lambda x: x[:, :4].reshape(-1),
+    "product": lambda x: x @ WIDE,
+    "product of each row with itself": lambda x: jnp.einsum("bi,bj->bij", x, x),
+    "sum of each row": lambda x: x.sum(1),
+    "largest of each row": lambda x: x.argmax(1),
+    "sorted, each row": lambda x: jnp.sort(x, 1),
+    "reversed, each row": lambda x: x[:, ::-1],
+    "padded, each row": lambda x: jnp.pad(x, ((0, 0), (1, 1))),
+    "sums along each row": lambda x: jnp.cumsum(x, 1),
+    "beside each other": lambda x: jnp.concatenate([x, x], 1),
+    "columns": lambda x: x[:, AT],
+    "its own column": lambda x: jnp.take_along_axis(x, x.astype(int).argmin(1)[:, None], 1),
+    "rows of a table": lambda x: jnp.asarray(WIDE)[x[:, 0].astype(int)],
+    "pooled, each row": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID"),
+    "the largest of each row": lambda x: lax.top_k(x, 2)[0],
+    "its own column, by number": lambda x: x[jnp.arange(len(x)), x.astype(int).argmin(1)],
+    "zeros": jnp.zeros_like,
+    "decomposed, each row": lambda x: jnp.linalg.cholesky(
+        jnp.einsum("bi,bj->bij", x, x) + 9 * np.eye(5, dtype=np.float32)
+    ),
+}
+
+ROWS_MEET: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "reversed": lambda x: x[::-1],
+    "every other one": lambda x: jnp.repeat(x, 2, 0)[::2],
+    "in another order": lambda x: x[jnp.asarray([*range(5), -1])[jnp.arange(len(x)) % 6]],
+    "rolled": lambda x: jnp.concatenate([x[-1:], x[:-1]]),
+    "twice": lambda x: jnp.concatenate([x, x]),
+    "sums along the rows": lambda x: jnp.cumsum(x, 0),
+    "sorted": lambda x: jnp.sort(x, 0),
+    "merged, rows inside": lambda x: x.T.reshape(-1),
+    "padded": lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1],
+    "the rows of others": lambda x: x[x[:, 0].astype(int)],
+    "numbered": lambda x: x + lax.broadcasted_iota(jnp.float32, x.shape, 0),
+    "pairs of neighbours": lambda x: x.reshape(-1, 2, 5).max(1),
+    "counts by number": lambda x: jnp.zeros(4).at[jnp.arange(len(x)) % 4].add(x[:, 0]),
+    "a column by number": lambda x: x[jnp.arange(len(x)), jnp.arange(len(x)) % 5],
+    "a half": lambda x: x[jnp.arange(len(x))[: len(x) // 2]],
+    "mapped with numbers": lambda x: lax.map(lambda xi: xi[0] * xi[1], (x, jnp.arange(len(x)))),
+    "pooled": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME"),
+    "products of rows": lambda x: (x @ x.T) @ x,
+    "shifted": lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))),
+}
+
+
+REDUCED: dict[str, Callable[[jax.Array], Any]] = {
+    "sum": jnp.sum,
+    "sum of rows": lambda x: x.sum(0),
+    "mean": jnp.mean,
+    "largest": jnp.max,
+    "smallest": lambda x: x.min(0),
+    "product of all": jnp.prod,
+    "product of two": lambda x: jnp.prod(x, 0) * jnp.prod(x + 1, 0),
+    "largest integer": lambda x: x.astype(jnp.int8).max(),
+    "any": lambda x: (x > 2).any(0),
+    "all": lambda x: (x > -9).all(),
+    "bits of all": lambda x: jnp.bitwise_and.reduce(x.astype(int) | 6),
+    "bits of any": lambda x: jnp.bitwise_or.reduce(x.astype(int) & 6),
+    "squares": lambda x: x.T @ x,
+    "twice": lambda x: jnp.concatenate([x, 2 * x]).sum(0),
+    "merged, rows inside": lambda x: x.T.reshape(-1).sum(),
+    "how many": lambda x: jnp.ones(len(x)).sum(),
+    "counts": lambda x: jnp.zeros(3, int).at[x[:, 0].astype(int) % 3].add(1),
+    "counts on others": lambda x: jnp.arange(3).at[x[:, 0].astype(int) % 3].add(1),
+    "a kernel's gradient": lambda x: jax.grad(
+        lambda w: (lax.conv(x[:, None], w, (1,), "SAME") ** 2).sum()
+    )(jnp.ones((2, 1, 3))),
+    "what a mean is used for": lambda x: jnp.exp(x.mean(0)) @ WIDE,
+    "as often as there are rows": lambda x: lax.fori_loop(0, len(x), lambda i, c: 2 * c, x.sum()),
+    "with an array of as many inside": lambda x: (
+        x * lax.fori_loop(0, 2, lambda i, c: c * jnp.ones(len(x)).sum(), 1.0)
+    ).sum(),
+    "with a number for the rows": lambda x: (
+        x * lax.fori_loop(0, len(x), lambda i, c: 1.5 * c, 1.0) / len(x) ** 2
+    ).sum(),
+}  # fmt: skip
+
+
+def divided(
+    function: Callable[[jax.Array], Any], sizes: Sizes, padded: bool | None = None, **more: Any
+) -> tuple[ByRows, Any]:
+    """A function of ``sizes.whole`` rows of five, and its jaxpr."""
+
+    def trace(rows: int) -> Any:
+        return jax.make_jaxpr(function)(jnp.ones((rows, 5), jnp.float32))
+
+    padded = bool(sizes.whole % sizes.micro) if padded is None else padded
+    whole = trace(sizes.whole)
+    return ByRows(whole, trace(sizes.traced), sizes, [True], padded=padded, **more), whole
+
+
+def check(function: Callable[[jax.Array], Any], sizes: Sizes, *, stacked: bool) -> None:
+    """Holds a function by parts, the last filled up with copies, to the function itself."""
+    by_rows, whole = divided(function, sizes)
+    assert by_rows.stacked == ([0] if stacked else [])
+    n, part, _ = sizes
+    x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
+    places = np.arange(-(-n // part) * part).reshape(part, -1).T  # of each part, not neighbours
+
+    def run(x: jax.Array) -> list[jax.Array]:
+        totals, rows = by_rows.zeros(), []
+        for at in places:
+            counts = jnp.asarray(at < n) if n % part else None
+            more, own = by_rows.part([x[np.minimum(at, n - 1)]], counts)
+            totals = by_rows.add(totals, more)
+            rows.append(own)
+        order = places.reshape(-1).argsort()[:n]
+        stacked = [jnp.concatenate(own)[order] for own in zip(*rows, strict=True)]
+        return by_rows.finish([None], totals, stacked)
+
+    got, want = jax.jit(run)(x), jax.jit(jax.extend.core.jaxpr_as_fun(whole))(x)
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize("name", [*BY_ROWS, *REDUCED])
+def test_divided(name: str) -> None:
+    by_rows, _ = divided((BY_ROWS | REDUCED)[name], PADDED)
+    assert by_rows.stacked == ([0] if name in BY_ROWS else [])
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_each_row_for_itself(name: str, sizes: Sizes) -> None:
+    check(BY_ROWS[name], sizes, stacked=True)
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", REDUCED)
+def test_reductions(name: str, sizes: Sizes) -> None:
+    check(REDUCED[name], sizes, stacked=False)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, PADDED, ALONE])
+@pytest.mark.parametrize("name", ROWS_MEET)
+def test_rows_that_meet_are_not_divided(name: str, sizes: Sizes) -> None:
+    with pytest.raises(Undivided):
+        divided(ROWS_MEET[name], sizes)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: jnp.cumsum(x, 0), r"its cumsum brings rows together \(test_rows.py:\d+\)"),
+        (lambda x: x - x.mean(0), "its sub takes rows together with a result of all rows"),
+        (lambda x: x @ x.T, r"it makes an array of shape \(6, 6\) of 6 rows"),
+        (lambda x: jnp.ones(len(x) ** 2).sum() + x, r"array of shape \(36,\) of 6 rows"),
+        (lambda x: x * np.arange(1.0, len(x) + 1)[:, None], "a constant with an entry for each"),
+        (lambda x: jnp.sin(x) if len(x) == 6 else jnp.cos(x), "its sin depends on the number"),
+        (lambda x: x ** (len(x) + 3), "its integer_pow depends on the number of rows"),
+        (lambda x: x[:, len(x) // 2 - 1 :][:, :2], "its slice depends on the number of rows"),
+        (lambda x: lax.scan(lambda c, y: (c * y[0], c), 1.0, x), "its .* runs over the rows"),
+        (lambda x: lax.while_loop(lambda c: c.sum() > 9, lambda c: c / 2, x), "inside while"),
+        (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "its random_bits brings"),
+        (lambda x: jax.pure_callback(lambda x: x, x, x), "its pure_callback brings"),
+        (lambda x: jax.debug.print("{}", x), "prints, or calls back"),
+    ],
+)
+def test_the_reason(function: Any, says: str) -> None:
+    with pytest.raises(Undivided, match=says):
+        divided(function, EVEN)
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    """With derivatives of its own."""
+    own = jax.custom_vjp(lambda x: 2 * x)
+    own.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    return own(x)
+
+
+@jax.custom_vjp
+def averaged(x: jax.Array) -> jax.Array:
+    """With the number of rows within a function that has derivatives of its own."""
+    return x / (x.shape[0] + 1)
+
+
+averaged.defvjp(lambda x: (x / (x.shape[0] + 1), None), lambda _, g: (g,))
+
+
+class TestDifferentiated:
+    """Functions that are differentiated afterwards keep checkpoints and rules."""
+
+    def gradient(self, function: Any, sizes: Sizes) -> tuple[Any, Any]:
+        by_rows, _ = divided(function, sizes, padded=True, differentiated=True)
+        n, part, _ = sizes
+        x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
+        at, counts = np.minimum(np.arange(part), n - 1), jnp.arange(part) < n
+
+        def run(x: jax.Array) -> jax.Array:
+            totals, _ = by_rows.part([x[at]], counts)
+            return by_rows.finish([None], totals, [])[0]
+
+        return jax.grad(run)(x), jax.grad(function)(x)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: (doubled(x) ** 2).mean(),
+            lambda x: jax.nn.softplus(jax.checkpoint(jnp.sin)(x)).mean(),
+            lambda x: x.max() + x.sum(),
+            lambda x: jnp.log((x**2).sum()),
+        ],
+    )
+    def test_gradients(self, function: Any) -> None:
+        np.testing.assert_allclose(*self.gradient(function, Sizes(5, 8)), 1e-5, 1e-6)
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_numbers_of_rows_within_a_rule(self, inside: bool) -> None:
+        def function(x: jax.Array) -> jax.Array:
+            return (jax.checkpoint(averaged) if inside else averaged)(x).sum()
+
+        check(function, EVEN, stacked=False)
+        with pytest.raises(Undivided, match="depends on the number of rows"):
+            divided(function, EVEN, differentiated=True)
+
+
+def test_sums_within_a_loop() -> None:
+    """Rows that do not count are not told apart there."""
+
+    def function(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, y: (c + (x * y).sum(), None), 0.0, jnp.arange(3.0))[0]
+
+    check(function, EVEN, stacked=False)
+    with pytest.raises(Undivided, match="its reduce_sum brings rows together inside scan"):
+        divided(function, PADDED)
+
+
+def test_a_loop_over_the_rows() -> None:
+    check(lambda x: lax.map(lambda row: row.sum() * row, x), PADDED, stacked=True)
+    total: Any = lambda x: lax.scan(lambda c, row: (c + row.max(), None), 0.0, x)[0]  # noqa: E731
+    check(total, EVEN, stacked=False)
+    with pytest.raises(Undivided, match="its scan runs over the rows"):
+        divided(total, PADDED)
+
+
+def test_noise_where_it_may_be_other_numbers() -> None:
+    by_rows, _ = divided(
+        lambda x: (x * 0 + jax.random.normal(jax.random.key(0), x.shape) > 9).sum(),
+        EVEN,
+        noise=True,
+    )
+    assert by_rows.stacked == []

@@ -1,0 +1,47 @@
+"""Rows that do not count, kept out of a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import primitives as prims
+
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.reductions import Reduction
+
+
+class Mask(NamedTuple):
+    """What stands for rows that do not count among the operands of a reduction over rows.
+
+    Attributes:
+      primitive: The primitive that reduces.
+      kinds: How the operands depend on the rows.
+      how: The reduction.
+    """
+
+    primitive: Any
+    kinds: Sequence[RowKind]
+    how: Reduction
+
+    def __call__(self, values: Sequence[Any], counts: Any) -> list[Any]:
+        """The operands of a part with neutral values in such rows.
+
+        Args:
+          values: The operands.
+          counts: bool [rows of the part], whether a row counts.
+        """
+        masked = list(values)
+        for i, kind in enumerate(self.kinds):
+            if kind.rows and not (i == 1 and self.primitive is prims.scatter_add_p):  # its indices
+                masked[i] = self._masked(values[i], kind, counts)
+        return masked
+
+    def _masked(self, x: Any, kind: RowKind, counts: Any) -> Any:
+        outer = kind.outer or 1
+        each = x.shape[kind.dim] // (outer * counts.shape[0])
+        mask = counts if each == 1 else jnp.repeat(counts, each)
+        mask = mask if outer == 1 else jnp.tile(mask, outer)
+        mask = mask.reshape([-1 if d == kind.dim else 1 for d in range(x.ndim)])
+        return jnp.where(mask, x, jnp.asarray(self.how.neutral(x.dtype), x.dtype))

@@ -52,7 +52,7 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
 
 
 def _produced_after(graph: Graph, at: int, operands: Sequence[Any]) -> bool:
-    """Whether an equation behind the one at a place produces an operand."""
+    """Whether an equation after the one at a place produces an operand."""
     made = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
     return any(graph.place(eqn) > at for eqn in made)
 

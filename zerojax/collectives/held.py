@@ -18,7 +18,7 @@ from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
 MOST = 1_000_000_000
-"""The most elements of parameters that one loop holds whole, and of their gradients; as in
+"""The most elements of parameters that one loop holds unsharded, and of their gradients; as in
 DeepSpeed's default for stage3_max_live_parameters."""
 
 SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
@@ -34,14 +34,16 @@ def to_hold(jaxpr: Any, specs: Sequence[Spec | None], mesh: Mesh) -> set[int]:
         sharded.
       mesh: Of the specs.
     """
+    if all(spec is None for spec in specs):
+        return set()
     opened, _ = jaxprs.open_jaxpr(jaxpr)
     varies = DEPENDS.forward(opened, [i >= len(specs) for i in range(len(opened.invars))]).of
-    whole = {
+    needed = {
         i
         for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
-        if spec is not None and _Needs(mesh).whole(opened, v, spec, varies)
+        if spec is not None and _Needs(mesh).unsharded(opened, v, spec, varies)
     }
-    return whole if sum(opened.invars[i].aval.size for i in whole) <= MOST else set()
+    return needed if sum(opened.invars[i].aval.size for i in needed) <= MOST else set()
 
 
 class _Needs(NamedTuple):
@@ -50,7 +52,7 @@ class _Needs(NamedTuple):
 
     mesh: Mesh
 
-    def whole(self, jaxpr: Any, v: Any, spec: Spec, varies: Mapping[Any, bool]) -> bool:
+    def unsharded(self, jaxpr: Any, v: Any, spec: Spec, varies: Mapping[Any, bool]) -> bool:
         """Whether an open jaxpr does so; ``varies``: the variables that differ from iteration to
         iteration."""
         users = graph_of(jaxpr).users(v)
@@ -60,7 +62,7 @@ class _Needs(NamedTuple):
         """Whether the equation needs all of its operand ``i`` at once."""
         if eqn.primitive.name in SAME_ELEMENTS:
             moved = propagate.forward(eqn, spec, self.mesh)
-            return self.whole(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
+            return self.unsharded(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
         if eqn.primitive.name == "dynamic_slice":
             layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
             layer = layer and eqn.invars[0].aval.ndim > 2
@@ -80,4 +82,4 @@ class _Needs(NamedTuple):
             not isinstance(x, core.Literal) and varies.get(x, False)
             for x in (eqn.invars[at] for at in region.operands)
         ]
-        return self.whole(region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, given).of)
+        return self.unsharded(region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, given).of)

@@ -42,8 +42,8 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         return None
     if gatherer.apart or table.whole is not None or (scope.share and id(table) in scope.used_whole):
         return None
-    cast = table.narrow is not None and table.narrow.is_cast
-    stored = table.narrow.shard if table.narrow and cast else table  # half the bytes
+    narrow = table.narrow
+    stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         (rows,) = jaxprs.bind(eqn, [pinned, *indices])

@@ -25,6 +25,7 @@ from zerojax.collectives import propagate
 from zerojax.collectives.held import MOST, SAME_ELEMENTS
 from zerojax.devices.mesh import axis_size
 from zerojax.graph.graph import graph_of
+from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -188,14 +189,14 @@ def _is_stack(jaxpr: Any, v: Any) -> bool:
         return False
     at = eqn.outvars.index(v)
     if eqn.primitive is prims.scan_p:
-        return at >= jaxprs.scan_counts(eqn).carry
+        return regions(eqn)[0].is_stacked(at)
     return any(_is_stack(body, body.outvars[at]) for body in jaxprs.bodies(eqn)) or (
         eqn.primitive.name in SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
     )
 
 
 def _is_layer(jaxpr: Any, v: Any) -> bool:
-    """Whether it is one layer among zeros: the gradient of a stack from which a loop takes one."""
+    """Whether a value is one layer among zeros: the gradient where a loop takes one layer."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(v)
     written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"

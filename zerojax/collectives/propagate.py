@@ -131,7 +131,7 @@ TAKES: Mapping[str, _Rule] = {
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
 }
-"""The same for primitives whose result is a part of their first operand: a layer of a stack."""
+"""Likewise, for primitives whose result is a part of their first operand: a layer of a stack."""
 
 BACKWARD: Mapping[str, _Rule] = {
     "transpose": _untranspose,

@@ -118,7 +118,7 @@ class GoesOn:
 
 
 class Origin(enum.IntFlag):
-    """What a value is computed from."""
+    """Origin of a value."""
 
     WEIGHT = enum.auto()
     """A parameter, element by element."""

@@ -98,7 +98,7 @@ MOST = 64
 
 
 def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
-    """What is gathered in place of the result of an equation that works element by element: the
+    """The shard to gather in place of the result of an equation that works element by element: the
     operand of a widening cast; and integers that were cast so, where the result follows from them
     and unsharded operands, as the scaling of a quantized base does."""
     shards = [v for v in values if isinstance(v, Shard)]

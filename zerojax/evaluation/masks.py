@@ -13,7 +13,7 @@ from zerojax.accumulation.reductions import Reduction
 
 
 class Mask(NamedTuple):
-    """What stands for rows that do not count among the operands of a reduction over rows.
+    """Neutral values for rows that do not count, in the operands of a reduction over rows.
 
     Attributes:
       primitive: The primitive that reduces.

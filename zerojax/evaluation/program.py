@@ -20,6 +20,7 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
 from zerojax.evaluation.undivided import Undivided
+from zerojax.graph.graph import graph_of
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
@@ -180,8 +181,8 @@ class EvaluationProgram:
         traced = self._traced(batch, arrays, static)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         warn_of_ragged_products(self.function.__name__, jaxpr, self._placer.devices)
-        read = {id(v) for v in jaxpr.outvars} | {id(v) for e in jaxpr.eqns for v in e.invars}
-        used = tuple(id(v) in read for v in jaxpr.invars[: len(self._leaves)])
+        graph = graph_of(jaxpr)
+        used = tuple(graph.times_used(v) > 0 for v in jaxpr.invars[: len(self._leaves)])
         filled: Division | None = None
         if rows is not None and blocks > 1:
             filled = Division.of(rows, None, self._placer.devices, blocks)

@@ -27,6 +27,7 @@ from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.split import split
 from zerojax.evaluation.masks import Mask
 from zerojax.evaluation.undivided import DEPENDS, RUNS_OVER, TOGETHER, Undivided
+from zerojax.graph.graph import graph_of
 from zerojax.xla import jaxprs
 
 _RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
@@ -104,7 +105,7 @@ class ByRows:
         if kind.problem is not None:
             raise Undivided.because(kind.problem, self._sizes)
         if kind.index or (kind.rows and kind.outer not in (1, None)):
-            producer = next(eqn for eqn in self._flat.eqns if v in eqn.outvars)
+            producer = graph_of(self._flat).producer(v)
             raise Undivided.at(where(producer), TOGETHER)
         return kind
 

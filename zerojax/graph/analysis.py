@@ -9,12 +9,12 @@ its facts no longer change.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend import core
 
+from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import Region, regions
 
 F = TypeVar("F")
@@ -23,7 +23,7 @@ Rule = Callable[[Any, Sequence[F]], Sequence[F]]
 
 
 class Facts(NamedTuple, Generic[F]):
-    """What an analysis finds in one program.
+    """Facts of the values of one program.
 
     Attributes:
       ends: The facts of the results (forward), or of the arguments (backward), in order.
@@ -60,8 +60,8 @@ class Analysis(Generic[F]):
         self._bottom, self._join, self._unknown, self._control = bottom, join, unknown, control
         self._rules: dict[str, Rule[F]] = {}
         # A layer that many equations run is analysed once for each set of facts that it is given.
-        self._known: weakref.WeakKeyDictionary[Any, dict[Any, Facts[F]]]
-        self._known = weakref.WeakKeyDictionary()
+        self._forward_once = cached_by_jaxpr(lambda jaxpr, *given: self._forward(jaxpr, given))
+        self._backward_once = cached_by_jaxpr(lambda jaxpr, *given: self._backward(jaxpr, given))
 
     def rule(self, *primitives: str) -> Callable[[Rule[F]], Rule[F]]:
         """Registers a transfer rule for primitives, by their names. For a primitive that runs
@@ -81,23 +81,11 @@ class Analysis(Generic[F]):
 
     def forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
         """The facts of an open jaxpr, from those of its arguments."""
-        return self._once("forward", jaxpr, given, self._forward)
+        return self._forward_once(jaxpr, *given)
 
     def backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
         """The facts of an open jaxpr, from those of its results."""
-        return self._once("backward", jaxpr, needed, self._backward)
-
-    def _once(
-        self,
-        direction: str,
-        jaxpr: Any,
-        facts: Sequence[F],
-        run: Callable[[Any, Sequence[F]], Facts[F]],
-    ) -> Facts[F]:
-        known, question = self._known.setdefault(jaxpr, {}), (direction, *facts)
-        if question not in known:
-            known[question] = run(jaxpr, facts)
-        return known[question]
+        return self._backward_once(jaxpr, *needed)
 
     def _forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
         env = dict(zip(jaxpr.invars, given, strict=True))

@@ -81,7 +81,7 @@ class Graph:
         return self._returned.get(v, ())
 
     def times_used(self, v: Any) -> int:
-        """How many operands and results a variable is."""
+        """The number of operands and results that a variable is."""
         return len(self.users(v)) + len(self.returned(v))
 
     def place(self, equation: Any) -> int:

@@ -28,8 +28,10 @@ from zerojax.accumulation.roles import (
 )
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
+from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.reduction import is_quantized, of_all
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 
@@ -370,9 +372,16 @@ class MicroBatches:
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
-        total = self.lanes.summed(low)
-        if spec is not None:
-            total = self._inserter.scatter_parts(total, spec)
+        ledger, why = self._inserter.ledger, "all micro-batches are added up first"
+        with ledger.place(AFTER_LOOP, why):
+            if spec is None or self.lanes.axes == (REPLICA,):
+                one = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
+                cut = spec or (None,) * one.ndim
+                with ledger.reduces(one, cut, cut, over=self.lanes.number):
+                    total = self.lanes.summed(low)
+                total = total if spec is None else self._inserter.constrain(total, spec)
+            else:
+                total = self._inserter.scatter_parts(self.lanes.summed(low), spec)
         return total.astype(totals.dtype)
 
 

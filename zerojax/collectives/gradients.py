@@ -43,8 +43,12 @@ def bind_summed(
     if len(specs) == 1 and (spec := specs[0]) is not None:
         groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
         if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
-            parts = gatherer.constrain(by_group(eqn, values, groups), (REPLICA, *spec))
-            return [total(values[0], parts)]
+            parts, table, none = by_group(eqn, values, groups), values[0], (None,) * len(spec)
+            within = gatherer.mesh.size // groups
+            with gatherer.ledger.reduces(table, none, spec, over=within):
+                parts = gatherer.constrain(parts, (REPLICA, *spec))
+            with gatherer.ledger.reduces(table, spec, spec, over=groups):
+                return [total(table, parts)]
         even = layout.padded(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even) if even != shape else None
         if padded is not None:

@@ -1,0 +1,122 @@
+"""The record of the collectives that are emitted while a step is traced, for who asks for it.
+
+Each emission site enters :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or
+:meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger notes a
+:class:`zerojax.collectives.decisions.Decision`, and puts its number into the names of what is
+traced there. By these names the traced program tells later which decisions it follows, and how
+often: what is traced twice or not used drops out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.collectives import decisions
+from zerojax.collectives.decisions import Decision, group, payload, summed_over
+
+_TAG = re.compile(r"zerojax-decision-(\d+)")
+
+_GATHERED = "gathered at each use, not kept"
+_REDUCED = "reduced where the gradient is produced"
+
+
+class Ledger:
+    """Decisions in the order of emission.
+
+    Args:
+      mesh: The mesh of all specs.
+      asked: Whether someone reads the ledger; otherwise it notes nothing.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
+        self._mesh, self._asked = mesh, asked
+        self._noted: list[tuple[Decision, ...]] = []
+        self._places: list[tuple[str, str]] = []
+        self._over = summed_over(mesh)
+
+    def on_lanes(self, axes: Sequence[str]) -> Ledger:
+        """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
+        which nothing is summed."""
+        lanes = copy.copy(self)
+        lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
+        return lanes
+
+    @contextlib.contextmanager
+    def place(self, where: str, reason: str = "") -> Iterator[None]:
+        """What is noted within happens at this place, for this reason."""
+        self._places.append((where, reason))
+        try:
+            yield
+        finally:
+            self._places.pop()
+
+    def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
+        """Around the constraint to ``less`` of an array that is sharded by ``cut``."""
+        if not self._asked or group(cut, less, self._mesh) < 2:
+            return contextlib.nullcontext()
+        return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
+
+    def reduces(
+        self, x: Any, before: Sequence[Any], after: Sequence[Any], *, over: int | None = None
+    ) -> Any:
+        """Around the constraint to ``after`` of partial sums that are sharded by ``before``.
+
+        Args:
+          x: An array of the sum's shape and dtype.
+          before, after: The specs.
+          over: How many devices have a part of the sum; None for all that have rows of their own.
+        """
+        if not self._asked:
+            return contextlib.nullcontext()
+        n = group(after, before, self._mesh)
+        rest = (self._over if over is None else over) // max(n, 1)
+        found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
+        if rest > 1:
+            found.append((decisions.REDUCE, x, after, after, rest))
+        return self._note(*found)
+
+    def over(self, parts: Iterable[int]) -> list[int]:
+        """How many devices sum in each of several steps, the last of which sums over the rest."""
+        sizes = list(parts)
+        return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
+
+    def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
+        """Around the constraint that has devices exchange their shards of ``x``."""
+        if not self._asked or devices < 2:
+            return contextlib.nullcontext()
+        return self._note((decisions.EXCHANGE, x, lies, lies, devices))
+
+    def of(self, names: str) -> tuple[Decision, ...]:
+        """The decisions that an equation follows, by the names that it was traced in."""
+        found = _TAG.findall(names)
+        return self._noted[int(found[-1])] if found else ()
+
+    def _note(self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int]) -> Any:
+        self._noted.append(
+            tuple(
+                Decision(
+                    kind,
+                    tuple(x.shape),
+                    x.dtype.name,
+                    payload(x.shape, x.dtype, cut, less, self._mesh),
+                    devices,
+                    *self._place(kind),
+                )
+                for kind, x, cut, less, devices in found
+            )
+        )
+        return jax.named_scope(f"zerojax-decision-{len(self._noted) - 1}")
+
+    def _place(self, kind: str) -> tuple[str, str]:
+        gathers = kind == decisions.GATHER
+        where, reason = self._places[-1] if self._places else ("", "")
+        where = where or (decisions.USE if gathers else decisions.PRODUCED)
+        return where, reason or (_GATHERED if gathers else _REDUCED)

@@ -35,6 +35,7 @@ class Decision:
       devices: How many devices form a group.
       where: The place in the program, as :data:`ENTRY`.
       reason: Why there.
+      calls: The equations of the calls that the collective stands in, the innermost last.
     """
 
     kind: str
@@ -42,8 +43,9 @@ class Decision:
     dtype: str
     payload: int
     devices: int
-    where: str
-    reason: str
+    where: str = dataclasses.field(compare=False)
+    reason: str = dataclasses.field(compare=False)
+    calls: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def bytes(self) -> int:

@@ -291,7 +291,8 @@ class Inserter(Scans):
     ) -> Sequence[Any]:
         inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
-            return self.run(inner, values, scope, want)
+            with self.ledger.within(eqn):
+                return self.run(inner, values, scope, want)
         if self.keep or not scope.share:
             # In a loop, what is whole for one iteration is a shard as well, by which is known what
             # has the shape of a gradient.

@@ -40,6 +40,7 @@ class Ledger:
         self._mesh, self._asked = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
         self._places: list[tuple[str, str]] = []
+        self._calls: list[Any] = []
         self._over = summed_over(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
@@ -57,6 +58,16 @@ class Ledger:
             yield
         finally:
             self._places.pop()
+
+    @contextlib.contextmanager
+    def within(self, call: Any) -> Iterator[None]:
+        """What is noted within stands in a call. An equation that jax traced before, for another
+        call, does not know its own line."""
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
 
     def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
         """Around the constraint to ``less`` of an array that is sharded by ``cut``."""
@@ -109,6 +120,7 @@ class Ledger:
                     payload(x.shape, x.dtype, cut, less, self._mesh),
                     devices,
                     *self._place(kind),
+                    tuple(self._calls),
                 )
                 for kind, x, cut, less, devices in found
             )

@@ -238,8 +238,10 @@ class Step(Decorated[P, R]):
           >>> state = zero.abstract_state(lambda: TrainState.create(
           ...     apply_fn=None, params={"w": jnp.ones((512, 256))}, tx=optax.adam(1e-3)))
           >>> table = train_step.collectives(state, jax.ShapeDtypeStruct((8, 512), jnp.float32))
-          >>> [(row.kind, row.array, row.dtype, row.bytes, row.times) for row in table.rows]
-          [('all-gather', 'w', 'bfloat16', 229376, 1), ('reduce-scatter', 'w', 'bfloat16', 229376, 1)]
+          >>> for row in table.rows:
+          ...     print(row.kind, row.array, row.shape, row.dtype, row.bytes, row.times, row.where)
+          all-gather params['w'] (512, 256) bfloat16 229376 1 use
+          reduce-scatter params['w'] (256, 512) float32 458752 1 produced
         """
         call = self._arguments.sort(args, kwargs)
         with automatic_context(self._states.mesh) as names:

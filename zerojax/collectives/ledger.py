@@ -105,6 +105,9 @@ class Ledger:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 
+    def __len__(self) -> int:
+        return len(self._noted)
+
     def of(self, names: str) -> tuple[Decision, ...]:
         """The decisions that an equation follows, by the names that it was traced in."""
         found = _TAG.findall(names)

@@ -46,7 +46,7 @@ def gather_together(
       constrain: Constrains an array to a spec.
       ledger: Notes the gathers, if given.
     """
-    ledger = ledger or Ledger(mesh)
+    ledger = Ledger(mesh) if ledger is None else ledger
     whole = [shard.value for shard in shards]
     kinds = [(shard.value.dtype, next(filter(None, shard.spec))) for shard in shards]
     for kind in dict.fromkeys(kinds):

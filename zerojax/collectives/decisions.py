@@ -35,6 +35,7 @@ class Decision:
       devices: How many devices form a group.
       where: The place in the program, as :data:`ENTRY`.
       reason: Why there.
+      partly: Whether further devices have parts of a sum, which another collective adds up.
       calls: The equations of the calls that the collective stands in, the innermost last.
     """
 
@@ -45,6 +46,7 @@ class Decision:
     devices: int
     where: str = dataclasses.field(compare=False)
     reason: str = dataclasses.field(compare=False)
+    partly: bool = False
     calls: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property

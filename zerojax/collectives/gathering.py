@@ -289,7 +289,8 @@ class Gatherer:
         over = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
         for (dimension, name), n in zip(parts, over, strict=True):
             before, shard = shard, layout.within(shard, dimension, name)
-            with self.ledger.reduces(gradient, before, shard, over=n):
+            partly = name != parts[-1][1]
+            with self.ledger.reduces(gradient, before, shard, over=n, partly=partly):
                 gradient = self.constrain(gradient, shard)
         return gradient
 

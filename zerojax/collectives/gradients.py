@@ -45,7 +45,7 @@ def bind_summed(
         if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
             parts, table, none = by_group(eqn, values, groups), values[0], (None,) * len(spec)
             within = gatherer.mesh.size // groups
-            with gatherer.ledger.reduces(table, none, spec, over=within):
+            with gatherer.ledger.reduces(table, none, spec, over=within, partly=True):
                 parts = gatherer.constrain(parts, (REPLICA, *spec))
             with gatherer.ledger.reduces(table, spec, spec, over=groups):
                 return [total(table, parts)]

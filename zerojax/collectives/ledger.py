@@ -76,7 +76,13 @@ class Ledger:
         return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
 
     def reduces(
-        self, x: Any, before: Sequence[Any], after: Sequence[Any], *, over: int | None = None
+        self,
+        x: Any,
+        before: Sequence[Any],
+        after: Sequence[Any],
+        *,
+        over: int | None = None,
+        partly: bool = False,
     ) -> Any:
         """Around the constraint to ``after`` of partial sums that are sharded by ``before``.
 
@@ -84,6 +90,7 @@ class Ledger:
           x: An array of the sum's shape and dtype.
           before, after: The specs.
           over: How many devices have a part of the sum; None for all that have rows of their own.
+          partly: Whether further devices have parts of the sum.
         """
         if not self._asked:
             return contextlib.nullcontext()
@@ -92,7 +99,7 @@ class Ledger:
         found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
         if rest > 1:
             found.append((decisions.REDUCE, x, after, after, rest))
-        return self._note(*found)
+        return self._note(*found, partly=partly)
 
     def over(self, parts: Iterable[int]) -> list[int]:
         """How many devices sum in each of several steps, the last of which sums over the rest."""
@@ -113,7 +120,9 @@ class Ledger:
         found = _TAG.findall(names)
         return self._noted[int(found[-1])] if found else ()
 
-    def _note(self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int]) -> Any:
+    def _note(
+        self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int], partly: bool = False
+    ) -> Any:
         self._noted.append(
             tuple(
                 Decision(
@@ -123,7 +132,8 @@ class Ledger:
                     payload(x.shape, x.dtype, cut, less, self._mesh),
                     devices,
                     *self._place(kind),
-                    tuple(self._calls),
+                    partly=partly,
+                    calls=tuple(self._calls),
                 )
                 for kind, x, cut, less, devices in found
             )

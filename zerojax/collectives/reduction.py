@@ -93,7 +93,8 @@ def _scattered(
         before, cut = cut, (*cut, name)
         one = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
         n, rest = layout.parts(name, gatherer.mesh), (None,) * (one.ndim - 1)
-        with gatherer.ledger.reduces(one, (before or None, *rest), (cut, *rest), over=n):
+        specs, partly = ((before or None, *rest), (cut, *rest)), bool(devices) or name != parts[-1]
+        with gatherer.ledger.reduces(one, *specs, over=n, partly=partly):
             x = gatherer.constrain(x, (*devices, cut, *rest))
     return x
 

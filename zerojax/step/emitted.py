@@ -78,7 +78,11 @@ class Emitted:
             found.add(v)
             left += self._program.sources[v]
             maker = self._program.makers.get(v)
-            if maker is None or maker in self._followed:
+            if maker is None:
+                continue
+            if followed := self._followed.get(maker):
+                if followed[-1].partly:
+                    return True
                 continue
             if self._program.operations[maker].eqn.primitive.name in SAME:
                 left += self._program.needed(maker, v)

@@ -71,9 +71,9 @@ def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
 
     source = inspect.getsource(gpt).splitlines()
     rows = json.loads(run(config, "--json", model="mine:cut").stdout)["collectives"]
-    lines = {row["line"] for row in rows if "c_fc" in row["array"]}
-    (number,) = [i for i, line in enumerate(source, 1) if 'name="c_fc"' in line]
-    assert lines == {f"gpt.py:{number}"}
+    reduced = [row for row in rows if row["kind"] == "reduce-scatter" and "c_fc" in row["array"]]
+    (number,) = [i for i, line in enumerate(source, 1) if '"c_fc")(x)' in line and "gelu" in line]
+    assert {row["line"] for row in reduced} == {f"gpt.py:{number}"}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ class Decision:
     calls: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
+    def of_gradient(self) -> bool:
+        """Whether a gradient is sent; otherwise a parameter, or what is computed from it."""
+        if self.where == LOOP:
+            return self.kind != GATHER
+        return self.where in (PRODUCED, DEFERRED, AFTER_LOOP, UPDATE)
+
+    @property
     def bytes(self) -> int:
         """Bytes that each device sends in one run, over a ring."""
         return round(ring_bytes(self.kind, self.payload, self.devices))

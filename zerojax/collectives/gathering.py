@@ -283,9 +283,12 @@ class Gatherer:
         gradient to cut two at once. The inner parts come first, so that least is sent between
         hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
-        if not parts:
-            with self.ledger.reduces(gradient, shard, shard):
-                return self.constrain(gradient, shard)
+        if not parts or layout.padded(gradient.shape, spec, self.mesh) != gradient.shape:
+            with self.ledger.reduces(gradient, shard, shard):  # XLA cuts the sum then
+                for dimension, name in parts:
+                    shard = layout.within(shard, dimension, name)
+                    gradient = self.constrain(gradient, shard)
+                return gradient if parts else self.constrain(gradient, shard)
         over = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
         for (dimension, name), n in zip(parts, over, strict=True):
             before, shard = shard, layout.within(shard, dimension, name)

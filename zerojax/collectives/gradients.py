@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
-from zerojax.collectives import partial_sums, reduction
+from zerojax.collectives import decisions, partial_sums, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
@@ -55,6 +55,11 @@ def bind_summed(
             whole = place(padded, spec)[tuple(map(slice, shape))]
             return [gatherer.constrain(whole, spec)]
     outs = jaxprs.bind(eqn, values)
+    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and any(specs):
+        sent = [(decisions.GATHER, x) for x in values[1:]]
+        why = "fewer rows than the table has"
+        with gatherer.ledger.place(decisions.PRODUCED, why), gatherer.ledger.instead(*sent):
+            return [place(o, s or ()) for o, s in zip(outs, specs, strict=True)]
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
 

@@ -37,7 +37,7 @@ class Ledger:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
-        self._mesh, self._asked = mesh, asked
+        self._mesh, self._on = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
         self._places: list[tuple[str, str]] = []
         self._calls: list[Any] = []
@@ -71,7 +71,7 @@ class Ledger:
 
     def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
         """Around the constraint to ``less`` of an array that is sharded by ``cut``."""
-        if not self._asked or group(cut, less, self._mesh) < 2:
+        if not self._on or group(cut, less, self._mesh) < 2:
             return contextlib.nullcontext()
         return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
 
@@ -92,7 +92,7 @@ class Ledger:
           over: How many devices have a part of the sum; None for all that have rows of their own.
           partly: Whether further devices have parts of the sum.
         """
-        if not self._asked:
+        if not self._on:
             return contextlib.nullcontext()
         n = group(after, before, self._mesh)
         rest = (self._over if over is None else over) // max(n, 1)
@@ -101,6 +101,19 @@ class Ledger:
             found.append((decisions.REDUCE, x, after, after, rest))
         return self._note(*found, partly=partly)
 
+    @contextlib.contextmanager
+    def instead(self, *sent: tuple[str, Any]) -> Iterator[None]:
+        """Around an equation that XLA partitions by sending arrays of the batch: by kind of
+        collective. What is noted within does not count."""
+        whole = [(kind, x, (None,) * x.ndim, (None,) * x.ndim, self._over) for kind, x in sent]
+        scope = self._note(*whole) if self._on and self._over > 1 else contextlib.nullcontext()
+        before, self._on = self._on, False
+        try:
+            with scope:
+                yield
+        finally:
+            self._on = before
+
     def over(self, parts: Iterable[int]) -> list[int]:
         """How many devices sum in each of several steps, the last of which sums over the rest."""
         sizes = list(parts)
@@ -108,7 +121,7 @@ class Ledger:
 
     def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
         """Around the constraint that has devices exchange their shards of ``x``."""
-        if not self._asked or devices < 2:
+        if not self._on or devices < 2:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 

@@ -35,8 +35,7 @@ class Origins:
 
     def row(self, op: Operation, decision: decisions.Decision) -> CollectiveRow:
         """The row of a decision that an operation follows."""
-        gathers = decision.kind == decisions.GATHER
-        paths = self._origins(op) if gathers else self._destinations(op)
+        paths = self._destinations(op) if decision.of_gradient else self._origins(op)
         place = self._line(op, decision)
         return CollectiveRow(
             kind=decision.kind,
@@ -64,14 +63,15 @@ class Origins:
 
     def _line(self, op: Operation, decision: decisions.Decision) -> str | None:
         """The line that uses an array first, or that a gradient comes from."""
-        own, forward = _line_of(op.eqn), decision.kind == decisions.GATHER
-        if decision.where in (decisions.PRODUCED, decisions.LOOP) and own and not forward:
-            return own
-        for other in self._nearest(op, own, forward=forward):
-            if (place := _line_of(other.eqn)) and (forward or place != own):
-                return place
-        calls = (_line_of(call) for call in reversed(decision.calls))
-        return next(filter(None, calls), own)
+        own, forward = _line_of(op.eqn), not decision.of_gradient
+        calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
+        if forward and op.eqn.primitive.name not in MOVES:
+            return own or next(calls, None)
+        if decision.where in (decisions.PRODUCED, decisions.LOOP) and not forward:
+            return own or next(calls, None)
+        lines = (_line_of(other.eqn) for other in self._nearest(op, own, forward=forward))
+        found = (place for place in lines if place and (forward or place != own))
+        return next(found, None) or next(calls, own)
 
     def _nearest(self, op: Operation, own: str | None, *, forward: bool) -> Iterator[Operation]:
         """The operations behind moves of an array, or before element-wise work and the sums that

@@ -48,7 +48,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    return state.apply_gradients(grads=grads), loss  # update
 
 
 def create(layers: int = 0) -> TrainState:
@@ -182,7 +182,13 @@ def test_what_is_not_used_is_not_listed() -> None:
     zero = zerojax.zero(stage=2)
     batch = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
     rows = zero(step).collectives(zero.abstract_state(create), batch).rows
-    assert {row.array for row in rows} == {"params['a']"}
+    assert {row.array for row in rows if row.where != "update"} == {"params['a']"}
+
+
+def test_the_norm_of_shards_is_one_number() -> None:
+    (norm,) = [row for row in table(stage=1).rows if row.kind == "all-reduce"]
+    assert (norm.where, norm.shape, norm.bytes, norm.line) == ("update", (), 7, line_of("update"))
+    assert all(row.where != "update" for row in table(stage=0).rows)
 
 
 def test_bad_arguments_are_refused_as_by_the_step() -> None:

@@ -125,6 +125,12 @@ class Ledger:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 
+    def of_number(self, reason: str) -> Decision:
+        """The sum over the devices of a float32 number that the update needs."""
+        return Decision(
+            decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
+        )
+
     def __len__(self) -> int:
         return len(self._noted)
 

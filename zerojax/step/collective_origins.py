@@ -37,6 +37,8 @@ class Origins:
         """The row of a decision that an operation follows."""
         paths = self._destinations(op) if decision.of_gradient else self._origins(op)
         place = self._line(op, decision)
+        if decision.where == decisions.UPDATE:
+            paths, place = [], _line_of(op.eqn)
         return CollectiveRow(
             kind=decision.kind,
             array=", ".join(paths),

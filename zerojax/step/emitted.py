@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
+from zerojax.optim.norm import NORM
 from zerojax.step.collective_origins import Origins
 from zerojax.step.collectives_table import CollectiveRow, CollectivesTable
 from zerojax.step.program import TracedProgram
@@ -29,6 +30,9 @@ def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> Collecti
     rows: list[CollectiveRow] = []
     for op, found in emitted.collectives(batch):
         rows += [origins.row(op, decision) for decision in found]
+    if any(row.kind == decisions.SCATTER for row in rows):
+        norm = ledger.of_number("norm of the gradients, of which each device has its shards")
+        rows += [origins.row(op, norm) for op in emitted.norms()]
     return CollectivesTable(name, tuple(rows))
 
 
@@ -64,6 +68,11 @@ class Emitted:
             if at not in merged
             and (found[0].kind not in _REDUCTIONS or self._is_partial(at, by_rows))
         ]
+
+    def norms(self) -> list[Operation]:
+        """The operations that return the norm of the gradients."""
+        found = (self._program.operations[at] for at in self._alive)
+        return [op for op in found if op.eqn.primitive.name == "sqrt" and NORM in op.names]
 
     def _is_partial(self, at: int, by_rows: set[int]) -> bool:
         """Whether each device has a part of the sum that an operation takes. Otherwise each has all

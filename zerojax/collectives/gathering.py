@@ -283,7 +283,8 @@ class Gatherer:
         gradient to cut two at once. The inner parts come first, so that least is sent between
         hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
-        if not parts or layout.padded(gradient.shape, spec, self.mesh) != gradient.shape:
+        uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
+        if not parts or uneven or (gradient.ndim == 1 and len(parts) > 1):
             with self.ledger.reduces(gradient, shard, shard):  # XLA cuts the sum then
                 for dimension, name in parts:
                     shard = layout.within(shard, dimension, name)

@@ -54,12 +54,12 @@ def bind_summed(
         if padded is not None:
             whole = place(padded, spec)[tuple(map(slice, shape))]
             return [gatherer.constrain(whole, spec)]
-    outs = jaxprs.bind(eqn, values)
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and any(specs):
         sent = [(decisions.GATHER, x) for x in values[1:]]
         why = "fewer rows than the table has"
         with gatherer.ledger.place(decisions.PRODUCED, why), gatherer.ledger.instead(*sent):
-            return [place(o, s or ()) for o, s in zip(outs, specs, strict=True)]
+            return [place(o, s or ()) for o, s in zip(jaxprs.bind(eqn, values), specs, strict=True)]
+    outs = jaxprs.bind(eqn, values)
     return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
 
 

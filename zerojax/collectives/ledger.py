@@ -41,13 +41,14 @@ class Ledger:
         self._noted: list[tuple[Decision, ...]] = []
         self._places: list[tuple[str, str]] = []
         self._calls: list[Any] = []
-        self._over = summed_over(mesh)
+        self._over, self._partly = summed_over(mesh), False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
         """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
         which nothing is summed."""
         lanes = copy.copy(self)
         lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
+        lanes._partly = True
         return lanes
 
     @contextlib.contextmanager
@@ -99,7 +100,7 @@ class Ledger:
         found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
         if rest > 1:
             found.append((decisions.REDUCE, x, after, after, rest))
-        return self._note(*found, partly=partly)
+        return self._note(*found, partly=partly or self._partly)
 
     @contextlib.contextmanager
     def instead(self, *sent: tuple[str, Any]) -> Iterator[None]:

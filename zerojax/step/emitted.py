@@ -47,6 +47,7 @@ class Emitted:
     def __init__(self, program: Program, ledger: Ledger) -> None:
         self._program, self._alive = program, sorted(program.live())
         self._followed: dict[int, tuple[Decision, ...]] = {}
+        self._rows: set[tuple[int, int]] = set()
         seen: set[int] = set()
         for at in self._alive:
             found = ledger.of(program.operations[at].names)
@@ -63,11 +64,21 @@ class Emitted:
         merged, program = self._merged(), self._program
         by_rows = program.reached(batch, lambda op: True, forward=True)
         return [
-            (program.operations[at], found)
+            (program.operations[at], self._without_known_rows(at, found))
             for at, found in self._followed.items()
             if at not in merged
             and (found[0].kind not in _REDUCTIONS or self._is_partial(at, by_rows))
         ]
+
+    def _without_known_rows(self, at: int, found: tuple[Decision, ...]) -> tuple[Decision, ...]:
+        """What an operation on a table follows; without its gather of the row numbers, where the
+        same numbers are gathered before."""
+        op = self._program.operations[at]
+        if op.eqn.primitive.name not in ("gather", "scatter-add") or op.operands[1] is None:
+            return found
+        known = (op.operands[1], op.times) in self._rows
+        self._rows.add((op.operands[1], op.times))
+        return found[1:] if known else found
 
     def norms(self) -> list[Operation]:
         """The operations that return the norm of the gradients."""

@@ -54,7 +54,8 @@ def bind_summed(
         if padded is not None:
             whole = place(padded, spec)[tuple(map(slice, shape))]
             return [gatherer.constrain(whole, spec)]
-    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and any(specs):
+    sharded = specs[0] is not None and is_sharded(specs[0], gatherer.axis)
+    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and sharded:
         sent = [(decisions.GATHER, x) for x in values[1:]]
         why = "fewer rows than the table has"
         with gatherer.ledger.place(decisions.PRODUCED, why), gatherer.ledger.instead(*sent):

@@ -118,22 +118,19 @@ class Program:
                     op = self.operations[at]
                     if through(op):
                         left += [r for r in op.results if v in self.needed(at, r)]
-            elif (at_ := self.makers.get(v)) is not None and through(self.operations[at_]):
-                left += self.needed(at_, v)
+            elif (maker := self.makers.get(v)) is not None and through(self.operations[maker]):
+                left += self.needed(maker, v)
         return found
 
     def _new(self, n: int) -> list[int]:
         self._count += n
         return list(range(self._count - n, self._count))
 
-    def _link(self, source: int | None, target: int | None) -> None:
-        if source is not None and target is not None:
-            self.sources[target].append(source)
-            self.targets[source].append(target)
-
     def _links(self, sources: Sequence[int | None], targets: Sequence[int | None]) -> None:
         for source, target in zip(sources, targets, strict=True):
-            self._link(source, target)
+            if source is not None and target is not None:
+                self.sources[target].append(source)
+                self.targets[source].append(target)
 
     def _add(
         self, jaxpr: Any, given: Sequence[int | None], times: int, exact: bool
@@ -159,8 +156,7 @@ class Program:
                 results = self._new(len(eqn.outvars))
                 for branch in jaxprs.bodies(eqn):
                     self._links(self._add(branch, operands[1:], times, exact), results)
-                for result in results:
-                    self._link(operands[0], result)
+                self._links([operands[0]] * len(results), results)
             else:
                 results = self._new(len(eqn.outvars))
                 at = len(self.operations)
@@ -195,8 +191,7 @@ class Program:
         outs = self._add(body, [*operands[a:b], *carry], times, False)
         self._links(outs, carry)
         going = self._add(cond, [*operands[:a], *carry], times, False)
-        for v in carry:
-            self._link(going[0], v)
+        self._links(going * len(carry), carry)
         results = self._new(len(eqn.outvars))
         self._links(outs, results)
         self._links(carry, results)

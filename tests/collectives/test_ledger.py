@@ -31,7 +31,7 @@ def noted(
 
     closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(shape, jnp.float32))
     names = [str(eqn.source_info.name_stack) for eqn in closed.eqns]
-    return [decision for each in names for decision in ledger.of(each)]
+    return [x for each in names for number in ledger.numbers(each) for x in ledger[number]]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_places_nest() -> None:
     def note() -> Decision:
         with ledger.gathers(x, ("data", None), (None, None)) as scope:
             del scope
-        return ledger.of(f"zerojax-decision-{len(ledger) - 1}")[0]
+        return ledger[len(ledger) - 1][0]
 
     assert note().where == decisions.USE
     with ledger.place(decisions.LOOP):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -265,7 +266,8 @@ class MicroBatches:
           The step's results.
         """
         split, run, k = self.split, self._inserter, self._k
-        within = run if self.lanes is None else run.on_lanes(self.lanes.axes)
+        within = run if self._sharded else run.putting_off()
+        within = within if self.lanes is None else within.on_lanes(self.lanes.axes)
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
         first: list[Any] = []
@@ -356,10 +358,18 @@ class MicroBatches:
         if self.lanes is not None:
             total = self._reduced(x, total)
         elif x.spec is not None:
-            total = self._inserter.constrain(total, x.spec)
+            with self._put_off(x, total):
+                total = self._inserter.constrain(total, x.spec)
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)
+
+    def _put_off(self, x: Crossing, total: jax.Array) -> contextlib.AbstractContextManager[None]:
+        """Notes the reduction of a gradient that XLA moves behind the micro-batches."""
+        spec, ledger = self._wants.get(x.variable), self._inserter.ledger
+        if self._sharded or spec is None:
+            return contextlib.nullcontext()
+        return ledger.puts_off(total, spec)
 
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """The sum over all lanes; on the way in the dtype of the gradients, as with one

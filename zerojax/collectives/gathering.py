@@ -130,6 +130,13 @@ class Gatherer:
         apart.ledger = self.ledger.on_lanes(axes)
         return apart
 
+    def putting_off(self) -> Self:
+        """The same for a loop that adds up sums over the devices, whose reduction XLA moves behind
+        the loop."""
+        other = copy.copy(self)
+        other.ledger = self.ledger.without_reductions()
+        return other
+
     @property
     def apart(self) -> bool:
         """Whether the shard axis has lanes along it: parameters alone are sharded over the axis,
@@ -284,8 +291,8 @@ class Gatherer:
         hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
         uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
-        if not parts or uneven or (gradient.ndim == 1 and len(parts) > 1):
-            with self.ledger.reduces(gradient, shard, shard):  # XLA cuts the sum then
+        if not parts or uneven:  # XLA cuts the sum then
+            with self.ledger.reduces(gradient, shard, shard):
                 for dimension, name in parts:
                     shard = layout.within(shard, dimension, name)
                     gradient = self.constrain(gradient, shard)

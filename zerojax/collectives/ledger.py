@@ -21,6 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
+from zerojax.devices.mesh import zero_axis
+from zerojax.plan import layout
 
 _TAG = re.compile(r"zerojax-decision-(\d+)")
 
@@ -39,9 +41,10 @@ class Ledger:
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
         self._mesh, self._on = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
+        self._replacing: set[int] = set()
         self._places: list[tuple[str, str]] = []
         self._calls: list[Any] = []
-        self._over, self._partly = summed_over(mesh), False
+        self._over, self._partly, self._puts_off = summed_over(mesh), False, False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
         """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
@@ -50,6 +53,12 @@ class Ledger:
         lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
         lanes._partly = True
         return lanes
+
+    def without_reductions(self) -> Ledger:
+        """The same ledger for a program whose reductions XLA puts off."""
+        other = copy.copy(self)
+        other._puts_off = True
+        return other
 
     @contextlib.contextmanager
     def place(self, where: str, reason: str = "") -> Iterator[None]:
@@ -95,6 +104,8 @@ class Ledger:
         """
         if not self._on:
             return contextlib.nullcontext()
+        if self._puts_off:
+            return self._note()
         n = group(after, before, self._mesh)
         rest = (self._over if over is None else over) // max(n, 1)
         found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
@@ -102,18 +113,15 @@ class Ledger:
             found.append((decisions.REDUCE, x, after, after, rest))
         return self._note(*found, partly=partly or self._partly)
 
-    @contextlib.contextmanager
-    def instead(self, *sent: tuple[str, Any]) -> Iterator[None]:
-        """Around an equation that XLA partitions by sending arrays of the batch: by kind of
-        collective. What is noted within does not count."""
-        whole = [(kind, x, (None,) * x.ndim, (None,) * x.ndim, self._over) for kind, x in sent]
-        scope = self._note(*whole) if self._on and self._over > 1 else contextlib.nullcontext()
-        before, self._on = self._on, False
-        try:
-            with scope:
-                yield
-        finally:
-            self._on = before
+    def instead(self, *sent: tuple[str, Any]) -> Any:
+        """Around an equation that XLA partitions by sending these arrays, by kind of collective,
+        in the place of what is noted within."""
+        if not self._on or self._over < 2:
+            return contextlib.nullcontext()
+        self._replacing.add(len(self._noted))
+        specs = ((None,) * len(x.shape) for _, x in sent)
+        found = zip(sent, specs, strict=True)
+        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in found))
 
     def over(self, parts: Iterable[int]) -> list[int]:
         """How many devices sum in each of several steps, the last of which sums over the rest."""
@@ -126,19 +134,46 @@ class Ledger:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 
-    def of_number(self, reason: str) -> Decision:
-        """The sum over the devices of a float32 number that the update needs."""
+    def of_norm(self) -> Decision:
+        """The sum over the devices of their shards' square sums, a number."""
+        reason = "norm of the gradients, of which each device has its shards"
         return Decision(
             decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
         )
 
+    def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
+        """The reduction of a gradient to a spec where the optimizer takes it, as nothing reduced it
+        before."""
+        with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
+            self._reduces_to(x, spec)
+        return self._noted.pop()
+
+    @contextlib.contextmanager
+    def puts_off(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
+        """Around the constraint of a sum over micro-batches, that XLA reduces to a spec there."""
+        reason = "all micro-batches are added up first"
+        with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
+            yield
+
+    def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
+        before = layout.without(spec, zero_axis(self._mesh))
+        even = layout.padded(x.shape, spec, self._mesh) == x.shape
+        return self.reduces(x, before, spec if even else before)  # XLA cuts the sum otherwise
+
     def __len__(self) -> int:
         return len(self._noted)
 
-    def of(self, names: str) -> tuple[Decision, ...]:
-        """The decisions that an equation follows, by the names that it was traced in."""
-        found = _TAG.findall(names)
-        return self._noted[int(found[-1])] if found else ()
+    def __getitem__(self, number: int) -> tuple[Decision, ...]:
+        return self._noted[number]
+
+    def numbers(self, names: str) -> list[int]:
+        """The numbers of what was noted around an equation, the outermost first, by the names that
+        the equation was traced in."""
+        return list(map(int, _TAG.findall(names)))
+
+    def replaces(self, number: int) -> bool:
+        """Whether this stands in the place of what was noted within."""
+        return number in self._replacing
 
     def _note(
         self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int], partly: bool = False

@@ -37,7 +37,7 @@ class Origins:
         """The row of a decision that an operation follows."""
         paths = self._destinations(op) if decision.of_gradient else self._origins(op)
         place = self._line(op, decision)
-        if decision.where == decisions.UPDATE:
+        if decision.where == decisions.UPDATE and not decision.shape:
             paths, place = [], _line_of(op.eqn)
         return CollectiveRow(
             kind=decision.kind,
@@ -67,7 +67,7 @@ class Origins:
         """The line that uses an array first, or that a gradient comes from."""
         own, forward = _line_of(op.eqn), not decision.of_gradient
         calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
-        if forward and op.eqn.primitive.name not in MOVES:
+        if forward and op.name not in MOVES:
             return own or next(calls, None)
         if decision.where in (decisions.PRODUCED, decisions.LOOP) and not forward:
             return own or next(calls, None)
@@ -80,7 +80,7 @@ class Origins:
         come from the line ``own``, nearest first."""
 
         def passes(other: Operation) -> bool:
-            name = other.eqn.primitive.name
+            name = other.name
             if forward:
                 return name in MOVES
             return name in SAME or (name in _SUMS and _line_of(other.eqn) == own)
@@ -111,7 +111,7 @@ def _next(program: Program, op: Operation, v: int, *, forward: bool) -> Sequence
 
 
 def _is_same(op: Operation) -> bool:
-    return op.eqn.primitive.name in SAME
+    return op.name in SAME
 
 
 def _line_of(eqn: Any) -> str | None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from zerojax.collectives import decisions
+from zerojax.collectives import decisions, wanted
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
 from zerojax.optim.norm import NORM
 from zerojax.step.collective_origins import Origins
-from zerojax.step.collectives_table import CollectiveRow, CollectivesTable
+from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.program import TracedProgram
+from zerojax.trace import marks
 from zerojax.trace.operations import SAME, Operation, Program
 
 _REDUCTIONS = decisions.SCATTER, decisions.REDUCE
+_ROWS = {"gather", "scatter-add"}
+
+Decisions = tuple[Decision, ...]
 
 
 def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> CollectivesTable:
@@ -25,15 +31,10 @@ def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> Collecti
       ledger: Has the decisions.
     """
     program = Program(traced.jaxpr)
-    origins, emitted = Origins(program, traced), Emitted(program, ledger)
-    batch = program.arguments[len(traced.arguments) :]
-    rows: list[CollectiveRow] = []
-    for op, found in emitted.collectives(batch):
-        rows += [origins.row(op, decision) for decision in found]
-    if any(row.kind == decisions.SCATTER for row in rows):
-        norm = ledger.of_number("norm of the gradients, of which each device has its shards")
-        rows += [origins.row(op, norm) for op in emitted.norms()]
-    return CollectivesTable(name, tuple(rows))
+    origins = Origins(program, traced)
+    emitted = Emitted(program, ledger, program.arguments[len(traced.arguments) :])
+    found = [*emitted.collectives(), *emitted.norms()]
+    return CollectivesTable(name, tuple(origins.row(op, each) for op, each in found))
 
 
 class Emitted:
@@ -42,50 +43,77 @@ class Emitted:
     Args:
       program: The operations.
       ledger: Has the decisions.
+      batch: The values of which each device has its own rows.
     """
 
-    def __init__(self, program: Program, ledger: Ledger) -> None:
-        self._program, self._alive = program, sorted(program.live())
-        self._followed: dict[int, tuple[Decision, ...]] = {}
-        self._rows: set[tuple[int, int]] = set()
+    def __init__(self, program: Program, ledger: Ledger, batch: Sequence[int]) -> None:
+        self._program, self._alive, self._ledger = program, sorted(program.live()), ledger
+        self._by_rows = program.reached(batch, lambda op: True, forward=True)
+        self._numbers = {
+            v
+            for op in program.operations
+            for v, x in zip(op.operands, op.eqn.invars, strict=True)
+            if v is not None and not getattr(x.aval, "shape", ())
+        }
+        self._followed: dict[int, Decisions] = {}
         seen: set[int] = set()
+        held: set[int] = set()
         for at in self._alive:
-            found = ledger.of(program.operations[at].names)
-            if found and id(found) not in seen:
-                seen.add(id(found))
-                self._followed[at] = found
+            op = program.operations[at]
+            for number in ledger.numbers(op.names):  # the outermost first
+                if number in held:
+                    break
+                if number in seen:
+                    continue
+                seen.add(number)
+                if self._by_other_rows(op):
+                    self._followed[at] = _all_reduced(ledger[number]) if op.name == "gather" else ()
+                    continue
+                self._followed[at] = ledger[number]
+                if ledger.replaces(number):
+                    held.add(number)
+                    break
+            if (spec := self._of_optimizer(op)) is not None and at not in self._followed:
+                self._followed[at] = ledger.of_optimizer(op.eqn.outvars[0].aval, spec)
 
-    def collectives(self, batch: Sequence[int]) -> list[tuple[Operation, tuple[Decision, ...]]]:
-        """The operations that XLA sends something for, and what they follow, in order.
+    def collectives(self) -> Iterator[tuple[Operation, Decision]]:
+        """The operations that XLA sends something for, and what they follow, in order."""
+        dropped, numbers = self._merged(), set[tuple[int, int]]()
+        for at, found in self._followed.items():
+            op = self._program.operations[at]
+            if at in dropped or (found and found[0].kind in _REDUCTIONS and not self._partial(at)):
+                continue
+            if op.name in _ROWS and found and op.operands[1] is not None:
+                key = op.operands[1], op.times
+                found = found[1:] if key in numbers else found
+                numbers.add(key)  # of rows, gathered once
+            yield from ((op, each) for each in found)
 
-        Args:
-          batch: The values of which each device has its own rows.
-        """
-        merged, program = self._merged(), self._program
-        by_rows = program.reached(batch, lambda op: True, forward=True)
-        return [
-            (program.operations[at], self._without_known_rows(at, found))
-            for at, found in self._followed.items()
-            if at not in merged
-            and (found[0].kind not in _REDUCTIONS or self._is_partial(at, by_rows))
-        ]
+    def norms(self) -> Iterator[tuple[Operation, Decision]]:
+        """The operations that return the norm of gradients of which each device has shards."""
+        if all(
+            each.kind != decisions.SCATTER for found in self._followed.values() for each in found
+        ):
+            return
+        for op in (self._program.operations[at] for at in self._alive):
+            if op.name == "sqrt" and NORM in op.names:
+                yield op, self._ledger.of_norm()
 
-    def _without_known_rows(self, at: int, found: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """What an operation on a table follows; without its gather of the row numbers, where the
-        same numbers are gathered before."""
-        op = self._program.operations[at]
-        if op.eqn.primitive.name not in ("gather", "scatter-add") or op.operands[1] is None:
-            return found
-        known = (op.operands[1], op.times) in self._rows
-        self._rows.add((op.operands[1], op.times))
-        return found[1:] if known else found
+    def _by_other_rows(self, op: Operation) -> bool:
+        """Whether an operation reads or adds rows by numbers that are the same on all devices."""
+        return op.name in _ROWS and op.operands[1] not in self._by_rows
 
-    def norms(self) -> list[Operation]:
-        """The operations that return the norm of the gradients."""
-        found = (self._program.operations[at] for at in self._alive)
-        return [op for op in found if op.eqn.primitive.name == "sqrt" and NORM in op.names]
+    def _of_optimizer(self, op: Operation) -> Any:
+        """The spec of a gradient that is constrained where the optimizer takes it; else None."""
+        if op.name != "sharding_constraint" or op.operands[0] is None:
+            return None
+        maker = self._program.makers.get(op.operands[0])
+        marked = maker is not None and marks.is_mark(
+            self._program.operations[maker].eqn, marks.GRADIENT
+        )
+        return wanted.spec_of(op.eqn) if marked else None
 
-    def _is_partial(self, at: int, by_rows: set[int]) -> bool:
+    def _partial(self, at: int) -> bool:
         """Whether each device has a part of the sum that an operation takes. Otherwise each has all
         of it: what is moved, or computed element by element, from parameters, constants and
         gradients that are reduced already."""
@@ -104,16 +132,17 @@ class Emitted:
                 if followed[-1].partly:
                     return True
                 continue
-            if self._program.operations[maker].eqn.primitive.name in SAME:
-                left += self._program.needed(maker, v)
-            elif v in by_rows:
+            made = self._program.operations[maker]
+            if made.name in SAME:
+                left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
+            elif v in self._by_rows:
                 return True
         return False
 
     def _merged(self) -> set[int]:
         """Positions of the reductions whose result is added to that of a like reduction, and to
         nothing else: XLA adds up first then, and reduces once."""
-        users, reduced = self._program.users, dict[int, tuple[int, tuple[Decision, ...]]]()
+        users, reduced = self._program.users, dict[int, tuple[int, Decisions]]()
         merged: set[int] = set()
         for at in self._alive:
             op, found = self._program.operations[at], self._followed.get(at)
@@ -122,10 +151,19 @@ class Emitted:
             terms = [reduced[v] for v in op.operands if v in reduced and len(users[v]) == 1]
             if len(terms) != len(op.operands):
                 continue
-            match op.eqn.primitive.name, terms:
+            match op.name, terms:
                 case (("add" | "add_any"), [(one, sent), (_, other) as last]) if sent == other:
                     merged.add(one)
                     reduced[op.results[0]] = last
-                case "transpose", [term]:
+                case (("transpose" | "reshape" | "squeeze"), [term]):
                     reduced[op.results[0]] = term
         return merged
+
+
+def _all_reduced(found: Decisions) -> Decisions:
+    """What a lookup follows whose rows are the same on all devices: their sum alone."""
+    return tuple(
+        dataclasses.replace(each, kind=decisions.REDUCE)
+        for each in found
+        if each.kind == decisions.SCATTER
+    )

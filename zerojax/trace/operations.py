@@ -48,6 +48,11 @@ class Operation(NamedTuple):
     exact: bool
 
     @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return str(self.eqn.primitive.name)
+
+    @property
     def names(self) -> str:
         """The names that it was traced in."""
         return str(jaxprs.source(self.eqn).name_stack)
@@ -95,7 +100,7 @@ class Program:
     def needed(self, at: int, result: int) -> list[int]:
         """The operands of an operation that one of its results needs."""
         op = self.operations[at]
-        if op.eqn.primitive.name == "optimization_barrier":
+        if op.name == "optimization_barrier":
             operand = op.operands[op.results.index(result)]
             return [] if operand is None else [operand]
         return [v for v in op.operands if v is not None]

@@ -223,9 +223,9 @@ class Step(Decorated[P, R]):
         Returns:
           A row for each all-gather, reduce-scatter, all-reduce and all-to-all: the array, its shape
           and dtype, bytes that a device sends, times a step, where, why, and the line of your
-          program that causes it. ``str()`` of it is a table. Sums of numbers and activations over
-          the rows of the batch, which XLA adds by itself, are not listed; nor is the update of a
-          state that is offloaded.
+          program that causes it. ``str()`` of it is a table. Sums over the rows of the batch
+          that the step asks for itself (the loss, metrics, batch statistics) are not listed; nor
+          is the update of a state that is offloaded.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, zerojax
@@ -239,9 +239,10 @@ class Step(Decorated[P, R]):
           ...     apply_fn=None, params={"w": jnp.ones((512, 256))}, tx=optax.adam(1e-3)))
           >>> table = train_step.collectives(state, jax.ShapeDtypeStruct((8, 512), jnp.float32))
           >>> for row in table.rows:
-          ...     print(row.kind, row.array, row.shape, row.dtype, row.bytes, row.times, row.where)
-          all-gather params['w'] (512, 256) bfloat16 229376 1 use
-          reduce-scatter params['w'] (256, 512) float32 458752 1 produced
+          ...     print(row.kind, row.array, row.dtype, row.bytes, row.times, row.where)
+          all-gather params['w'] bfloat16 229376 1 use
+          reduce-scatter params['w'] float32 458752 1 produced
+          all-reduce  float32 7 1 update
         """
         call = self._arguments.sort(args, kwargs)
         with automatic_context(self._states.mesh) as names:

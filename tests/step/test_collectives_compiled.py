@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from equal import arguments
+from flax import linen as nn
+from flax.training.train_state import TrainState
 from programs import PROGRAMS, Kind
 
 import zerojax
@@ -22,10 +26,74 @@ NEAR = 0.01
 NUMBERS = 16 * 8 * 2
 """Bytes of the numbers that XLA all-reduces for the program itself: losses, metrics, norms."""
 
-EXPECTED: dict[str, str] = {}
-"""Programs, or programs with stage and micro-batches, that differ by more, and why."""
+EXPECTED: dict[str, str] = {
+    # Batch statistics: XLA sends sums over rows of the program's own.
+    "convnet-3-1": "scatter 5,600 for 5,684",
+    "convnet-2-1": "gather 5,432 for 5,852; scatter 5,516 for 5,684",
+    "nnx_norm-3-1": "scatter 5,824 for 5,936",
+    "nnx_norm-2-1": "gather 5,936 for 6,160; scatter 5,824 for 5,936",
+    "batch_norm-3-1": "scatter 616 for 644",
+    "batch_norm-1-4": "gather 644 for 1,148; scatter 560 for 980",
+    "nnx_batch_norm-3-1": "scatter 616 for 644",
+    "nnx_batch_norm-2-4": "gather 980 for 1,036; scatter 2,464 for 2,576",
+    # XLA exchanges pieces of arrays that the program splits.
+    "lstm-3-1": "collective-permute 0 for 88",
+    "lstm-3-4": "collective-permute 0 for 352",
+    "decorator_halving-3-1": "collective-permute 0 for 384",
+    # XLA multiplies shards of a matrix of one column and adds up numbers.
+    "mixture_by_row-2-1": "gather 1,988 for 1,960",
+    "policy-3-1": "gather 588 for 532",
+    "policy-1-1": "gather 448 for 392",
+    "advantage_normalized-3-1": "gather 588 for 532",
+    "advantage_normalized-1-4": "gather 448 for 392",
+    "advantage_own-3-1": "gather 896 for 812",
+    "advantage_own-2-1": "gather 448 for 392",
+    "policy_unrolled-3-1": "gather 1,176 for 1,064",
+    "action_values-3-1": "gather 1,288 for 1,204",
+    "action_values-1-1": "gather 784 for 728",
+    # XLA gathers once, or adds up before it reduces, what the program uses several times.
+    "gan_simultaneous-3-1": "gather 2,240 for 2,156",
+    "gan_simultaneous-2-4": "gather 4,088 for 3,808; all-to-all 0 for 336; scatter 4,060 for 1,232",
+    "gan_alternating-3-1": "gather 2,240 for 2,156; scatter 1,036 for 784",
+    "gan_weighted-3-1": "gather 3,360 for 3,304; reduce 7 for 1,043",
+    "gan_weighted-1-1": "reduce 7 for 1,029",
+    # Rows meet: XLA sends activations.
+    "contrastive-3-1": "gather 1,008 for 1,904; scatter 504 for 1,400",
+    "decorrelated-3-1": "reduce 7 for 903",
+    "policy_looped-3-1": "gather 448 for 1,260",
+    "loss_chunked-3-1": "gather 728 for 984",
+    "results_hard-3-1": "gather 1,232 for 2,128",
+    "graphs-3-1": "gather 1,204 for 5,236; scatter 756 for 4,788",
+    "graphs-2-1": "gather 756 for 4,788; scatter 756 for 4,788",
+    # Gradients are compared element by element, or multiplied, before the update.
+    "gradients_chosen-3-1": "reduce 7 for 1,022; scatter 504 for 0",
+    "gradients_chosen-2-1": "reduce 7 for 1,022; scatter 504 for 0",
+    "gradient_surgery-3-1": "gather 3,360 for 2,464",
+    "gradient_surgery-3-4": "gather 7,224 for 6,328",
+    # Gradients of gradients, of which XLA reduces some elsewhere.
+    "sharpness-3-1": "scatter 952 for 1,008",
+    "sharpness-1-1": "scatter 952 for 1,008",
+    "gradient_penalty-3-1": "scatter 560 for 532",
+    "meta_learning-3-1": "scatter 1,680 for 1,736",
+    "meta_learning-2-1": "scatter 1,680 for 1,736",
+    "penalty_wide-3-1": "reduce 7 for 2,702",
+    "reused_curved-3-1": "reduce 7 for 114,709; scatter 64,512 for 35,840",
+    "nnx_reused_curved-3-1": "reduce 7 for 114,709; scatter 64,512 for 35,840",
+    "reused_penalized-3-1": "all-to-all 0 for 15,232; scatter 96,768 for 64,512",
+    "nnx_reused_penalized-3-1": "all-to-all 0 for 15,232; scatter 96,768 for 64,512",
+    # The update is in a branch.
+    "guard_cond-2-4": "scatter 504 for 2,016",
+}
+"""Program, stage and micro-batches of those that differ by more: bytes in the table for those in
+the program, by reason."""
 
-SHOWN = ["mlp-3-1", "gpt_scan_remat-2-4", "lstm-3-1", "tied-1-1"]
+NOT_MEASURED = {
+    "reused_twice-1-4", "reused_penalized-1-1", "sequence_llama_scan-3-4", "sequence_gpt-1-4",
+    "sequence_unaware-2-4",
+}  # fmt: skip
+"""No figures exist yet."""
+
+SHOWN = ["mlp-3-1", "gpt_scan-3-1", "tables-3-1", "odd-3-1"]
 """Those that are no sweep."""
 
 
@@ -103,23 +171,27 @@ def check(name: str, stage: int, k: int, **config: Any) -> None:
     text = step.lower(*args, **kwargs).compile().as_text()
     found = [each for each in collectives(text) if each.group_size > 1]
     wrong = difference(table, found)
-    known = EXPECTED.get(f"{name}-{stage}-{k}") or EXPECTED.get(name)
-    if known:
-        assert wrong, f"{name} is within 1% now: take it out of EXPECTED ({known})"
+    if known := EXPECTED.get(f"{name}-{stage}-{k}"):
+        assert wrong, f"within 1% now: take {name}-{stage}-{k} out of EXPECTED ({known})"
         pytest.xfail(known)
     assert not wrong, f"{name}, stage {stage}, {k} micro-batches\n{wrong}\n{table}"
 
 
 def cells() -> Iterator[Any]:
-    for name, program in PROGRAMS.items():
-        for stage in (1, 2, 3):
-            for k in (1, 4):
-                outcome = program.once if k == 1 else program.accumulated
-                if program.axes or outcome.kind is Kind.REFUSED:
-                    continue
-                shown = f"{name}-{stage}-{k}"
-                mark = pytest.mark.slow if shown in SHOWN else pytest.mark.sweep
-                yield pytest.param(name, stage, k, marks=mark, id=shown)
+    """Every program at stage 3 on the whole batch, and at one of the other stages, or with
+    micro-batches, in turn."""
+    others = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 4)]
+    names = [name for name, program in PROGRAMS.items() if not program.axes]
+    for i, name in enumerate(names):
+        for stage, k in ((3, 1), others[i % len(others)]):
+            outcome = PROGRAMS[name].once if k == 1 else PROGRAMS[name].accumulated
+            if outcome.kind is Kind.REFUSED:
+                continue
+            shown = f"{name}-{stage}-{k}"
+            if shown in NOT_MEASURED:
+                continue
+            mark = pytest.mark.slow if shown in SHOWN else pytest.mark.sweep
+            yield pytest.param(name, stage, k, marks=mark, id=shown)
 
 
 @pytest.mark.parametrize(("name", "stage", "k"), list(cells()))
@@ -129,3 +201,76 @@ def test_the_table_is_what_the_program_sends(
     """Each array is gathered on its own, however small."""
     monkeypatch.setattr(rule, "SMALL", 0)
     check(name, stage, k)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return x + nn.Dense(256)(nn.tanh(nn.Dense(512)(x))), None
+
+
+class Model(nn.Module):
+    """[B, 256] -> [B, 512] through layers, in a loop or written out."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.layers < 16:
+            for _ in range(self.layers):
+                x, _ = Layer()(x, None)
+        else:
+            scan = nn.scan(
+                Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+            )
+            x, _ = scan()(x, None)
+        return nn.Dense(512)(x)
+
+
+def model_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "axes", "config"),
+    [
+        (16, None, {"stage": 3}),
+        (16, None, {"stage": 1}),
+        (16, None, {"stage": 3, "overlap_comm": False}),
+        (16, None, {"stage": 3, "stage3_max_live_parameters": 10**9}),
+        (16, None, {"stage": 1, "gradient_accumulation_steps": 4}),
+        (16, None, {"stage": 2, "gradient_accumulation_steps": 4}),
+        (2, None, {"stage": 3, "gradient_accumulation_steps": 4}),
+        (2, None, {"stage": 3, "zero_quantized_weights": True}),
+        pytest.param(
+            *(2, None, {"stage": 3, "zero_quantized_gradients": True}),
+            marks=pytest.mark.xfail(reason="lists a reduction behind that of the codes, too"),
+        ),
+        (2, None, {"stage": 3, "zero_hpz_partition_size": 4}),
+        (2, {"replica": 2, "data": 4}, {"stage": 3}),
+        (2, {"replica": 2, "data": 4}, {"stage": 2, "gradient_accumulation_steps": 4}),
+        (2, None, {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+    ],
+)
+def test_features(layers: int, axes: Any, config: dict[str, Any]) -> None:
+    model = Model(layers)
+
+    def create() -> TrainState:
+        params = model.init(jax.random.key(0), jnp.ones((1, 256)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+    mesh = zerojax.topology("h100", DEVICES, axes=axes)
+    zero = zerojax.zero(mesh=mesh, bf16=True, stage3_param_persistence_threshold=0, **config)
+    rows = 4 * DEVICES * config.get("gradient_accumulation_steps", 1)
+    state, step = zero.abstract_state(create), zero(model_step)
+    batch = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
+    table, found = step.collectives(state, batch), list[Collective]()
+    for program in step.programs(state, batch):
+        found += collectives(program.lowered.compile().as_text())
+    wrong = difference(table, [each for each in found if each.group_size > 1])
+    assert not wrong, f"{wrong}\n{table}"

@@ -135,9 +135,18 @@ class Emitted:
             made = self._program.operations[maker]
             if made.name in SAME:
                 left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
-            elif v in self._by_rows:
+            elif v in self._by_rows and not self._adds_exchanged(made):
                 return True
         return False
+
+    def _adds_exchanged(self, op: Operation) -> bool:
+        """Whether an operation adds up what the devices have exchanged: a reduction of codes."""
+        if op.name != "reduce_sum":
+            return False
+        start = [v for v in op.operands if v is not None]
+        values = self._program.reached(start, lambda op: op.name in SAME, forward=False)
+        makers = (self._followed.get(self._program.makers.get(v, -1)) for v in values)
+        return any(found and found[0].kind == decisions.EXCHANGE for found in makers)
 
     def _merged(self) -> set[int]:
         """Positions of the reductions whose result is added to that of a like reduction, and to

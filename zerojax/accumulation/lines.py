@@ -18,10 +18,11 @@ def where(eqn: Any) -> str:
     return f"{eqn.primitive.name} at {place}" if place else eqn.primitive.name
 
 
-def line(traceback: Any) -> str | None:
-    """The innermost line outside of libraries, as "file.py:7"."""
+def line(traceback: Any, *, models: bool = False) -> str | None:
+    """The innermost line outside of libraries, as "file.py:7"; with ``models`` the library's own
+    models count as the user's."""
     frames = traceback.frames if traceback is not None else ()
-    return _innermost((frame.file_name, frame.line_num) for frame in frames)
+    return _innermost(((frame.file_name, frame.line_num) for frame in frames), models=models)
 
 
 def raised_at(error: BaseException) -> str | None:
@@ -30,11 +31,13 @@ def raised_at(error: BaseException) -> str | None:
     return _innermost((frame.filename, frame.lineno) for frame in reversed(frames))
 
 
-def _innermost(frames: Iterable[tuple[str, int | None]]) -> str | None:
+def _innermost(frames: Iterable[tuple[str, int | None]], *, models: bool = False) -> str | None:
     for name, number in frames:
         file = PurePath(name)
         library = "site-packages" in file.parts or "dist-packages" in file.parts
         standard = any(part.startswith("python3.") for part in file.parts)
-        if not library and not standard and not file.is_relative_to(_PACKAGE):
+        ours = file.is_relative_to(_PACKAGE)
+        ours = ours and not (models and file.is_relative_to(_PACKAGE / "models"))
+        if not library and not standard and not ours:
             return f"{file.name}:{number}"
     return None

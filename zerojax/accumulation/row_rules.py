@@ -14,7 +14,7 @@ from typing import Any
 from zerojax.accumulation.kinds import Kinds, RowKind, agreed
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
 from zerojax.accumulation.reductions import REDUCES
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla.jaxprs import param
 
 Rule = Callable[[Any, Kinds], "RowKind | None"]

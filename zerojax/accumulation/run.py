@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +30,10 @@ from zerojax.accumulation.roles import (
 )
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
+from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.reduction import is_quantized, of_all
+from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 
@@ -260,7 +263,8 @@ class MicroBatches:
           The step's results.
         """
         split, run, k = self.split, self._inserter, self._k
-        within = run if self.lanes is None else run.on_lanes(self.lanes.axes)
+        within = run if self._sharded else run.putting_off()
+        within = within if self.lanes is None else within.on_lanes(self.lanes.axes)
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
         first: list[Any] = []
@@ -351,10 +355,18 @@ class MicroBatches:
         if self.lanes is not None:
             total = self._reduced(x, total)
         elif x.spec is not None:
-            total = self._inserter.constrain(total, x.spec)
+            with self._put_off(x, total):
+                total = self._inserter.constrain(total, x.spec)
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)
+
+    def _put_off(self, x: Crossing, total: jax.Array) -> contextlib.AbstractContextManager[None]:
+        """Notes the reduction of a gradient that XLA moves behind the micro-batches."""
+        spec, ledger = self._wants.get(x.variable), self._inserter.ledger
+        if self._sharded or spec is None:
+            return contextlib.nullcontext()
+        return ledger.puts_off(total, spec)
 
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """The sum over all lanes; on the way in the dtype of the gradients, as with one
@@ -367,9 +379,16 @@ class MicroBatches:
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
-        total = self.lanes.summed(low)
-        if spec is not None:
-            total = self._inserter.scatter_parts(total, spec)
+        ledger, why = self._inserter.ledger, "all micro-batches are added up first"
+        with ledger.place(AFTER_LOOP, why):
+            if spec is None or self.lanes.axes == (REPLICA,):
+                one = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
+                cut = spec or (None,) * one.ndim
+                with ledger.reduces(one, cut, cut, over=self.lanes.number):
+                    total = self.lanes.summed(low)
+                total = total if spec is None else self._inserter.constrain(total, spec)
+            else:
+                total = self._inserter.scatter_parts(self.lanes.summed(low), spec)
         return total.astype(totals.dtype)
 
 

@@ -14,8 +14,8 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
+from zerojax.graph.elementwise import LABELS
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
 _RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})

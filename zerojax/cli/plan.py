@@ -11,6 +11,7 @@ import typer
 from zerojax.api import Zero
 from zerojax.cli import plan_picture
 from zerojax.cli.explain import stand_ins
+from zerojax.cli.plan_collectives import show_collectives
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.cli.planning import (
@@ -65,6 +66,14 @@ def plan(
         Path | None,
         typer.Option(help="A .png or .svg of the memory at each stage; compiles those too."),
     ] = None,
+    collectives: Annotated[
+        bool,
+        typer.Option(
+            "--collectives",
+            help="The all-gathers and reductions that zerojax decides on, with the model's lines, "
+            "in place of the forecast; compiles nothing.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
     """Shows what a training step needs of each device: memory by kind, traffic, predicted time.
@@ -82,6 +91,8 @@ def plan(
             progress.update(task, description=f"compiling {text}")
 
         try:
+            if picture is not None and collectives:
+                raise ValueError("--picture: --collectives has no memory to draw; leave one out")
             if picture is not None:
                 plan_picture.check(picture)
             read, function = load(config, auto=stand_ins(auto or [])), find(model)
@@ -97,6 +108,8 @@ def plan(
         except (ValueError, ImportError, RuntimeError) as error:
             raise _bad(explained(error) or str(error)) from None
         try:
+            if collectives:
+                return show_collectives(study.collectives(study.given), as_json=as_json)
             given, found = study.given, study.forecast(study.given)
             open_ = any(note.key.endswith(LIVE) and note.value == "auto" for note in read.notes)
             gathered = weighed(study, given) if open_ else ()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import order, residuals
+from zerojax.collectives import decisions, order, residuals
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.host import entry, on_host
 from zerojax.collectives.shard import HostStack, Shard
@@ -76,7 +76,8 @@ class Ahead:
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""
-        return self.read(self._length - 1 if self._reverse else 0)
+        with self._gatherer.ledger.place(decisions.BEFORE_LOOP, "the first iteration's layer"):
+            return self.read(self._length - 1 if self._reverse else 0)
 
     def rest(self) -> list[Any]:
         """What the loop itself reads: the stacks that are on the device."""

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zerojax.collectives import many
+from zerojax.collectives import decisions, many
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
+from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import Window
@@ -111,6 +112,7 @@ class Gatherer:
     Attributes:
       as_they_are: Large gradients that are not sent quantized where others are: what makes them,
         and their shape.
+      ledger: Notes the collectives.
     """
 
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = AS_THEY_ARE) -> None:
@@ -118,13 +120,22 @@ class Gatherer:
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._apart: frozenset[str] = frozenset()
         self.as_they_are: list[tuple[str, tuple[int, ...]]] = []
+        self.ledger = Ledger(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Self:
         """The same for a program that runs on lanes, see :mod:`zerojax.accumulation.lanes`: along
         their ``axes`` nothing is placed, and no groups are summed."""
         apart = copy.copy(self)
         apart.replicas, apart._apart = 1, frozenset(axes)
+        apart.ledger = self.ledger.on_lanes(axes)
         return apart
+
+    def putting_off(self) -> Self:
+        """The same for a loop that adds up sums over the devices, whose reduction XLA moves behind
+        the loop."""
+        other = copy.copy(self)
+        other.ledger = self.ledger.without_reductions()
+        return other
 
     @property
     def apart(self) -> bool:
@@ -164,10 +175,13 @@ class Gatherer:
             return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
         pinned = self.placed(value, spec)
         # XLA would gather over the innermost part first, and send all of that between hosts then.
-        for _, part in layout.parts_of(spec, self.axis)[-2::-1]:
-            near = layout.inside(spec, self.axis, layout.before(part))
-            pinned = self.placed(pinned, near)
-        return self.placed(pinned, layout.without(spec, self.axis))
+        parts = layout.parts_of(spec, self.axis)[-2::-1]
+        nearer = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
+        for less in (*nearer, layout.without(spec, self.axis)):
+            with self.ledger.gathers(pinned, spec, less):
+                pinned = self.placed(pinned, less)
+            spec = less
+        return pinned
 
     def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
         """The extent of a quantized block; None for a value that has none."""
@@ -193,7 +207,9 @@ class Gatherer:
         XLA from gathering at once."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
-        pinned = self.placed(self.placed(value, spec), partly)
+        pinned = self.placed(value, spec)
+        with self.ledger.gathers(pinned, spec, partly):
+            pinned = self.placed(pinned, partly)
         return self.placed(lax.optimization_barrier(pinned), partly)
 
     def in_advance(
@@ -209,8 +225,12 @@ class Gatherer:
             if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep or i in live:
-                wholes[i] = self.whole(shard.value, shard.spec, quantized=shard.quantized)
-        together = many.gather_together([*little.values()], self.mesh, self.constrain)
+                with self.ledger.place(decisions.ENTRY, "gathered once a step and kept"):
+                    wholes[i] = self.whole(shard.value, shard.spec, quantized=shard.quantized)
+        with self.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
+            together = many.gather_together(
+                [*little.values()], self.mesh, self.constrain, self.ledger
+            )
         for i, whole in zip(little, together, strict=True):
             wholes[i] = whole
         return wholes
@@ -270,11 +290,19 @@ class Gatherer:
         gradient to cut two at once. The inner parts come first, so that least is sent between
         hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
-        if not parts:
-            return self.constrain(gradient, shard)
-        for dimension, name in parts:
-            shard = layout.within(shard, dimension, name)
-            gradient = self.constrain(gradient, shard)
+        uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
+        if not parts or uneven:  # XLA cuts the sum then
+            with self.ledger.reduces(gradient, shard, shard):
+                for dimension, name in parts:
+                    shard = layout.within(shard, dimension, name)
+                    gradient = self.constrain(gradient, shard)
+                return gradient if parts else self.constrain(gradient, shard)
+        over = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
+        for (dimension, name), n in zip(parts, over, strict=True):
+            before, shard = shard, layout.within(shard, dimension, name)
+            partly = name != parts[-1][1]
+            with self.ledger.reduces(gradient, before, shard, over=n, partly=partly):
+                gradient = self.constrain(gradient, shard)
         return gradient
 
     def scatter_table(self, gradient: jax.Array, spec: Spec) -> jax.Array:
@@ -286,7 +314,10 @@ class Gatherer:
             flat = whole
             for dimension, name in reversed(parts):
                 flat = layout.within(flat, dimension, name)
-            return self.constrain(self.constrain(self.constrain(gradient, whole), flat), spec)
+            gradient = self.constrain(gradient, whole)
+            with self.ledger.reduces(gradient, whole, flat):
+                gradient = self.constrain(gradient, flat)
+            return self.constrain(gradient, spec)
         return self.scatter(gradient, spec)
 
     def on_device(self, v: Shard, scope: Scope) -> Any:

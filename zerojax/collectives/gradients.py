@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
-from zerojax.collectives import partial_sums, reduction
+from zerojax.collectives import decisions, partial_sums, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
@@ -44,15 +45,44 @@ def bind_summed(
     if len(specs) == 1 and (spec := specs[0]) is not None:
         groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
         if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
-            parts = gatherer.constrain(by_group(eqn, values, groups), (REPLICA, *spec))
-            return [total(values[0], parts)]
+            parts, table, none = by_group(eqn, values, groups), values[0], (None,) * len(spec)
+            within = gatherer.mesh.size // groups
+            with gatherer.ledger.reduces(table, none, spec, over=within, partly=True):
+                parts = gatherer.constrain(parts, (REPLICA, *spec))
+            with gatherer.ledger.reduces(table, spec, spec, over=groups):
+                return [total(table, parts)]
         even = layout.padded(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even) if even != shape else None
         if padded is not None:
             whole = place(padded, spec)[tuple(map(slice, shape))]
             return [gatherer.constrain(whole, spec)]
-    outs = jaxprs.bind(eqn, values)
-    return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+    with _sent_instead(eqn, values, specs, gatherer):
+        outs = jaxprs.bind(eqn, values)
+        return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+
+
+def _sent_instead(
+    eqn: Any, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
+) -> contextlib.ExitStack[bool | None]:
+    """Notes what XLA sends for an equation in the place of a reduce-scatter of its result."""
+    ledger, spec = gatherer.ledger, specs[0] if len(specs) == 1 else None
+    stack = contextlib.ExitStack()
+    if spec is None or not is_sharded(spec, gatherer.axis):
+        return stack
+    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
+        _, indices, rows = values
+        by_row = jaxprs.param(eqn, "dimension_numbers").inserted_window_dims
+        to_rows = any(d in by_row for d in layout.dimensions(spec, gatherer.axis))
+        stack.enter_context(ledger.place(decisions.PRODUCED, "fewer rows than the table has"))
+        own = jax.ShapeDtypeStruct(
+            (-(-rows.shape[0] // gatherer.mesh.size), *rows.shape[1:]), rows.dtype
+        )
+        sent = (decisions.GATHER, rows) if to_rows else (decisions.EXCHANGE, own)
+        stack.enter_context(ledger.instead((decisions.GATHER, indices), sent))
+    elif eqn.primitive is prims.reduce_sum_p and len(layout.parts_of(spec, gatherer.axis)) > 1:
+        stack.enter_context(ledger.place(decisions.PRODUCED, "a sum is cut in parts afterwards"))
+        stack.enter_context(ledger.instead((decisions.REDUCE, eqn.outvars[0].aval)))
+    return stack
 
 
 def _bind_quantized(

@@ -10,11 +10,11 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
+from zerojax.graph.elementwise import LABELS
 from zerojax.graph.graph import graph_of
 from zerojax.graph.reach import DEPENDS
 from zerojax.graph.regions import Region, regions
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
 MOST = 1_000_000_000

@@ -44,11 +44,11 @@ from zerojax.collectives.widening import arrived, like, narrow_of, travelling
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import AS_THEY_ARE, Sent
 from zerojax.trace import changes, marks
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 
@@ -294,7 +294,8 @@ class Inserter(Scans):
     ) -> Sequence[Any]:
         inner = jaxprs.called(eqn)
         if eqn.primitive is not prims.remat_p:
-            return self.run(inner, values, scope, want)
+            with self.ledger.within(eqn):
+                return self.run(inner, values, scope, want)
         if self.keep or not scope.share:
             # In a loop, what is whole for one iteration is a shard as well, by which is known what
             # has the shape of a gradient.

@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
+from zerojax.collectives import decisions
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import batch_axes, batch_devices
@@ -46,7 +47,11 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
-        (rows,) = jaxprs.bind(eqn, [pinned, *indices])
+        out = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, stored.value.dtype)
+        ledger, why = gatherer.ledger, "each device looks rows up in its own shard"
+        sent = (decisions.GATHER, indices[0]), (decisions.SCATTER, out)
+        with ledger.place(decisions.USE, why), ledger.instead(*sent):
+            (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
     if id(table) in scope.used_whole and by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
         (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.shard import Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -32,7 +33,10 @@ def is_whole(value: Any, axis: str) -> bool:
 
 
 def gather_together(
-    shards: Sequence[Shard], mesh: Mesh, constrain: Callable[[jax.Array, Spec], jax.Array]
+    shards: Sequence[Shard],
+    mesh: Mesh,
+    constrain: Callable[[jax.Array, Spec], jax.Array],
+    ledger: Ledger | None = None,
 ) -> list[jax.Array]:
     """The shards made whole, by one all-gather for those of a dtype and axis.
 
@@ -40,7 +44,9 @@ def gather_together(
       shards: Of any shapes and dtypes; :func:`is_small` holds for each.
       mesh: The devices.
       constrain: Constrains an array to a spec.
+      ledger: Notes the gathers, if given.
     """
+    ledger = Ledger(mesh) if ledger is None else ledger
     whole = [shard.value for shard in shards]
     kinds = [(shard.value.dtype, next(filter(None, shard.spec))) for shard in shards]
     for kind in dict.fromkeys(kinds):
@@ -51,7 +57,8 @@ def gather_together(
         pinned = [constrain(whole[i], shards[i].spec) for i in chosen]
         rows = [_row_a_device(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
         matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
-        matrix = constrain(matrix, (None, None))
+        with ledger.gathers(matrix, (axis, None), (None, None)):
+            matrix = constrain(matrix, (None, None))
         start = 0
         for i, row, dim in zip(chosen, rows, dims, strict=True):
             piece = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import many
+from zerojax.collectives import decisions, many
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.readers import readers
 from zerojax.collectives.shard import MovedStack, Shard
@@ -54,7 +54,8 @@ def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
     order = (d, *(i for i in range(known.ndim) if i != d))
     value = lax.transpose(x.value.astype(known.dtype), order)
     spec = [x.spec[i] for i in order]
-    moved = MovedStack(gatherer.whole(value, spec, quantized=x.quantized), d)
+    with gatherer.ledger.place(decisions.ENTRY, "gathered once a step and kept, read by loops"):
+        moved = MovedStack(gatherer.whole(value, spec, quantized=x.quantized), d)
     whole = jnp.moveaxis(moved.value, 0, d)
     if x.rounded is None:
         return dataclasses.replace(x, whole=whole, moved=moved)

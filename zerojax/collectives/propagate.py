@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from zerojax.graph.elementwise import LABELS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla.jaxprs import param
 
 

@@ -73,7 +73,10 @@ def summed(
         x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer, feed_back)
     groups, rest = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
     if groups:
-        x = gatherer.constrain(add_up(x, *range(len(groups))), (tuple(pieces), *rest))
+        cut = tuple(pieces), *rest
+        one = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+        with gatherer.ledger.reduces(one, cut, cut, over=gatherer.replicas):
+            x = gatherer.constrain(add_up(x, *range(len(groups))), cut)
     return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
 
 
@@ -87,8 +90,12 @@ def _scattered(
         devices = [each for each in devices if each not in joined_axes(name)]
         rest = (None,) * (x.ndim - len(devices) - 1)
         x = gatherer.constrain(x, (*devices, cut or None, *rest))
-        cut = (*cut, name)
-        x = gatherer.constrain(x, (*devices, cut, *rest))
+        before, cut = cut, (*cut, name)
+        one = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
+        n, rest = layout.parts(name, gatherer.mesh), (None,) * (one.ndim - 1)
+        specs, partly = ((before or None, *rest), (cut, *rest)), bool(devices) or name != parts[-1]
+        with gatherer.ledger.reduces(one, *specs, over=n, partly=partly):
+            x = gatherer.constrain(x, (*devices, cut, *rest))
     return x
 
 
@@ -124,10 +131,12 @@ def _exchanged(
         comes = list(lies)
         comes[source], comes[to] = None, name
         widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
-        codes, scales = (
-            gatherer.constrain(gatherer.constrain(y, lies), comes)
-            for y in quantize(gatherer.constrain(x, lies), widths, form)
-        )
+        sent = []
+        for y in quantize(gatherer.constrain(x, lies), widths, form):
+            y = gatherer.constrain(y, lies)
+            with gatherer.ledger.exchanges(y, lies, layout.parts(name, gatherer.mesh)):
+                sent.append(gatherer.constrain(y, comes))
+        codes, scales = sent
         x, lies = add_up(dequantize(codes, scales, form, jnp.float32), source), comes
         lies.pop(source)
         x = gatherer.constrain(x, lies)

@@ -21,11 +21,11 @@ from zerojax.collectives import propagate
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.trace import marks
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import many, propagate
+from zerojax.collectives import decisions, many, propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import HostStack, MovedStack, Shard
 from zerojax.collectives.uses import CAST, Uses
@@ -42,7 +42,8 @@ def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> li
             dtypes = uses.dtypes(jaxpr, v, x.spec)
             if len(dtypes) == 1 and v.aval.dtype not in dtypes:
                 narrow = x.value.astype(*dtypes)
-                whole = gatherer.whole(narrow, x.spec, quantized=x.quantized)
+                with gatherer.ledger.place(decisions.ENTRY, "cast, gathered once a step and kept"):
+                    whole = gatherer.whole(narrow, x.spec, quantized=x.quantized)
                 x = dataclasses.replace(x, whole=None, rounded=whole)
         entered.append(x)
     return entered

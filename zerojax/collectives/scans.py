@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import held, loops, moved_stacks, rounding
+from zerojax.collectives import decisions, held, loops, moved_stacks, rounding
 from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.behind import Behind
 from zerojax.collectives.entries import Entries
@@ -67,11 +67,13 @@ class Scans(Gatherer):
         # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
         if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self.held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
-        carry = self.all_whole([start[i] for i in kept], scope)
-        # A stack sharded along its layers has to be whole before the loop can take one.
-        xs = [
-            self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x for x in xs
-        ]
+        with self.ledger.place(decisions.BEFORE_LOOP, "the loop takes no shard of it"):
+            carry = self.all_whole([start[i] for i in kept], scope)
+            # A stack sharded along its layers has to be whole before the loop can take one.
+            xs = [
+                self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x
+                for x in xs
+            ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
@@ -88,13 +90,16 @@ class Scans(Gatherer):
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
-            coming = ahead.read(index)
-            reduced = later.reduced(later.hold(given, ahead.last(coming)))
+            with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
+                coming = ahead.read(index)
+            with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
+                reduced = later.reduced(later.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
             within = scope.inner(later.row_sums, of_layer=layers)
-            outs = self.run(jaxpr, (*consts, *carried, *sliced), within, inside)
+            with self.ledger.place(decisions.LOOP):
+                outs = self.run(jaxpr, (*consts, *carried, *sliced), within, inside)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
             given, outs = later.passed(given, reduced, outs, before)
             ys = outs[m:]
@@ -124,10 +129,12 @@ class Scans(Gatherer):
             unroll=jaxprs.param(eqn, "unroll"),
         )
         ended = dict(zip(kept, carry, strict=True))
-        ended.update(self._summed(sums, totals, start, scope))
+        with self.ledger.place(decisions.AFTER_LOOP, "all iterations are added up first"):
+            ended.update(self._summed(sums, totals, start, scope))
 
         scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
-        finished = later.finished(given)
+        with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
+            finished = later.finished(given)
 
         def stacked(i: int, y: Any) -> Any:
             if i in finished:
@@ -150,7 +157,8 @@ class Scans(Gatherer):
             c.spec if isinstance(c, Shard) and not rounding.is_rounded(c) else None for c in consts
         ]
         whole = held.to_hold(jaxpr, specs, self.mesh)
-        return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
+        with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
+            return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
         self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope

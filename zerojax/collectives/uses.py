@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, wanted
 from zerojax.collectives.widening import widens_integers
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.xla import jaxprs
 
 CAST = "convert_element_type"

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS
 from zerojax.graph.graph import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
-from zerojax.trace.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
 
 _PASSES = ELEMENTWISE | LABELS | {"scatter", "scatter-mul"}

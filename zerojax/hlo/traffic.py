@@ -80,7 +80,17 @@ class Collective:
         ``times * payload * (n-1)/n`` for all-gather, reduce-scatter and all-to-all, twice that
         for all-reduce, the payload for a permute.
         """
-        return round(self.times * self.payload_bytes * _RING[self.kind](self.group_size))
+        return round(self.times * ring_bytes(self.kind, self.payload_bytes, self.group_size))
+
+
+def ring_bytes(kind: str, payload: int, devices: int) -> float:
+    """Bytes that each of so many devices sends in one run of a collective over a ring.
+
+    Example:
+      >>> ring_bytes("all-gather", 800, 8), ring_bytes("all-reduce", 800, 8)
+      (700.0, 1400.0)
+    """
+    return payload * _RING[kind](devices)
 
 
 def collectives(text: str) -> tuple[Collective, ...]:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from zerojax.graph.elementwise import ELEMENTWISE
 from zerojax.graph.graph import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
-from zerojax.trace.elementwise import ELEMENTWISE
 from zerojax.xla import jaxprs
 
 

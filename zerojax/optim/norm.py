@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+NORM = "zerojax-norm"
+"""The scope in which a norm is computed."""
+
 
 def square_sums(x: jax.Array) -> jax.Array:
     """The sum of squares of each entry of ``x``, [n, ...], along the first dimension: [n].
@@ -25,4 +28,5 @@ def global_norm(tree: Any) -> jax.Array:
 
 def norm_of(sums: Sequence[jax.Array]) -> jax.Array:
     """The L2 norm from the :func:`square_sums` of all leaves: float32 []."""
-    return jnp.sqrt(sum((jnp.sum(x) for x in sums), start=jnp.zeros((), jnp.float32)))
+    with jax.named_scope(NORM):
+        return jnp.sqrt(sum((jnp.sum(x) for x in sums), start=jnp.zeros((), jnp.float32)))

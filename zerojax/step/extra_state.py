@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from zerojax.graph.elementwise import ELEMENTWISE
 from zerojax.graph.graph import Graph, graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.plan import Plan
-from zerojax.trace.elementwise import ELEMENTWISE
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 

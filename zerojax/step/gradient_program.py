@@ -15,13 +15,13 @@ from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
-from zerojax.plan.places import DEVICE
+from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.plan import layout
 from zerojax.plan.stored import pad
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepSetting
+from zerojax.step.program import StepSetting, TracedProgram
 from zerojax.step.view import View, collecting, constrainer
 from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.state_parts import Parts
@@ -96,12 +96,22 @@ class GradientProgram:
         self._reader.check((result.grads, result.out))
         return result
 
+    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+        """The program, traced for abstract or concrete arguments."""
+        leaves = self._setting.plan.compute
+        taken = [leaf.path for leaf in leaves if leaf.place != DISK]
+        used = [leaf.path for leaf, uses in zip(leaves, self._update.uses, strict=True) if uses]
+        return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, taken, used)
+
+    def _traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Traced:
+        batch = self._setting.layout.abstract(batch)
+        given = self._setting.divide(args, kwargs)
+        return self._jitted.trace(self._taken(parts), batch, *given)
+
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
         """The program, lowered for abstract or concrete arguments."""
-        batch, plan = self._setting.layout.abstract(batch), self._setting.plan
-        given = self._setting.divide(args, kwargs)
-        traced = self._jitted.trace(self._taken(parts), batch, *given)
-        return LoweredProgram(GRADIENTS, compat.lower_for(traced, plan.mesh))
+        traced = self._traced(parts, batch, args, kwargs)
+        return LoweredProgram(GRADIENTS, compat.lower_for(traced, self._setting.plan.mesh))
 
     def _taken(self, parts: Parts) -> Parts:
         """What the program takes of a state."""

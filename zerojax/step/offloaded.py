@@ -18,7 +18,7 @@ from zerojax.placement.states import abstract
 from zerojax.plan.places import DISK
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepResult, StepSetting
+from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
@@ -66,13 +66,19 @@ class OffloadedStep:
         )
         return StepResult(setting.plan.shown(after), made.out, made.signals)
 
+    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+        """The program of the gradients, traced."""
+        return self._gradients.traced(self._given(parts), batch, args, kwargs)
+
+    def _given(self, parts: Parts) -> Parts:
+        """What the program of the gradients is given of a state, abstract."""
+        parts = abstract(parts, self.setting.plan, at_rest=True)
+        opt_state = jax.tree.leaves(parts.opt_state)
+        return parts._replace(params=self._copies.abstract(), opt_state=opt_state)
+
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """First the program of the gradients, then those of the update."""
         plan = self.setting.plan
-        parts = abstract(parts, plan, at_rest=True)
-        given = parts._replace(
-            params=self._copies.abstract(), opt_state=jax.tree.leaves(parts.opt_state)
-        )
-        yield self._gradients.lowered(given, batch, args, kwargs)
+        yield self._gradients.lowered(self._given(parts), batch, args, kwargs)
         for name, traced, times in self.update.by_groups.traced():
             yield LoweredProgram(name, compat.lower_for(traced, plan.mesh), times)

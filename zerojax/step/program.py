@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -86,6 +86,20 @@ class StepResult(NamedTuple):
     signals: Signals
 
 
+class TracedProgram(NamedTuple):
+    """A step's traced program.
+
+    Attributes:
+      jaxpr: The closed jaxpr.
+      arguments: The paths of the leaves that are its first arguments.
+      results: The paths of the leaves that are its first results.
+    """
+
+    jaxpr: Any
+    arguments: Sequence[str]
+    results: Sequence[str]
+
+
 class StepProgram(Protocol):
     """A compiled step: resident, in one program, or offloaded, in several.
 
@@ -99,6 +113,9 @@ class StepProgram(Protocol):
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         """Runs the step on a state and a batch that lie as planned."""
+
+    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+        """The program that runs the user's step, traced for abstract or concrete arguments."""
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """All programs of the step, each once, for abstract or concrete arguments."""

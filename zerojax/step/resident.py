@@ -15,7 +15,7 @@ from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
-from zerojax.step.program import StepResult, StepSetting
+from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
@@ -82,12 +82,21 @@ class ResidentStep:
         result: StepResult = self._jitted(plan.stored(parts), batch, *given)
         return result._replace(parts=plan.shown(result.parts))
 
-    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
-        """The one program."""
+    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+        """The one program, traced."""
+        paths = [leaf.path for leaf in self.setting.plan.all_leaves()]
+        return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, paths, paths)
+
+    def _traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Traced:
         setting = self.setting
         parts = abstract(parts, setting.plan, at_rest=True)
         batch = setting.layout.abstract(batch)
-        traced = self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
+        return self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
+
+    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+        """The one program."""
+        setting = self.setting
+        traced = self._traced(parts, batch, args, kwargs)
         reaches = reaches_host(setting.config)
         program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
 
+from zerojax.collectives.ledger import Ledger
 from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
 from zerojax.foresight.step_reports import StepReports
@@ -17,7 +19,9 @@ from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Alone
 from zerojax.step.call import Call, Form, Rearranged, returned
+from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
+from zerojax.step.emitted import collectives_of
 from zerojax.step.last import LastObjects, LastState, Recognized
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
@@ -158,16 +162,16 @@ class Step(Decorated[P, R]):
         return None, returned(result.out, call.objects), left
 
     def _program(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
-        kind = OffloadedStep if offloads(self._states.config) else ResidentStep
-
-        def make(function: Rearranged) -> StepProgram:
-            signals = self._after_step.signals
-            return kind(
-                StepSetting(function, self._states, opened, explicit, self._donate, signals)
-            )
-
+        make = functools.partial(self._make, opened, explicit)
         program: StepProgram = self._compiled(opened, form, explicit, make)
         return program
+
+    def _make(
+        self, opened: OpenedState, explicit: Explicit | None, function: Rearranged
+    ) -> StepProgram:
+        kind = OffloadedStep if offloads(self._states.config) else ResidentStep
+        signals = self._after_step.signals
+        return kind(StepSetting(function, self._states, opened, explicit, self._donate, signals))
 
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
@@ -209,6 +213,48 @@ class Step(Decorated[P, R]):
             layout.check(call.batch)
             layout.check_more(call.args, call.kwargs, call.batch)
             yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
+
+    def collectives(self, *args: Any, **kwargs: Any) -> CollectivesTable:
+        """The collectives that zerojax decides on for a step, without a compile.
+
+        Args:
+          *args, **kwargs: The step's arguments, abstract or concrete, as for :meth:`lower`.
+
+        Returns:
+          A row for each all-gather, reduce-scatter, all-reduce and all-to-all: the array, its shape
+          and dtype, bytes that a device sends, times a step, where, why, and the line of your
+          program that causes it. ``str()`` of it is a table. Sums over the rows of the batch
+          that the step asks for itself (the loss, metrics, batch statistics) are not listed; nor
+          is the update of a state that is offloaded.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, zerojax
+          >>> from flax.training.train_state import TrainState
+          >>> zero = zerojax.zero(stage=3, bf16=True)
+          >>> @zero
+          ... def train_step(state, batch):
+          ...     loss = lambda params: jnp.mean((batch @ params["w"]) ** 2)
+          ...     return state.apply_gradients(grads=jax.grad(loss)(state.params))
+          >>> state = zero.abstract_state(lambda: TrainState.create(
+          ...     apply_fn=None, params={"w": jnp.ones((512, 256))}, tx=optax.adam(1e-3)))
+          >>> table = train_step.collectives(state, jax.ShapeDtypeStruct((8, 512), jnp.float32))
+          >>> for row in table.rows:
+          ...     print(row.kind, row.array, row.dtype, row.bytes, row.times, row.where)
+          all-gather params['w'] bfloat16 229376 1 use
+          reduce-scatter params['w'] float32 458752 1 produced
+          all-reduce  float32 7 1 update
+        """
+        call = self._arguments.sort(args, kwargs)
+        with automatic_context(self._states.mesh) as names:
+            explicit = Explicit.of(names, call.batch)
+            opened = self._states.open(call.objects)
+            program = self._make(opened, explicit, self._arguments.rearranged(call.form))
+            setting = program.setting
+            setting.layout.check(call.batch)
+            setting.layout.check_more(call.args, call.kwargs, call.batch)
+            ledger = setting.inserter.ledger = Ledger(setting.inserter.mesh, asked=True)
+            traced = program.traced(opened.parts, call.batch, call.args, call.kwargs)
+        return collectives_of(self._arguments.name, traced, ledger)
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:

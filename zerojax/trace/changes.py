@@ -13,9 +13,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.elementwise import LABELS
 from zerojax.graph.graph import graph_of
 from zerojax.trace import marks
-from zerojax.trace.elementwise import LABELS
 from zerojax.xla import jaxprs
 
 

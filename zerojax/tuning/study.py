@@ -26,6 +26,8 @@ from zerojax.models.registry import bound, takes
 from zerojax.models.tensor_parallel import MODEL
 from zerojax.plan import layout
 from zerojax.plan.plan import Plan
+from zerojax.step.collectives_table import CollectivesTable
+from zerojax.step.step import Step
 from zerojax.tuning.running import seconds_of_a_step
 from zerojax.tuning.workload import Workload, workload
 
@@ -98,7 +100,17 @@ class Study(Trials):
         options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
         return workload(bound(self._function, options), decorated, rows, self._seq)
 
+    def collectives(self, choice: Choice) -> CollectivesTable:
+        """The collectives that zerojax decides on for a choice's step; compiles nothing."""
+        _, step, given, _ = self._step(choice)
+        return step.collectives(*given)
+
     def _from_model(self, choice: Choice) -> BuiltStep:
+        plan, step, given, tokens = self._step(choice)
+        return BuiltStep(plan, lambda: step.programs(*given), tokens)
+
+    def _step(self, choice: Choice) -> tuple[Plan, Step[Any, Any], tuple[Any, ...], int]:
+        """The plan of a choice's state, its step, what the step is given, and its tokens."""
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
             # A program that reads a disk cannot be compiled for absent devices. On its way to the
@@ -111,7 +123,7 @@ class Study(Trials):
         given = (*objects, made.batch, *made.args)
         plan = decorated.plan(*objects)
         _check_axes(plan)
-        return BuiltStep(plan, lambda: step.programs(*given), made.tokens)
+        return plan, step, given, made.tokens
 
 
 def _check_axes(plan: Plan) -> None:

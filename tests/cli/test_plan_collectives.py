@@ -1,0 +1,92 @@
+"""`zerojax plan --collectives`: what a model's step sends, by the model's lines."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.devices.rates import rates
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`mine` is a module, and the devices are the CPUs of the tests."""
+    monkeypatch.syspath_prepend(HERE)
+    devices = lambda text, network: (zerojax.mesh(), rates("h100"))  # noqa: E731
+    monkeypatch.setattr("zerojax.cli.plan.parse_devices", devices)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", _no_compile)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def _no_compile(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("compiled")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "zero.json"
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 8}))
+    return path
+
+
+def run(config: Path, *args: Any, model: str = "mine:sound") -> Any:
+    given = ["--model", model, "--config", config, "--devices", "h100:8", "--seq", 16, *args]
+    return CliRunner().invoke(app, ["plan", *map(str, given), "--collectives"])
+
+
+def test_a_table(config: Path) -> None:
+    result = run(config)
+    assert result.exit_code == 0, result.output
+    (head,) = [
+        line for line in result.stdout.splitlines() if "Dense_2" in line and "kernel" in line
+    ]
+    assert "mine.py" in head
+    assert "all-gather: each device sends" in result.stdout
+
+
+def test_json(config: Path) -> None:
+    found = json.loads(run(config, "--json").stdout)
+    sums = dict.fromkeys(found["bytes_a_step"], 0)
+    for row in found["collectives"]:
+        sums[row["kind"]] += row["bytes"] * row["times"]
+    assert sums == found["bytes_a_step"]
+    assert {row["line"].partition(":")[0] for row in found["collectives"] if row["array"]} == {
+        "mine.py"
+    }
+
+
+def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
+    from zerojax.models import gpt
+
+    source = inspect.getsource(gpt).splitlines()
+    rows = json.loads(run(config, "--json", model="mine:cut").stdout)["collectives"]
+    reduced = [row for row in rows if row["kind"] == "reduce-scatter" and "c_fc" in row["array"]]
+    (number,) = [i for i, line in enumerate(source, 1) if '"c_fc")(x)' in line and "gelu" in line]
+    assert {row["line"] for row in reduced} == {f"gpt.py:{number}"}
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "words"),
+    [
+        (["--picture", "memory.png"], "mine:sound", "--collectives has no memory to draw"),
+        ([], "mine:narrow", "fails on"),
+    ],
+)
+def test_refused(config: Path, args: list[str], model: str, words: str) -> None:
+    result = run(config, *args, model=model)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr

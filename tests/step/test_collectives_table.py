@@ -1,0 +1,220 @@
+"""The collectives that zerojax decides on, read off the trace: nothing compiles here."""
+
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.step.collectives_table import CollectiveRow, CollectivesTable
+
+WIDE, LAYERS, ROWS = 128, 16, 32
+HERE = Path(__file__).name
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return nn.tanh(nn.Dense(WIDE, use_bias=False)(x)), None  # layer
+
+
+class Model(nn.Module):
+    """[B, 128] -> [B, 256], perhaps through a loop over layers before."""
+
+    layers: int = 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.layers:
+            scan = nn.scan(
+                Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+            )
+            x, _ = scan(name="layers")(x, None)
+        return nn.Dense(2 * WIDE, name="head")(x)  # head
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss  # update
+
+
+def create(layers: int = 0) -> TrainState:
+    model = Model(layers)
+    params = model.init(jax.random.key(0), jnp.ones((1, WIDE)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+
+def table(layers: int = 0, **config: Any) -> CollectivesTable:
+    zero = zerojax.zero(**{"stage3_param_persistence_threshold": 0} | config)
+    state = zero.abstract_state(functools.partial(create, layers))
+    return zero(train_step).collectives(state, jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32))
+
+
+def line_of(text: str) -> str:
+    source, first = inspect.getsourcelines(inspect.getmodule(line_of))  # type: ignore[arg-type]
+    (found,) = [i for i, each in enumerate(source) if each.rstrip().endswith(f"# {text}")]
+    return f"{HERE}:{max(first, 1) + found}"
+
+
+def brief(rows: Any, *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(getattr(row, name) for name in names) for row in rows]
+
+
+KERNEL, HEAD = "params['layers']['Dense_0']['kernel']", "params['head']['kernel']"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage: int) -> None:
+    found = table(stage=stage).rows
+    kernel = [row for row in found if row.shape in ((WIDE, 2 * WIDE), (2 * WIDE, WIDE))]
+    sent = 4 * WIDE * 2 * WIDE * 7 // 8
+    gathers, scatters = [("all-gather", sent)], [("reduce-scatter", sent)]
+    want = [("all-reduce", 2 * sent)] if stage == 0 else [*gathers, *scatters]
+    assert brief(kernel, "kind", "bytes") == want
+    if stage:
+        assert kernel[0].where == ("use" if stage == 3 else "entry")
+    assert {row.array for row in kernel} == {HEAD}
+    assert {row.times for row in found} == {1}
+
+
+def test_lines_are_the_users() -> None:
+    rows = table(stage=3, bf16=True).rows
+    assert {row.line for row in rows if row.array == HEAD} == {line_of("head")}
+    assert {row.dtype for row in rows if row.kind == "all-gather"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_loop_over_layers(overlap: bool) -> None:
+    rows = [row for row in table(LAYERS, stage=3, overlap_comm=overlap).rows if row.array == KERNEL]
+    assert {row.line for row in rows} == {line_of("layer")}
+    forward, backward, reduced = (
+        (
+            ("before the loop", 1, "all-gather"),
+            ("loop, prefetched", LAYERS, "all-gather"),
+        ),
+        (("before the loop", 1, "all-gather"), ("loop, prefetched", LAYERS, "all-gather")),
+        (
+            ("loop, deferred", LAYERS, "reduce-scatter"),
+            ("after the loop", 1, "reduce-scatter"),
+        ),
+    )
+    want = [*forward, *backward, *reduced]
+    if not overlap:
+        want = [("loop", LAYERS, kind) for kind in ("all-gather", "all-gather", "reduce-scatter")]
+    assert sorted(brief(rows, "where", "times", "kind")) == sorted(want)
+
+
+@pytest.mark.parametrize(
+    ("stage", "times", "where"), [(1, 1, "after the loop"), (2, 4, "produced")]
+)
+def test_micro_batches(stage: int, times: int, where: str) -> None:
+    found = table(stage=stage, gradient_accumulation_steps=4)
+    rows = [row for row in found.rows if row.array == HEAD]
+    assert brief(rows, "kind", "times", "where") == [
+        ("all-gather", 1, "entry"),
+        ("reduce-scatter", times, where),
+    ]
+
+
+def test_at_stage_3_each_micro_batch_gathers() -> None:
+    rows = [row for row in table(stage=3, gradient_accumulation_steps=4).rows if row.array == HEAD]
+    assert {row.times for row in rows} == {4}
+
+
+def test_small_arrays_are_one_row() -> None:
+    (bias,) = [row for row in table(stage=2).rows if row.where == "entry" and "bias" in row.array]
+    assert bias.reason == "small arrays are gathered together"
+
+
+def test_concrete_arguments_and_the_step_runs_afterwards() -> None:
+    zero = zerojax.zero(stage=3)
+    step, state, batch = zero(train_step), zero.init(create), np.ones((ROWS, WIDE), np.float32)
+    before = step.collectives(state, batch)
+    _, loss = step(state, batch)
+    assert np.isfinite(loss)
+    state = zero.abstract_state(create)
+    assert step.collectives(state, batch) == before  # the cache of traces knows the step by now
+    assert step.collectives(state, batch) == before
+
+
+def test_nnx() -> None:
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)  # nnx
+        optimizer.update(model, grads)
+        return loss
+
+    def create() -> Any:
+        model = nnx.Linear(WIDE, 2 * WIDE, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
+    rows = zero(step).collectives(*zero.abstract_state(create), batch).rows
+    kernel = [row for row in rows if "kernel" in row.array]
+    assert brief(kernel, "kind", "line") == [
+        ("all-gather", line_of("nnx")),
+        ("reduce-scatter", line_of("nnx")),
+    ]
+
+
+def test_what_is_not_used_is_not_listed() -> None:
+    def step(state: TrainState, batch: Any) -> TrainState:
+        grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state.params["a"])
+        return state.apply_gradients(grads={"a": grads, "b": jnp.zeros_like(state.params["b"])})
+
+    def create() -> TrainState:
+        params = {name: jnp.ones((WIDE, 2 * WIDE)) for name in "ab"}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    zero = zerojax.zero(stage=2)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
+    rows = zero(step).collectives(zero.abstract_state(create), batch).rows
+    assert {row.array for row in rows if row.where != "update"} == {"params['a']"}
+
+
+def test_the_norm_of_shards_is_one_number() -> None:
+    (norm,) = [row for row in table(stage=1).rows if row.kind == "all-reduce"]
+    assert (norm.where, norm.shape, norm.bytes, norm.line) == ("update", (), 7, line_of("update"))
+    assert all(row.where != "update" for row in table(stage=0).rows)
+
+
+def test_bad_arguments_are_refused_as_by_the_step() -> None:
+    zero = zerojax.zero(stage=3, gradient_accumulation_steps=5)
+    with pytest.raises(ValueError, match="rows"):
+        zero(train_step).collectives(
+            zero.abstract_state(create), jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
+        )
+
+
+ROW = CollectiveRow(
+    "all-gather", "params['a'], params['b'], params['c']", (8, 16), "bfloat16", 224, 3, True,
+    "entry", "small arrays are gathered together", "model.py:7",
+)  # fmt: skip
+
+
+def test_as_text() -> None:
+    reduced = dataclasses.replace(
+        ROW, kind="all-reduce", array="", shape=(), exact=False, times=1, line=""
+    )
+    made = CollectivesTable("step", (ROW, reduced))
+    first, heads, one, other = str(made).splitlines()
+    assert first == "step: each device sends 896 B a step: all-gather 672 B, all-reduce 224 B"
+    assert heads.split()[:4] == ["collective", "array", "shape", "dtype"]
+    assert "params['a'] and 2 more" in one
+    assert "scalar" in other
+    assert "1 or more" in other
+    assert made.bytes_by_kind() == {"all-gather": 672, "all-reduce": 224}
+    assert str(CollectivesTable("step", ())) == "step: each device sends 0 B a step: nothing"

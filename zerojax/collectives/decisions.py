@@ -1,0 +1,84 @@
+"""One collective that zerojax decides on: what is sent, where in the program, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.devices.mesh import batch_devices, sequence_size
+from zerojax.hlo.traffic import ring_bytes
+from zerojax.plan import layout
+
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+EXCHANGE = "all-to-all"
+
+ENTRY, BEFORE_LOOP, USE, LOOP = "entry", "before the loop", "use", "loop"
+PREFETCHED, DEFERRED, AFTER_LOOP = "loop, prefetched", "loop, deferred", "after the loop"
+PRODUCED, UPDATE = "produced", "update"
+"""Places of collectives: see the column "where" in docs/planning.md."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One collective.
+
+    Attributes:
+      kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+      shape: The array that is sent: gathered, or before it is scattered.
+      dtype: Its dtype, by name.
+      payload: Bytes of that array that one group of devices sends together, padding included.
+      devices: How many devices form a group.
+      where: The place in the program, as :data:`ENTRY`.
+      reason: Why there.
+      partly: Whether further devices have parts of a sum, which another collective adds up.
+      calls: The equations of the calls that the collective stands in, the innermost last.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    payload: int
+    devices: int
+    where: str = dataclasses.field(compare=False)
+    reason: str = dataclasses.field(compare=False)
+    partly: bool = False
+    calls: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def of_gradient(self) -> bool:
+        """Whether a gradient is sent; otherwise a parameter, or what is computed from it."""
+        if self.where == LOOP:
+            return self.kind != GATHER
+        return self.where in (PRODUCED, DEFERRED, AFTER_LOOP, UPDATE)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that each device sends in one run, over a ring."""
+        return round(ring_bytes(self.kind, self.payload, self.devices))
+
+
+def group(cut: Sequence[Any], less: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
+    """How many devices hold the shards by ``cut`` of what one device holds by ``less``."""
+    return _shards(cut, mesh) // _shards(less, mesh)
+
+
+def summed_over(mesh: Mesh | AbstractMesh) -> int:
+    """How many devices have rows, or tokens, of their own."""
+    return batch_devices(mesh) * sequence_size(mesh)
+
+
+def payload(
+    shape: Sequence[int], dtype: Any, cut: Sequence[Any], less: Sequence[Any], mesh: Any
+) -> int:
+    """Bytes of the shards by ``cut`` that make up what one device holds by ``less``."""
+    shard = math.prod(layout.piece(shape, cut, mesh))
+    return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
+
+
+def _shards(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
+    return math.prod(layout.parts(entry, mesh) for entry in spec)

@@ -1,0 +1,202 @@
+"""The record of the collectives that are emitted while a step is traced, for who asks for it.
+
+Each emission site enters :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or
+:meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger notes a
+:class:`zerojax.collectives.decisions.Decision`, and puts its number into the names of what is
+traced there. By these names the traced program tells later which decisions it follows, and how
+often: what is traced twice or not used drops out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.collectives import decisions
+from zerojax.collectives.decisions import Decision, group, payload, summed_over
+from zerojax.devices.mesh import zero_axis
+from zerojax.plan import layout
+
+_TAG = re.compile(r"zerojax-decision-(\d+)")
+
+_GATHERED = "gathered at each use, not kept"
+_REDUCED = "reduced where the gradient is produced"
+
+
+class Ledger:
+    """Decisions in the order of emission.
+
+    Args:
+      mesh: The mesh of all specs.
+      asked: Whether someone reads the ledger; otherwise it notes nothing.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
+        self._mesh, self._on = mesh, asked
+        self._noted: list[tuple[Decision, ...]] = []
+        self._replacing: set[int] = set()
+        self._places: list[tuple[str, str]] = []
+        self._calls: list[Any] = []
+        self._over, self._partly, self._puts_off = summed_over(mesh), False, False
+
+    def on_lanes(self, axes: Sequence[str]) -> Ledger:
+        """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
+        which nothing is summed."""
+        lanes = copy.copy(self)
+        lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
+        lanes._partly = True
+        return lanes
+
+    def without_reductions(self) -> Ledger:
+        """The same ledger for a program whose reductions XLA puts off."""
+        other = copy.copy(self)
+        other._puts_off = True
+        return other
+
+    @contextlib.contextmanager
+    def place(self, where: str, reason: str = "") -> Iterator[None]:
+        """What is noted within happens at this place, for this reason."""
+        self._places.append((where, reason))
+        try:
+            yield
+        finally:
+            self._places.pop()
+
+    @contextlib.contextmanager
+    def within(self, call: Any) -> Iterator[None]:
+        """What is noted within stands in a call. An equation that jax traced before, for another
+        call, does not know its own line."""
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
+
+    def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
+        """Around the constraint to ``less`` of an array that is sharded by ``cut``."""
+        if not self._on or group(cut, less, self._mesh) < 2:
+            return contextlib.nullcontext()
+        return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
+
+    def reduces(
+        self,
+        x: Any,
+        before: Sequence[Any],
+        after: Sequence[Any],
+        *,
+        over: int | None = None,
+        partly: bool = False,
+    ) -> Any:
+        """Around the constraint to ``after`` of partial sums that are sharded by ``before``.
+
+        Args:
+          x: An array of the sum's shape and dtype.
+          before, after: The specs.
+          over: How many devices have a part of the sum; None for all that have rows of their own.
+          partly: Whether further devices have parts of the sum.
+        """
+        if not self._on:
+            return contextlib.nullcontext()
+        if self._puts_off:
+            return self._note()
+        n = group(after, before, self._mesh)
+        rest = (self._over if over is None else over) // max(n, 1)
+        found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
+        if rest > 1:
+            found.append((decisions.REDUCE, x, after, after, rest))
+        return self._note(*found, partly=partly or self._partly)
+
+    def instead(self, *sent: tuple[str, Any]) -> Any:
+        """Around an equation that XLA partitions by sending these arrays, by kind of collective,
+        in the place of what is noted within."""
+        if not self._on or self._over < 2:
+            return contextlib.nullcontext()
+        self._replacing.add(len(self._noted))
+        specs = ((None,) * len(x.shape) for _, x in sent)
+        found = zip(sent, specs, strict=True)
+        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in found))
+
+    def over(self, parts: Iterable[int]) -> list[int]:
+        """How many devices sum in each of several steps, the last of which sums over the rest."""
+        sizes = list(parts)
+        return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
+
+    def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
+        """Around the constraint that has devices exchange their shards of ``x``."""
+        if not self._on or devices < 2:
+            return contextlib.nullcontext()
+        return self._note((decisions.EXCHANGE, x, lies, lies, devices))
+
+    def of_norm(self) -> Decision:
+        """The sum over the devices of their shards' square sums, a number."""
+        reason = "norm of the gradients, of which each device has its shards"
+        return Decision(
+            decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
+        )
+
+    def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
+        """The reduction of a gradient to a spec where the optimizer takes it, as nothing reduced it
+        before."""
+        with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
+            self._reduces_to(x, spec)
+        return self._noted.pop()
+
+    @contextlib.contextmanager
+    def puts_off(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
+        """Around the constraint of a sum over micro-batches, that XLA reduces to a spec there."""
+        reason = "all micro-batches are added up first"
+        with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
+            yield
+
+    def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
+        before = layout.without(spec, zero_axis(self._mesh))
+        even = layout.padded(x.shape, spec, self._mesh) == x.shape
+        return self.reduces(x, before, spec if even else before)  # XLA cuts the sum otherwise
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def __getitem__(self, number: int) -> tuple[Decision, ...]:
+        return self._noted[number]
+
+    def numbers(self, names: str) -> list[int]:
+        """The numbers of what was noted around an equation, the outermost first, by the names that
+        the equation was traced in."""
+        return list(map(int, _TAG.findall(names)))
+
+    def replaces(self, number: int) -> bool:
+        """Whether this stands in the place of what was noted within."""
+        return number in self._replacing
+
+    def _note(
+        self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int], partly: bool = False
+    ) -> Any:
+        self._noted.append(
+            tuple(
+                Decision(
+                    kind,
+                    tuple(x.shape),
+                    x.dtype.name,
+                    payload(x.shape, x.dtype, cut, less, self._mesh),
+                    devices,
+                    *self._place(kind),
+                    partly=partly,
+                    calls=tuple(self._calls),
+                )
+                for kind, x, cut, less, devices in found
+            )
+        )
+        return jax.named_scope(f"zerojax-decision-{len(self._noted) - 1}")
+
+    def _place(self, kind: str) -> tuple[str, str]:
+        gathers = kind == decisions.GATHER
+        where, reason = self._places[-1] if self._places else ("", "")
+        where = where or (decisions.USE if gathers else decisions.PRODUCED)
+        return where, reason or (_GATHERED if gathers else _REDUCED)

@@ -1,0 +1,203 @@
+"""A traced program as one list of operations: calls written out, loops with their runs.
+
+    program = Program.of(traced.jaxpr)
+    program.operations[0].times, program.live()
+
+Every value has a number. Values that a loop, a choice or a while hands in and out are linked with
+those that they come from, so that a search for the origin or the use of a value sees one graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.graph.elementwise import ELEMENTWISE, LABELS
+from zerojax.xla import jaxprs
+
+MOVES = LABELS | {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "optimization_barrier", "pad", "reshape", "slice", "split", "squeeze",
+    "transpose",
+}  # fmt: skip
+"""Move or round the elements of an array."""
+
+SAME = MOVES | ELEMENTWISE
+"""Move them, or compute with each."""
+
+
+class Operation(NamedTuple):
+    """One equation that is no call, loop or choice.
+
+    Attributes:
+      eqn: The equation.
+      operands: The numbers of its operands; None for literals.
+      results: The numbers of its results.
+      times: How often it runs in a step.
+      exact: False within a loop whose iterations nobody knows; that loop counts once.
+    """
+
+    eqn: Any
+    operands: tuple[int | None, ...]
+    results: tuple[int, ...]
+    times: int
+    exact: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return str(self.eqn.primitive.name)
+
+    @property
+    def names(self) -> str:
+        """The names that it was traced in."""
+        return str(jaxprs.source(self.eqn).name_stack)
+
+
+class Program:
+    """A closed jaxpr as operations in order.
+
+    Attributes:
+      operations: All of them.
+      arguments, results: The numbers of the program's own; None for a result that is a literal.
+      makers, users: By value, the positions of the operations that return it, or take it.
+      sources, targets: By value, the values that it comes from, or goes to, through loops.
+    """
+
+    def __init__(self, closed: Any) -> None:
+        self.operations: list[Operation] = []
+        self.makers: dict[int, int] = {}
+        self.users: dict[int, list[int]] = defaultdict(list)
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        self._count = 0
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        self.arguments = self._new(len(jaxpr.invars))
+        self.results = self._add(jaxpr, self.arguments, 1, True)
+
+    def live(self) -> set[int]:
+        """Positions of the operations from which a result, or an effect, is computed. Of a barrier
+        each result needs its own operand alone, as XLA sees it."""
+        alive = {i for i, op in enumerate(self.operations) if op.eqn.effects}
+        found: set[int] = set()
+        left = [v for i in alive for v in self.operations[i].operands if v is not None]
+        left += [v for v in self.results if v is not None]
+        while left:
+            v = left.pop()
+            if v in found:
+                continue
+            found.add(v)
+            left += self.sources[v]
+            if (at := self.makers.get(v)) is not None:
+                alive.add(at)
+                left += self.needed(at, v)
+        return alive
+
+    def needed(self, at: int, result: int) -> list[int]:
+        """The operands of an operation that one of its results needs."""
+        op = self.operations[at]
+        if op.name == "optimization_barrier":
+            operand = op.operands[op.results.index(result)]
+            return [] if operand is None else [operand]
+        return [v for v in op.operands if v is not None]
+
+    def reached(
+        self, start: Sequence[int], through: Callable[[Operation], bool], *, forward: bool
+    ) -> set[int]:
+        """The values that a search finds, from values to what is computed from them, or to what
+        they are computed from, ``through`` operations of a kind."""
+        found: set[int] = set()
+        left = list(start)
+        while left:
+            v = left.pop()
+            if v in found:
+                continue
+            found.add(v)
+            left += self.targets[v] if forward else self.sources[v]
+            if forward:
+                for at in self.users[v]:
+                    op = self.operations[at]
+                    if through(op):
+                        left += [r for r in op.results if v in self.needed(at, r)]
+            elif (maker := self.makers.get(v)) is not None and through(self.operations[maker]):
+                left += self.needed(maker, v)
+        return found
+
+    def _new(self, n: int) -> list[int]:
+        self._count += n
+        return list(range(self._count - n, self._count))
+
+    def _links(self, sources: Sequence[int | None], targets: Sequence[int | None]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            if source is not None and target is not None:
+                self.sources[target].append(source)
+                self.targets[source].append(target)
+
+    def _add(
+        self, jaxpr: Any, given: Sequence[int | None], times: int, exact: bool
+    ) -> list[int | None]:
+        """Appends the operations of an open jaxpr, and returns the numbers of its results."""
+        env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+        env.update(zip(jaxpr.constvars, self._new(len(jaxpr.constvars)), strict=True))
+
+        def read(atom: Any) -> int | None:
+            return None if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            results: Sequence[int | None]
+            if eqn.primitive in jaxprs.CALLS:
+                (inner,) = jaxprs.bodies(eqn)
+                results = self._add(inner, operands, times, exact)
+            elif eqn.primitive is prims.scan_p:
+                results = self._scan(eqn, operands, times, exact)
+            elif eqn.primitive is prims.while_p:
+                results = self._while(eqn, operands, times)
+            elif eqn.primitive is prims.cond_p:
+                results = self._new(len(eqn.outvars))
+                for branch in jaxprs.bodies(eqn):
+                    self._links(self._add(branch, operands[1:], times, exact), results)
+                self._links([operands[0]] * len(results), results)
+            else:
+                results = self._new(len(eqn.outvars))
+                at = len(self.operations)
+                self.operations.append(
+                    Operation(eqn, tuple(operands), tuple(results), times, exact)
+                )
+                self.makers.update(dict.fromkeys(results, at))
+                for v in {v for v in operands if v is not None}:
+                    self.users[v].append(at)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _scan(
+        self, eqn: Any, operands: list[int | None], times: int, exact: bool
+    ) -> list[int | None]:
+        a, n = jaxprs.scan_counts(eqn)
+        body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+        inside = self._new(len(body.invars))
+        self._links(operands, inside)
+        outs = self._add(body, inside, times * jaxprs.param(eqn, "length"), exact)
+        self._links(outs[:n], inside[a : a + n])
+        results = self._new(len(eqn.outvars))
+        self._links(outs, results)
+        return list(results)
+
+    def _while(self, eqn: Any, operands: list[int | None], times: int) -> list[int | None]:
+        loop = jaxprs.while_parts(eqn)
+        a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
+        carry = self._new(len(operands) - b)
+        self._links(operands[b:], carry)
+        body, cond = jaxprs.open_jaxpr(loop.body)[0], jaxprs.open_jaxpr(loop.cond)[0]
+        outs = self._add(body, [*operands[a:b], *carry], times, False)
+        self._links(outs, carry)
+        going = self._add(cond, [*operands[:a], *carry], times, False)
+        self._links(going * len(carry), carry)
+        results = self._new(len(eqn.outvars))
+        self._links(outs, results)
+        self._links(carry, results)
+        return list(results)

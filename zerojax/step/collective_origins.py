@@ -1,0 +1,118 @@
+"""Which array of the state a collective sends, and which line of the user's program causes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zerojax.accumulation.lines import line
+from zerojax.collectives import decisions
+from zerojax.graph.operations import MOVES, SAME, Operation, Program
+from zerojax.step.collectives_table import CollectiveRow
+from zerojax.step.program import TracedProgram
+from zerojax.xla import jaxprs
+
+_SUMS = frozenset({"reduce", "reduce_sum"})
+
+
+class Origins:
+    """Finds the arrays and the lines of collectives.
+
+    Args:
+      program: The operations of a step.
+      traced: The same, with the paths of its arguments and results.
+    """
+
+    def __init__(self, program: Program, traced: TracedProgram) -> None:
+        self._program = program
+        self._arguments = dict(zip(program.arguments, traced.arguments, strict=False))
+        self._results = {
+            v: path
+            for v, path in zip(program.results, traced.results, strict=False)
+            if v is not None
+        }
+
+    def row(self, op: Operation, decision: decisions.Decision) -> CollectiveRow:
+        """The row of a decision that an operation follows."""
+        paths = self._destinations(op) if decision.of_gradient else self._origins(op)
+        place = self._line(op, decision)
+        if decision.where == decisions.UPDATE and not decision.shape:
+            paths, place = [], _line_of(op.eqn)
+        return CollectiveRow(
+            kind=decision.kind,
+            array=", ".join(paths),
+            shape=decision.shape,
+            dtype=decision.dtype,
+            bytes=decision.bytes,
+            times=op.times,
+            exact=op.exact,
+            where=decision.where,
+            reason=decision.reason,
+            line=place or "",
+        )
+
+    def _origins(self, op: Operation) -> list[str]:
+        """The leaves of the state that an array is moved or computed from element by element."""
+        start = [v for v in op.operands if v is not None]
+        found = self._program.reached(start, _is_same, forward=False)
+        return [path for v, path in self._arguments.items() if v in found]
+
+    def _destinations(self, op: Operation) -> list[str]:
+        """The leaf of the state that follows from a gradient; parameters come first."""
+        found = self._program.reached(op.results, _is_same, forward=True)
+        return [path for v, path in self._results.items() if v in found][:1]
+
+    def _line(self, op: Operation, decision: decisions.Decision) -> str | None:
+        """The line that uses an array first, or that a gradient comes from."""
+        own, forward = _line_of(op.eqn), not decision.of_gradient
+        calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
+        if forward and op.name not in MOVES:
+            return own or next(calls, None)
+        if decision.where in (decisions.PRODUCED, decisions.LOOP) and not forward:
+            return own or next(calls, None)
+        lines = (_line_of(other.eqn) for other in self._nearest(op, own, forward=forward))
+        found = (place for place in lines if place and (forward or place != own))
+        return next(found, None) or next(calls, own)
+
+    def _nearest(self, op: Operation, own: str | None, *, forward: bool) -> Iterator[Operation]:
+        """The operations behind moves of an array, or before element-wise work and the sums that
+        come from the line ``own``, nearest first."""
+
+        def passes(other: Operation) -> bool:
+            name = other.name
+            if forward:
+                return name in MOVES
+            return name in SAME or (name in _SUMS and _line_of(other.eqn) == own)
+
+        program = self._program
+        left = deque(op.results if forward else [v for v in op.operands if v is not None])
+        found: set[int] = set()
+        while left:
+            v = left.popleft()
+            if v in found:
+                continue
+            found.add(v)
+            left += program.targets[v] if forward else program.sources[v]
+            maker = program.makers.get(v)
+            at = program.users[v] if forward else [] if maker is None else [maker]
+            for other in (program.operations[i] for i in at):
+                if not passes(other):
+                    yield other
+                else:
+                    left += _next(program, other, v, forward=forward)
+
+
+def _next(program: Program, op: Operation, v: int, *, forward: bool) -> Sequence[int]:
+    at = program.makers[op.results[0]]
+    if not forward:
+        return program.needed(at, v)
+    return [r for r in op.results if v in program.needed(at, r)]
+
+
+def _is_same(op: Operation) -> bool:
+    return op.name in SAME
+
+
+def _line_of(eqn: Any) -> str | None:
+    return line(jaxprs.source(eqn).traceback, models=True)

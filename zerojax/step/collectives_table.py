@@ -1,0 +1,102 @@
+"""The collectives of a step as rows, and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerojax.plan.table import columns, size
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """One collective that zerojax decides on.
+
+    Attributes:
+      kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+      array: The path of the parameter, or of the one whose gradient it is; several with commas
+        between; empty for a value of the step.
+      shape: Of the array that is sent: gathered, or before it is scattered.
+      dtype: Its dtype.
+      bytes: Bytes that each device sends in one run, over a ring: (n - 1) / n of the array for n
+        devices, twice that for an all-reduce.
+      times: Runs in a step, those of the loops around it.
+      exact: False in a loop whose iterations nobody knows, which counts once.
+      where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
+        "after the loop", "produced" or "update".
+      reason: Why there.
+      line: The line of the program, as "model.py:7", that uses the array, or that the gradient is
+        of; empty where unknown.
+    """
+
+    kind: str
+    array: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    times: int
+    exact: bool
+    where: str
+    reason: str
+    line: str
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes that each device sends in a step."""
+        return self.bytes * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivesTable:
+    """The collectives of a step, in the order of its program.
+
+    Attributes:
+      name: Of the step.
+      rows: One for each collective.
+    """
+
+    name: str
+    rows: tuple[CollectiveRow, ...]
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that each device sends in a step, by kind of collective."""
+        sums: dict[str, int] = {}
+        for row in self.rows:
+            sums[row.kind] = sums.get(row.kind, 0) + row.bytes_a_step
+        return sums
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text, below their heads."""
+        return [HEADS, *(_cells(row) for row in self.rows)]
+
+    def __str__(self) -> str:
+        sums = self.bytes_by_kind()
+        listed = ", ".join(f"{kind} {size(n)}" for kind, n in sums.items()) or "nothing"
+        first = f"{self.name}: each device sends {size(sum(sums.values()))} a step: {listed}"
+        return "\n".join([first, *columns(self.cells(), right=RIGHT)]) if self.rows else first
+
+
+HEADS = (
+    "collective", "array", "shape", "dtype", "bytes a device", "times", "where", "line", "reason"
+)  # fmt: skip
+RIGHT = (4, 5)
+"""The columns that are flushed right."""
+
+
+def _cells(row: CollectiveRow) -> tuple[str, ...]:
+    return (
+        row.kind,
+        _arrays(row.array.split(", ")),
+        "x".join(map(str, row.shape)) or "scalar",
+        row.dtype,
+        size(row.bytes),
+        f"{row.times:,}{'' if row.exact else ' or more'}",
+        row.where,
+        row.line,
+        row.reason,
+    )
+
+
+def _arrays(paths: list[str]) -> str:
+    """The first of several paths, and how many more."""
+    more = len(paths) - 1
+    return f"{paths[0]} and {more} more" if more else paths[0]

@@ -1,0 +1,178 @@
+"""The collectives that a traced program asks XLA for, from the ledger of their emission."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zerojax.collectives import decisions, wanted
+from zerojax.collectives.decisions import Decision
+from zerojax.collectives.ledger import Ledger
+from zerojax.graph.operations import SAME, Operation, Program
+from zerojax.optim.norm import NORM
+from zerojax.step.collective_origins import Origins
+from zerojax.step.collectives_table import CollectivesTable
+from zerojax.step.program import TracedProgram
+from zerojax.trace import marks
+
+_REDUCTIONS = decisions.SCATTER, decisions.REDUCE
+_ROWS = {"gather", "scatter-add"}
+
+Decisions = tuple[Decision, ...]
+
+
+def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> CollectivesTable:
+    """The collectives of a step.
+
+    Args:
+      name: Of the step.
+      traced: Its program, traced while ``ledger`` was asked.
+      ledger: Has the decisions.
+    """
+    program = Program(traced.jaxpr)
+    origins = Origins(program, traced)
+    emitted = Emitted(program, ledger, program.arguments[len(traced.arguments) :])
+    found = [*emitted.collectives(), *emitted.norms()]
+    return CollectivesTable(name, tuple(origins.row(op, each) for op, each in found))
+
+
+class Emitted:
+    """The operations of a program that follow decisions.
+
+    Args:
+      program: The operations.
+      ledger: Has the decisions.
+      batch: The values of which each device has its own rows.
+    """
+
+    def __init__(self, program: Program, ledger: Ledger, batch: Sequence[int]) -> None:
+        self._program, self._alive, self._ledger = program, sorted(program.live()), ledger
+        self._by_rows = program.reached(batch, lambda op: True, forward=True)
+        self._numbers = {
+            v
+            for op in program.operations
+            for v, x in zip(op.operands, op.eqn.invars, strict=True)
+            if v is not None and not getattr(x.aval, "shape", ())
+        }
+        self._followed: dict[int, Decisions] = {}
+        seen: set[int] = set()
+        held: set[int] = set()
+        for at in self._alive:
+            op = program.operations[at]
+            for number in ledger.numbers(op.names):  # the outermost first
+                if number in held:
+                    break
+                if number in seen:
+                    continue
+                seen.add(number)
+                if self._by_other_rows(op):
+                    self._followed[at] = _all_reduced(ledger[number]) if op.name == "gather" else ()
+                    continue
+                self._followed[at] = ledger[number]
+                if ledger.replaces(number):
+                    held.add(number)
+                    break
+            if (spec := self._of_optimizer(op)) is not None and at not in self._followed:
+                self._followed[at] = ledger.of_optimizer(op.eqn.outvars[0].aval, spec)
+
+    def collectives(self) -> Iterator[tuple[Operation, Decision]]:
+        """The operations that XLA sends something for, and what they follow, in order."""
+        dropped, numbers = self._merged(), set[tuple[int, int]]()
+        for at, found in self._followed.items():
+            op = self._program.operations[at]
+            if at in dropped or (found and found[0].kind in _REDUCTIONS and not self._partial(at)):
+                continue
+            if op.name in _ROWS and found and op.operands[1] is not None:
+                key = op.operands[1], op.times
+                found = found[1:] if key in numbers else found
+                numbers.add(key)  # of rows, gathered once
+            yield from ((op, each) for each in found)
+
+    def norms(self) -> Iterator[tuple[Operation, Decision]]:
+        """The operations that return the norm of gradients of which each device has shards."""
+        if all(
+            each.kind != decisions.SCATTER for found in self._followed.values() for each in found
+        ):
+            return
+        for op in (self._program.operations[at] for at in self._alive):
+            if op.name == "sqrt" and NORM in op.names:
+                yield op, self._ledger.of_norm()
+
+    def _by_other_rows(self, op: Operation) -> bool:
+        """Whether an operation reads or adds rows by numbers that are the same on all devices."""
+        return op.name in _ROWS and op.operands[1] not in self._by_rows
+
+    def _of_optimizer(self, op: Operation) -> Any:
+        """The spec of a gradient that is constrained where the optimizer takes it; else None."""
+        if op.name != "sharding_constraint" or op.operands[0] is None:
+            return None
+        maker = self._program.makers.get(op.operands[0])
+        marked = maker is not None and marks.is_mark(
+            self._program.operations[maker].eqn, marks.GRADIENT
+        )
+        return wanted.spec_of(op.eqn) if marked else None
+
+    def _partial(self, at: int) -> bool:
+        """Whether each device has a part of the sum that an operation takes. Otherwise each has all
+        of it: what is moved, or computed element by element, from parameters, constants and
+        gradients that are reduced already."""
+        left = [v for v in self._program.operations[at].operands if v is not None]
+        found: set[int] = set()
+        while left:
+            v = left.pop()
+            if v in found:
+                continue
+            found.add(v)
+            left += self._program.sources[v]
+            maker = self._program.makers.get(v)
+            if maker is None:
+                continue
+            if followed := self._followed.get(maker):
+                if followed[-1].partly:
+                    return True
+                continue
+            made = self._program.operations[maker]
+            if made.name in SAME:
+                left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
+            elif v in self._by_rows and not self._adds_exchanged(made):
+                return True
+        return False
+
+    def _adds_exchanged(self, op: Operation) -> bool:
+        """Whether an operation adds up what the devices have exchanged: a reduction of codes."""
+        if op.name != "reduce_sum":
+            return False
+        start = [v for v in op.operands if v is not None]
+        values = self._program.reached(start, lambda op: op.name in SAME, forward=False)
+        makers = (self._followed.get(self._program.makers.get(v, -1)) for v in values)
+        return any(found and found[0].kind == decisions.EXCHANGE for found in makers)
+
+    def _merged(self) -> set[int]:
+        """Positions of the reductions whose result is added to that of a like reduction, and to
+        nothing else: XLA adds up first then, and reduces once."""
+        users, reduced = self._program.users, dict[int, tuple[int, Decisions]]()
+        merged: set[int] = set()
+        for at in self._alive:
+            op, found = self._program.operations[at], self._followed.get(at)
+            if found and found[0].kind in _REDUCTIONS:
+                reduced.update(dict.fromkeys(op.results, (at, found)))
+            terms = [reduced[v] for v in op.operands if v in reduced and len(users[v]) == 1]
+            if len(terms) != len(op.operands):
+                continue
+            match op.name, terms:
+                case (("add" | "add_any"), [(one, sent), (_, other) as last]) if sent == other:
+                    merged.add(one)
+                    reduced[op.results[0]] = last
+                case (("transpose" | "reshape" | "squeeze"), [term]):
+                    reduced[op.results[0]] = term
+        return merged
+
+
+def _all_reduced(found: Decisions) -> Decisions:
+    """What a lookup follows whose rows are the same on all devices: their sum alone."""
+    return tuple(
+        dataclasses.replace(each, kind=decisions.REDUCE)
+        for each in found
+        if each.kind == decisions.SCATTER
+    )

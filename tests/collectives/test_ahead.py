@@ -21,7 +21,7 @@ import zerojax
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.ahead import LEAST, Ahead
 from zerojax.collectives.rounding import round_in_advance
-from zerojax.collectives.shard import HostStack
+from zerojax.collectives.shard import Gathering, HostStack
 from zerojax.plan import rule
 from zerojax.xla import jaxprs
 
@@ -179,7 +179,7 @@ def test_not_what_stays_gathered(dtype: str) -> None:
     def run(ws: Any, x: Any) -> Any:
         inserter = Inserter(MESH, "data", keep=False)
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
-        live = Shard(inserter.constrain(ws, SPEC), SPEC, inserter.whole(ws, SPEC))
+        live = Shard(inserter.constrain(ws, SPEC), SPEC).with_copy(inserter.whole(ws, SPEC))
         return tuple(inserter(closed, round_in_advance(closed, [live, x], inserter)))
 
     arrays = jnp.zeros((LAYERS, 512, 512)), jnp.zeros((8, 512))
@@ -219,7 +219,7 @@ class TestStacks:
     @pytest.mark.parametrize("reverse", [False, True])
     def test_each_iteration_has_its_entries(self, reverse: bool) -> None:
         stack = jnp.asarray(self.STACK)
-        host = Shard(self.Twice(), (None, None), host=True)  # type: ignore[arg-type]
+        host = Shard(self.Twice(), (None, None), gathering=Gathering(host=True))  # type: ignore[arg-type]
         ahead = self.ahead([stack, HostStack(stack), host], reverse=reverse)
 
         def body(come: Any, at: Any) -> Any:

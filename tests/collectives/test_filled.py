@@ -81,9 +81,9 @@ def fills(loss: Loss, length: int = LEAST, gathered: bool = True) -> bool:
     """Whether the stack of parameters is left to the loops."""
     w = start(length).params["w"]
     closed = jax.make_jaxpr(jax.value_and_grad(loss))({"w": w}, X)
-    shard = Shard(w, (None, "data", None), whole=w if gathered else None)
+    shard = Shard(w, (None, "data", None)).with_copy(w if gathered else None)
     inserter = Inserter(zerojax.mesh(), "data", keep=True)
-    return filled.defer(closed, [shard, X], inserter)[0].fills
+    return filled.defer(closed, [shard, X], inserter)[0].gathering.by_loop
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 from jaxprs import equations
 
 from zerojax.collectives.host import Host, entry, fetched, on_host, sent
-from zerojax.collectives.shard import HostStack, Shard
+from zerojax.collectives.shard import Gathering, HostStack, Shard
 
 STACK = np.arange(12, dtype="float32").reshape(4, 3)
 
@@ -26,7 +26,7 @@ class Twice:
 def test_what_lies_there() -> None:
     x = jnp.ones(3)
     assert on_host(HostStack(x))
-    assert on_host(Shard(x, (None,), host=True))
+    assert on_host(Shard(x, (None,), gathering=Gathering(host=True)))
     assert not on_host(Shard(x, ("data",)))
     assert not on_host(x)
 

@@ -316,7 +316,7 @@ def test_gathered_in_advance_is_not_gathered_again() -> None:
 
     def run(w: Any, whole: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(lambda w, x: (x @ w, w * 2))(w, x)
-        return inserter(closed, [Shard(w, ROWS, whole), x])
+        return inserter(closed, [Shard(w, ROWS).with_copy(whole), x])
 
     assert gathers(jax.make_jaxpr(run)(W, W, X)) == []
     product, double = run(W, W + 1, X)
@@ -352,7 +352,7 @@ def test_a_cast_to_a_wider_dtype_comes_after_the_gather() -> None:
 
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(lambda w, x: promoted([w], x))(w, x)
-        return whole(closed, [Shard(w, ROWS, w), x])[0]
+        return whole(closed, [Shard(w, ROWS).with_copy(w), x])[0]
 
     assert gathers(jax.make_jaxpr(run)(w, X)) == []
     np.testing.assert_allclose(run(w, X), promoted([w], X), rtol=1e-5)

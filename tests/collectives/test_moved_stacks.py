@@ -82,7 +82,7 @@ def inserted(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
         closed = jax.make_jaxpr(function)(w, x)
         shard = Shard(inserter.constrain(w, spec), spec)
         whole = inserter.in_advance([shard])[0]
-        given = [Shard(shard.value, spec, whole=whole), x]
+        given = [shard.with_copy(whole), x]
         given = moved_stacks.move(closed, round_in_advance(closed, given, inserter), inserter)
         return inserter(closed, given)
 

@@ -1,7 +1,6 @@
 """Casts and transposes of a parameter that is gathered once a step are made of the gathered one."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import exact
@@ -31,10 +30,10 @@ def in_micro_batches(function: Callable[..., Any], spec: Any) -> Callable[..., A
 
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(function)(w, x[0])
-        shard = Shard(inserter.constrain(w, spec), spec, whole=w)
+        shard = Shard(inserter.constrain(w, spec), spec).with_copy(w)
         given, _ = round_in_advance(closed, [shard, x[0]], inserter)
-        if given.rounded is None:
-            given = replace(shard, whole=inserter.in_advance([shard])[0])
+        if not given.is_rounded:
+            given = shard.with_copy(inserter.in_advance([shard])[0])
         return lax.scan(lambda _, x: (None, inserter(closed, [given, x])), None, x)[1]
 
     return run

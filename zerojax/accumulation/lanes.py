@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
-from zerojax.collectives.gathering import plain
+from zerojax.collectives import moved_stacks
+from zerojax.collectives.gathering import is_whole, plain
 from zerojax.collectives.reduction import add_up
-from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.search import equations
 from zerojax.plan import layout
@@ -88,10 +88,7 @@ class Lanes(NamedTuple):
         gather leaves it stays one: so they know how it lies."""
         if self.axes == (REPLICA,):
             return list(args)
-        return [
-            x.whole if isinstance(x, Shard) and x.whole is not None and x.moved is None else x
-            for x in args
-        ]
+        return [x.whole if is_whole(x) and moved_stacks.of(x) is None else x for x in args]
 
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]

@@ -46,7 +46,7 @@ class Ahead:
         self._dtypes: dict[int, jnp.dtype] = {}  # by position, of what is gathered ahead
         uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
         for i, x in enumerate(xs):
-            chosen = self._is_shard(x) and (gathers or x.fills)
+            chosen = self._is_shard(x) and (gathers or x.gathering.by_loop)
             if chosen and (dtype := gathered_dtype(eqn, i, x, uses)) is not None:
                 self._dtypes[i] = dtype
 
@@ -72,7 +72,8 @@ class Ahead:
     def _gathered(self, x: Shard, dtype: jnp.dtype, index: Any) -> jax.Array:
         shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
         shard = self._gatherer.constrain(shard, x.spec[1:])
-        return self._gatherer.whole(shard.astype(dtype), x.spec[1:], quantized=x.quantized)
+        quantized = x.gathering.quantized
+        return self._gatherer.whole(shard.astype(dtype), x.spec[1:], quantized=quantized)
 
     def first(self) -> list[jax.Array]:
         """What the first iteration needs."""
@@ -117,7 +118,7 @@ class Ahead:
     def _is_shard(self, x: Any) -> bool:
         """Whether it is a parameter on the devices, of which nothing is gathered yet."""
         sharded = isinstance(x, Shard) and is_sharded(x.spec, self._gatherer.axis)
-        return sharded and not x.host and x.rounded is None
+        return sharded and not x.gathering.host and not x.is_rounded
 
 
 def gathered_dtype(eqn: Any, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:

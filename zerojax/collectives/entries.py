@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.collectives.gathering import is_sharded, plain
-from zerojax.collectives.shard import MovedStack, Shard
+from zerojax.collectives.shard import Gathered, Gathering, MovedStack, Shard
 from zerojax.collectives.widening import narrowest, widened, widenings
 from zerojax.plan.layout import Spec
 
@@ -19,8 +19,7 @@ class _Form(NamedTuple):
 
     spec: Spec
     dtypes: tuple[Any, ...]
-    whole: jax.Array | None
-    moved: MovedStack | None
+    gathered: Gathered | None
     quantized: bool
 
 
@@ -61,9 +60,9 @@ class Entries:
     def _operand(self, x: Any, entry: jax.Array, known: jax.Array | None) -> Any:
         if not isinstance(x, Shard):
             return entry
-        own = known is not None and known.dtype == entry.dtype
-        whole, rounded = (known, None) if own else (None, known)
-        entered = Shard(entry, x.spec[1:], whole, rounded=rounded, quantized=x.quantized)
+        gathered = None if known is None else Gathered(known)
+        how = Gathering(quantized=x.gathering.quantized)
+        entered = Shard(entry, x.spec[1:], gathered, how)
         shard = widened(entered, widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
@@ -71,26 +70,26 @@ class Entries:
         """What the loop stacks of its result ``i``; nothing where the stack exists."""
         if not isinstance(y, Shard):
             return y
-        whole = moved = None
+        gathered = None
         if y.whole is not None:
             of = next((x for entry, x in self._whole if entry is y.whole), None)
             if of is None and not self._brief:
                 return y.whole
-            whole, moved = (None, None) if of is None else (of.rounded, of.moved)
-        self._forms[i] = _Form(y.spec, widenings(y), whole, moved, y.quantized)
+            gathered = of.gathered if isinstance(of, Shard) and of.is_rounded else None
+        self._forms[i] = _Form(y.spec, widenings(y), gathered, y.gathering.quantized)
         return plain(narrowest(y))
 
     def stacked(self, i: int, y: jax.Array) -> Any:
         """The stack of result ``i``, given what the loop has made."""
         if i not in self._forms:
             return y
-        spec, dtypes, whole, moved, quantized = self._forms[i]
-        stack = Shard(y, (None, *spec), whole, moved=moved, quantized=quantized)
-        return widened(stack, dtypes)
+        form = self._forms[i]
+        how = Gathering(quantized=form.quantized)
+        return widened(Shard(y, (None, *form.spec), form.gathered, how), form.dtypes)
 
 
 def _as_read(x: Any) -> jax.Array | MovedStack | None:
     """A stack gathered rounded, in the form that a loop reads."""
-    if not isinstance(x, Shard) or x.rounded is None:
+    if not isinstance(x, Shard) or x.gathered is None or not x.is_rounded:
         return None
-    return x.rounded if x.moved is None else x.moved
+    return x.gathered.array if x.gathered.stack is None else x.gathered.stack

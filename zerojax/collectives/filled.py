@@ -8,7 +8,6 @@ forward loop reads layer by layer is gathered by that loop instead, one layer ah
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def defer(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
     return [
-        dataclasses.replace(x, whole=None, fills=True)
+        x.with_copy(None).gathered_by(by_loop=True)
         if _is_stack(x, gatherer.axis) and _fills(x, list(readers(jaxpr, v)), uses)
         else x
         for v, x in zip(jaxpr.invars, args, strict=True)
@@ -56,7 +55,7 @@ class Filling:
         self._dimensions = {
             i: layout.dimensions(x.spec, gatherer.axis)[0]
             for i, x in enumerate(xs)
-            if isinstance(x, Shard) and x.fills
+            if isinstance(x, Shard) and x.gathering.by_loop
         }
         self._xs = xs
 
@@ -82,7 +81,7 @@ class Filling:
             stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
             moved = FilledStack(stack, d, ahead)
             x = self._xs[i]
-            pairs.append((x, dataclasses.replace(x, whole=moved.whole, moved=moved, fills=False)))
+            pairs.append((x, x.with_copy(moved.whole, moved).gathered_by(by_loop=False)))
         return pairs
 
 

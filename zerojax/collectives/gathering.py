@@ -17,7 +17,7 @@ from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.collectives.shard import Gathering, ReducedGradient, Shard
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import REPLICA, batch_devices, sequence_size
 from zerojax.devices.network import near
@@ -220,13 +220,15 @@ class Gatherer:
         wholes: list[jax.Array | None] = [None] * len(shards)
         little: dict[int, Shard] = {}
         for i, shard in enumerate(shards):
-            if not isinstance(shard, Shard) or shard.host:
+            if not isinstance(shard, Shard) or shard.gathering.host:
                 continue
             if is_small(shard.value.shape, shard.spec, self.axis):
                 little[i] = shard
             elif self.keep or i in live:
                 with self.ledger.place(decisions.ENTRY, "gathered once a step and kept"):
-                    wholes[i] = self.whole(shard.value, shard.spec, quantized=shard.quantized)
+                    wholes[i] = self.whole(
+                        shard.value, shard.spec, quantized=shard.gathering.quantized
+                    )
         with self.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
             together = many.gather_together(
                 [*little.values()], self.mesh, self.constrain, self.ledger
@@ -242,13 +244,14 @@ class Gatherer:
         shard = scope.as_filled(shard)
         if shard.whole is not None:
             return shard.whole
-        if shard.narrow is not None:  # half the bytes, or less
-            return shard.narrow.widen(self.gather(shard.narrow.shard, scope, rest))
+        how = shard.gathering
+        if how.narrow is not None:  # half the bytes, or less
+            return how.narrow.widen(self.gather(how.narrow.shard, scope, rest))
         gathered = scope.gathered if scope.adjacent is None else scope.adjacent
         if id(shard) in gathered:
             return gathered[id(shard)][1]
-        if shard.host:
-            whole = self.whole(fetched(shard.value), shard.spec, quantized=shard.quantized)
+        if how.host:
+            whole = self.whole(fetched(shard.value), shard.spec, quantized=how.quantized)
             if scope.share:
                 scope.gathered[id(shard)] = shard, whole
             return whole
@@ -260,7 +263,7 @@ class Gatherer:
             scope.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
-        whole = self.whole(value, shard.spec, quantized=shard.quantized)
+        whole = self.whole(value, shard.spec, quantized=how.quantized)
         if scope.share or scope.adjacent is not None:
             gathered[id(shard)] = shard, whole
         return whole
@@ -324,7 +327,8 @@ class Gatherer:
         """Brings a parameter from host memory to the device: as a shard, or whole."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
-        return Shard(self.constrain(fetched(v.value), v.spec), v.spec, quantized=v.quantized)
+        value = self.constrain(fetched(v.value), v.spec)
+        return Shard(value, v.spec, gathering=Gathering(quantized=v.gathering.quantized))
 
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of one equation, the shards among them gathered."""
@@ -336,7 +340,7 @@ class Gatherer:
         if self.keep:
             return [
                 self.gather(v, scope, values)
-                if isinstance(v, Shard) and v.rounded is None and not v.fills
+                if isinstance(v, Shard) and not v.is_rounded and not v.gathering.by_loop
                 else v
                 for v in values
             ]

@@ -21,7 +21,7 @@ from zerojax.collectives.shard import HostStack, Shard
 
 def on_host(v: Any) -> bool:
     """Whether a value of the body lies in host memory."""
-    return isinstance(v, HostStack) or (isinstance(v, Shard) and v.host)
+    return isinstance(v, HostStack) or (isinstance(v, Shard) and v.gathering.host)
 
 
 def sent(x: jax.Array) -> jax.Array:

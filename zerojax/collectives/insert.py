@@ -14,7 +14,6 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,7 +38,7 @@ from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.scans import Scans
-from zerojax.collectives.shard import HostStack, Narrow, ReducedGradient, Shard
+from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, narrow_of, travelling
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
@@ -234,7 +233,7 @@ class Inserter(Scans):
             }
         ):
             results = self._on_shards(eqn, values, shards[0].spec)
-            return [replace(results[0], narrow=narrow_of(eqn, values))]
+            return [results[0].gathered_by(narrow=narrow_of(eqn, values))]
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         if name == "concatenate" and propagate.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)
@@ -268,26 +267,17 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        whole, rounded, moved = rounding.follow(eqn, values, self.axis)
+        gathered = rounding.follow(eqn, values, self.axis)
         narrow = None
-        if isinstance(values[0], Shard) and (known := values[0].narrow) is not None:
+        if isinstance(values[0], Shard) and (known := values[0].gathering.narrow) is not None:
             if known.is_cast and propagate.follows(eqn):
                 (narrow_out,) = self._on_shards(eqn, [known.shard, *values[1:]], spec)
                 narrow = Narrow.cast(narrow_out, out.dtype)
             elif propagate.moves(eqn.primitive.name):
                 narrow = narrow_of(eqn, values)
-        out = self.constrain(out, spec)
-        return [
-            Shard(
-                out,
-                spec,
-                whole,
-                narrow=narrow,
-                rounded=rounded,
-                moved=moved,
-                quantized=all(v.quantized for v in values if isinstance(v, Shard)),
-            )
-        ]
+        quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
+        how = Gathering(quantized=quantized, narrow=narrow)
+        return [Shard(self.constrain(out, spec), spec, gathered, how)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
@@ -330,13 +320,15 @@ class Inserter(Scans):
 
     def _is_gathered(self, v: Any) -> bool:
         """Whether ``v`` is a parameter on the devices that its uses gather."""
-        return isinstance(v, Shard) and not v.host and is_sharded(v.spec, self.axis)
+        return isinstance(v, Shard) and not v.gathering.host and is_sharded(v.spec, self.axis)
 
     def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of a choice or a loop, gathered before, for uses in there; and as shards, for
         what works on those (an average that is updated in some steps)."""
         return [
-            replace(v, whole=self.gather(v, scope, values)) if isinstance(v, Shard) else v
+            v.with_copy(self.gather(v, scope, values))
+            if isinstance(v, Shard) and v.gathered is None
+            else v
             for v in values
         ]
 
@@ -365,7 +357,7 @@ class Inserter(Scans):
         def body(*args: Any) -> list[Any]:
             outs = self.run(jaxpr, (*captured, *args), scope.inner())
             for o, noted in zip(outs, specs, strict=False):
-                if isinstance(o, Shard) and not o.host:
+                if isinstance(o, Shard) and not o.gathering.host:
                     noted.add(o.spec)
             return [plain(o) for o in outs]
 

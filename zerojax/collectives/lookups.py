@@ -43,7 +43,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         return None
     if gatherer.apart or table.whole is not None or (scope.share and id(table) in scope.used_whole):
         return None
-    narrow = table.narrow
+    narrow = table.gathering.narrow
     stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)

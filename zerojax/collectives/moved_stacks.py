@@ -8,7 +8,6 @@ as it came.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ def _dimension(x: Any, gatherer: Gatherer) -> int | None:
     """The dimension along which a stack of layers is sharded; None where it is no such stack, or is
     not gathered in advance."""
     axis = gatherer.axis
-    if not isinstance(x, Shard) or (x.whole is None and x.rounded is None):
+    if not isinstance(x, Shard) or x.gathered is None:
         return None
     if many.is_whole(x, axis) or x.value.ndim < 3 or x.spec[0] is not None:
         return None
@@ -49,22 +48,20 @@ def _dimension(x: Any, gatherer: Gatherer) -> int | None:
 
 
 def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
-    known = x.whole if x.rounded is None else x.rounded
-    assert known is not None
-    order = (d, *(i for i in range(known.ndim) if i != d))
-    value = lax.transpose(x.value.astype(known.dtype), order)
+    assert x.gathered is not None
+    order = (d, *(i for i in range(x.value.ndim) if i != d))
+    value = lax.transpose(x.value.astype(x.gathered.array.dtype), order)
     spec = [x.spec[i] for i in order]
     with gatherer.ledger.place(decisions.ENTRY, "gathered once a step and kept, read by loops"):
-        moved = MovedStack(gatherer.whole(value, spec, quantized=x.quantized), d)
-    whole = jnp.moveaxis(moved.value, 0, d)
-    if x.rounded is None:
-        return dataclasses.replace(x, whole=whole, moved=moved)
-    return dataclasses.replace(x, rounded=whole, moved=moved)
+        moved = MovedStack(gatherer.whole(value, spec, quantized=x.gathering.quantized), d)
+    return x.with_copy(jnp.moveaxis(moved.value, 0, d), moved)
 
 
 def of(x: Any) -> MovedStack | None:
     """A stack in the form in which a loop reads what was gathered of it as it is."""
-    return x.moved if isinstance(x, Shard) and x.rounded is None else None
+    if not isinstance(x, Shard) or x.gathered is None or x.is_rounded:
+        return None
+    return x.gathered.stack
 
 
 def scan(body: Callable[..., Any], init: Any, xs: Any, **keywords: Any) -> Any:

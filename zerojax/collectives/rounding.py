@@ -9,24 +9,17 @@ and its result gathered.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import decisions, many, propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.shard import HostStack, MovedStack, Shard
+from zerojax.collectives.shard import Gathered, HostStack, Shard
 from zerojax.collectives.uses import CAST, Uses
 from zerojax.collectives.widening import whole_of
 from zerojax.xla import jaxprs
-
-
-def is_rounded(value: Any) -> bool:
-    """Whether ``value`` is a shard that has been gathered in a narrower dtype."""
-    return isinstance(value, Shard) and value.rounded is not None
 
 
 def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
@@ -43,8 +36,8 @@ def round_in_advance(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> li
             if len(dtypes) == 1 and v.aval.dtype not in dtypes:
                 narrow = x.value.astype(*dtypes)
                 with gatherer.ledger.place(decisions.ENTRY, "cast, gathered once a step and kept"):
-                    whole = gatherer.whole(narrow, x.spec, quantized=x.quantized)
-                x = dataclasses.replace(x, whole=None, rounded=whole)
+                    whole = gatherer.whole(narrow, x.spec, quantized=x.gathering.quantized)
+                x = x.with_copy(whole)
         entered.append(x)
     return entered
 
@@ -53,33 +46,25 @@ def _is_large(x: Any, axis: str) -> bool:
     return isinstance(x, Shard) and x.whole is not None and not many.is_whole(x, axis)
 
 
-class Gathered(NamedTuple):
-    """What is known whole of the result of an equation, as in :class:`Shard`."""
-
-    whole: jax.Array | None
-    rounded: jax.Array | None
-    moved: MovedStack | None = None
-
-
-def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered:
-    """What is known whole of the result of an equation on shards and numbers.
+def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
+    """The unsharded copy of the result of an equation on shards and numbers; None where unknown.
 
     A cast, or a change of layout, of what has been gathered is done once more on the whole; so is
     all work on small parameters. Other work is not: what it makes is gathered, and its operands
     need not be.
     """
     shard, name = values[0], eqn.primitive.name
-    if name == CAST and is_rounded(shard) and shard.rounded.dtype == eqn.outvars[0].aval.dtype:
-        return Gathered(shard.rounded, None, shard.moved)
+    rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None
+    if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
+        return rounded
     small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
-    whole = rounded = None
     follows = propagate.follows(eqn)
-    if small or follows or name == CAST:
-        wholes = [whole_of(v) if isinstance(v, Shard) else v for v in values]
-        (whole,) = [None] if wholes[0] is None else jaxprs.bind(eqn, wholes)
-    if follows and shard.rounded is not None:
-        (rounded,) = jaxprs.bind(eqn, [shard.rounded, *values[1:]])
-    return Gathered(whole, rounded)
+    copies = [whole_of(v) if isinstance(v, Shard) else v for v in values]
+    if copies[0] is None and follows and rounded is not None:
+        copies[0] = rounded.array
+    if copies[0] is None or not (small or follows or name == CAST):
+        return None
+    return Gathered(jaxprs.bind(eqn, copies)[0])
 
 
 def _is_number(value: Any) -> bool:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import decisions, held, loops, moved_stacks, rounding
+from zerojax.collectives import decisions, held, loops, moved_stacks
 from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.behind import Behind
 from zerojax.collectives.entries import Entries
 from zerojax.collectives.filled import Filling
 from zerojax.collectives.gathering import Gatherer, Scope, is_sharded, plain
 from zerojax.collectives.host import sent, unpadded
-from zerojax.collectives.shard import HostStack, Shard
+from zerojax.collectives.shard import Gathering, HostGradient, HostStack, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
@@ -145,7 +145,7 @@ class Scans(Gatherer):
             if spec is None:
                 return HostStack(y)
             value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
-            return Shard(value, (None, *spec), host=True, sums=y[1])
+            return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
 
         return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
@@ -153,9 +153,7 @@ class Scans(Gatherer):
         self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
         """Gathers those of a loop's constants that all of its iterations need whole."""
-        specs = [
-            c.spec if isinstance(c, Shard) and not rounding.is_rounded(c) else None for c in consts
-        ]
+        specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
         whole = held.to_hold(jaxpr, specs, self.mesh)
         with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
             return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -53,37 +53,83 @@ class FilledStack(MovedStack):
         return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
 
 
+class Gathered(NamedTuple):
+    """An unsharded copy of a shard.
+
+    Attributes:
+      array: In the dtype of the shard, or rounded to a narrower one, see
+        :mod:`zerojax.collectives.rounding`.
+      stack: The same as a loop reads it, see :mod:`zerojax.collectives.moved_stacks`.
+    """
+
+    array: jax.Array
+    stack: MovedStack | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Gathering:
+    """How a shard is gathered where it is used.
+
+    Attributes:
+      host: From host memory, which it leaves where it is used; the spec of such a shard may be
+        without the shard axis.
+      quantized: In blocks of a few bits.
+      by_loop: Layer by layer, by the first loop over the stack, which keeps the layers, see
+        :mod:`zerojax.collectives.filled`.
+      narrow: As what it is computed from, in a smaller dtype.
+    """
+
+    host: bool = False
+    quantized: bool = False
+    by_loop: bool = False
+    narrow: Narrow | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A parameter, or a value of its shape made from it, in the body.
+    """A parameter, or a value of its shape computed from it, in the body.
 
-    ``spec`` has one entry a dimension and names the shard axis in one of them. ``whole`` is
-    the value gathered in advance (stages 1 and 2; at stage 3 what stays gathered), None where it is
-    gathered at each use.
-    ``narrow`` is what it was cast from, or computed from element by element, in a smaller dtype, in
-    which it is gathered.
-    ``rounded`` is the value cast to a smaller dtype, in which the body needs it whole, and gathered
-    in advance; see :mod:`zerojax.collectives.rounding`. In a loop both may be gathered an iteration
-    ahead, see :mod:`zerojax.collectives.ahead`. ``moved`` is what was gathered in advance as a loop
-    reads it, see :mod:`zerojax.collectives.moved_stacks`. One that ``fills`` is a stack that the
-    first loop over it gathers layer by layer, and keeps, see :mod:`zerojax.collectives.filled`. One
-    that is ``quantized`` is gathered in blocks of a few bits.
-
-    One in host memory (``host``) comes to the device where it is used; its spec may be without
-    the shard axis. A gradient there brings its ``sums`` along, see
-    :func:`zerojax.optim.norm.square_sums`.
+    Attributes:
+      value: The array, sharded by ``spec``.
+      spec: One entry a dimension, one of which names the shard axis.
+      gathered: The copy that was gathered before: in advance (stages 1 and 2; at stage 3 of what
+        stays gathered), or by a loop one iteration ahead. None where each use gathers it.
+      gathering: How a use gathers it.
     """
 
     value: jax.Array
     spec: Spec
-    whole: jax.Array | None = None
-    host: bool = False
+    gathered: Gathered | None = None
+    gathering: Gathering = Gathering()
+
+    @property
+    def whole(self) -> jax.Array | None:
+        """The unsharded copy in the shard's own dtype."""
+        return None if self.gathered is None or self.is_rounded else self.gathered.array
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the unsharded copy has a narrower dtype."""
+        return self.gathered is not None and self.gathered.array.dtype != self.value.dtype
+
+    def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:
+        """The same shard with an unsharded copy, or without one."""
+        return replace(self, gathered=None if copy is None else Gathered(copy, stack))
+
+    def gathered_by(self, **how: Any) -> Shard:
+        """The same shard, gathered otherwise: ``how`` are fields of :class:`Gathering`."""
+        return replace(self, gathering=replace(self.gathering, **how))
+
+
+@dataclass(frozen=True, eq=False)
+class HostGradient(Shard):
+    """A gradient in host memory.
+
+    Attributes:
+      sums: Its square sums, see :func:`zerojax.optim.norm.square_sums`.
+    """
+
     sums: jax.Array | None = None
-    narrow: Narrow | None = None
-    rounded: jax.Array | None = None
-    moved: MovedStack | None = None
-    fills: bool = False
-    quantized: bool = False
 
 
 class Narrow(NamedTuple):

@@ -14,22 +14,27 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives.loops import wider
-from zerojax.collectives.shard import Narrow, Shard
+from zerojax.collectives.shard import Gathered, Gathering, Narrow, Shard
 from zerojax.xla import jaxprs
 
 
 def narrowest(value: Any) -> Any:
     """What a shard was cast from, by one widening cast or several; other values as they are."""
-    while isinstance(value, Shard) and value.narrow is not None and value.narrow.is_cast:
-        value = value.narrow.shard
+    while (narrow := _cast_from(value)) is not None:
+        value = narrow.shard
     return value
 
 
 def widenings(value: Any) -> tuple[Any, ...]:
     """The dtypes to which :func:`narrowest` was cast, one after the other, to make ``value``."""
-    if not isinstance(value, Shard) or value.narrow is None or not value.narrow.is_cast:
-        return ()
-    return *widenings(value.narrow.shard), value.value.dtype
+    narrow = _cast_from(value)
+    return () if narrow is None else (*widenings(narrow.shard), value.value.dtype)
+
+
+def _cast_from(value: Any) -> Narrow | None:
+    """What a shard is the cast of."""
+    narrow = value.gathering.narrow if isinstance(value, Shard) else None
+    return narrow if narrow is not None and narrow.is_cast else None
 
 
 def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
@@ -37,16 +42,18 @@ def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     for dtype in dtypes:
         narrow = Narrow.cast(shard, dtype)
         wide = narrow.widen(shard.value)
-        shard = Shard(wide, shard.spec, narrow=narrow, quantized=shard.quantized)
+        how = Gathering(quantized=shard.gathering.quantized, narrow=narrow)
+        shard = Shard(wide, shard.spec, gathering=how)
     return shard
 
 
 def whole_of(shard: Shard) -> jax.Array | None:
     """A shard whole, if it was gathered in advance, or what it was cast from."""
-    if shard.whole is not None or shard.narrow is None:
+    narrow = shard.gathering.narrow
+    if shard.whole is not None or narrow is None:
         return shard.whole
-    whole = whole_of(shard.narrow.shard)
-    return None if whole is None else shard.narrow.widen(whole)
+    whole = whole_of(narrow.shard)
+    return None if whole is None else narrow.widen(whole)
 
 
 def travelling(value: Any) -> Any:
@@ -62,10 +69,9 @@ def arrived(value: Any, new: Any) -> Any:
     source = _source(value)
     if not isinstance(source, Shard):
         return new
-    if source.rounded is not None:
-        new = Shard(source.value, source.spec, rounded=new, quantized=source.quantized)
-    elif source.whole is not None:
-        new = Shard(source.value, source.spec, new, quantized=source.quantized)
+    if source.gathered is not None:
+        how = Gathering(quantized=source.gathering.quantized)
+        new = Shard(source.value, source.spec, Gathered(new), how)
     return new if source is value else widened(new, widenings(value))
 
 
@@ -77,14 +83,16 @@ def _source(value: Any) -> Any:
 
 def _gathered(value: Any) -> jax.Array | None:
     """What was gathered of a shard in advance."""
-    if not isinstance(value, Shard):
+    if not isinstance(value, Shard) or value.gathered is None:
         return None
-    return value.whole if value.rounded is None else value.rounded
+    return value.gathered.array
 
 
 def like(value: Any, new: jax.Array) -> Any:
     """A new array in place of that of a shard, or of an array."""
-    return Shard(new, value.spec, quantized=value.quantized) if isinstance(value, Shard) else new
+    if not isinstance(value, Shard):
+        return new
+    return Shard(new, value.spec, gathering=Gathering(quantized=value.gathering.quantized))
 
 
 def widens_integers(eqn: Any) -> bool:
@@ -122,8 +130,9 @@ def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
 
 def _from_codes(shard: Shard) -> Narrow:
     """The narrowest shard that another one is computed from, and how; itself where it is."""
-    if shard.narrow is None:
+    step = shard.gathering.narrow
+    if step is None:
         return Narrow(shard, lambda x: x, 0)
-    source, step = _from_codes(shard.narrow.shard), shard.narrow
+    source = _from_codes(step.shard)
     equations = source.equations + step.equations
     return Narrow(source.shard, lambda x: step.widen(source.widen(x)), equations)

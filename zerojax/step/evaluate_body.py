@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host, unpadded
 from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.collectives.rounding import round_in_advance
+from zerojax.collectives.shard import Gathering
 from zerojax.distributed import log
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.one_bit import one_bit_state, sending
@@ -213,11 +213,12 @@ def enter(
             x = inserter.secondary(x, spec, secondary, quantized=leaf.path in quantized)
             spec = secondary
         few = leaf.path in quantized
-        entered.append(Shard(x, spec, host=away, quantized=few) if cut else x)
+        how = Gathering(host=away, quantized=few)
+        entered.append(Shard(x, spec, gathering=how) if cut else x)
     stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
     live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
     return [
-        x if whole is None else dataclasses.replace(x, whole=whole)
+        x if whole is None else x.with_copy(whole)
         for x, whole in zip(entered, inserter.in_advance(entered, live), strict=True)
     ]
 

@@ -8,7 +8,6 @@ along another dimension than the first.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -124,7 +123,7 @@ def enter_arguments(
     shards = [Shard(x, spec) for x, spec in chosen]
     wholes = inserter.in_advance(shards)
     return {
-        id(x): dataclasses.replace(shard, whole=whole)
+        id(x): shard.with_copy(whole)
         for (x, _), shard, whole in zip(chosen, shards, wholes, strict=True)
     }
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import Shard
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.host import Host, Unpadded, fetched, on_host, sent, unpadded
+from zerojax.collectives.shard import Gathering, HostGradient
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
@@ -232,4 +232,5 @@ class _Leaving:
             return gradient
         at_rest = sent(pad(gradient, leaf.padded))
         value = unpadded(at_rest, leaf.shape)
-        return Shard(value, spec, host=True, sums=self.square_sums[-1])
+        how = Gathering(host=True)
+        return HostGradient(value, spec, gathering=how, sums=self.square_sums[-1])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from zerojax.xla import jaxprs
 from zerojax.xla.unused import used_arguments
 
 
@@ -40,18 +39,13 @@ class TracedUpdate:
 
     def __init__(self, update: Callable[[optax.Updates], Any], grads: optax.Updates) -> None:
         self._update = update
-        self._closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads)
-        self._results = jax.tree.structure(shapes)
-        self.uses = used_arguments(self._closed)
+        self._traced = jax.jit(update, inline=True)  # its equations are copied into another trace
+        self.uses = used_arguments(self._traced.trace(grads).jaxpr)
 
     def __call__(self, grads: optax.Updates) -> Any:
         """The results of the update for these gradients."""
-        leaves = jax.tree.leaves(grads)
-        traced = [v.aval for v in jaxprs.open_jaxpr(self._closed)[0].invars]
-        if traced != [jax.typeof(g) for g in leaves]:
-            return self._update(grads)  # clipped by a norm that varies over more axes, perhaps
-        outs = jaxprs.evaluate(self._closed, leaves, _as_traced, lambda eqn: False)
-        return jax.tree.unflatten(self._results, outs)
+        traced = any(isinstance(g, jax.core.Tracer) for g in jax.tree.leaves(grads))
+        return (self._traced if traced else self._update)(grads)
 
 
 def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> list[bool]:
@@ -69,8 +63,3 @@ def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any)
     """
     closed = jax.make_jaxpr(tx.update)(params, opt_state, params)
     return [not used for used in used_arguments(closed)[: len(jax.tree.leaves(params))]]
-
-
-def _as_traced(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    with jaxprs.traced_where(eqn):
-        return jaxprs.bind(eqn, values)

@@ -250,10 +250,10 @@ class Analysis(EquationAnalysis):
 
 def _located(kind: RowKind, call: Any) -> RowKind:
     """A kind whose problem has the user's line of the call around, where its own is not known."""
-    at = line(jaxprs.source(call).traceback)
-    if kind.problem is None or " at " in kind.problem.where or at is None:
+    if kind.problem is None or " at " in kind.problem.where:
         return kind
-    return mixed(kind.problem.why, f"{kind.problem.where} at {at}")
+    at = line(jaxprs.source(call).traceback)
+    return kind if at is None else mixed(kind.problem.why, f"{kind.problem.where} at {at}")
 
 
 def _literal(atom: Any) -> RowKind:

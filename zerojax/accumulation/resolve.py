@@ -61,9 +61,10 @@ def analyse(
             own = {r for r in backward if _differentiates(analysis.place(r), owned)}
             if roots <= statistics | own:
                 choices.own |= roots
+        if not analysis.conflicts:
+            return analysis, choices
         if before == (len(choices.first), len(choices.own)):
-            break
-    return Analysis(whole, micro, given, choices, hopeful=False), choices
+            return Analysis(whole, micro, given, choices, hopeful=False), choices
 
 
 def _differentiates(place: tuple[Any, ...] | None, owned: Collection[Any]) -> bool:

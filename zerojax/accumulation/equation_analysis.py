@@ -8,15 +8,11 @@ from typing import Any
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import EquationPair, Sizes, scaled
-from zerojax.accumulation.row_rules import CALLBACKS, OPAQUE, RULES
+from zerojax.accumulation.row_rules import RULES
 from zerojax.accumulation.sum_rules import reduced
+from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZERO_STAYS
 from zerojax.xla import jaxprs
 
-_ZERO_STAYS = frozenset({
-    "broadcast_in_dim", "convert_element_type", "copy", "mul", "name", "neg", "reshape",
-    "sharding_constraint", "squeeze", "transpose", "add", "add_any", "slice", "concatenate",
-    "reduce_sum",
-})  # fmt: skip
 MIXES = "combines rows of the batch with each other"
 TAKES = "uses a number made of all rows within the rows"
 LOOPS = "loops over the rows and carries numbers along"
@@ -85,7 +81,7 @@ class EquationAnalysis:
         them."""
         eqn, both = pair.whole, together(kinds)
         if not grows(pair):
-            zero = eqn.primitive.name in _ZERO_STAYS and bool(kinds)
+            zero = eqn.primitive.name in ZERO_STAYS and bool(kinds)
             product = eqn.primitive.name == "mul"
             zero = zero and (any if product else all)(k.zero for k in kinds)
             return [RowKind("fixed", zero=zero, **both)] * len(eqn.outvars)
@@ -120,7 +116,7 @@ class EquationAnalysis:
         name = eqn.primitive.name
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
-        adds_up = name in ("scatter-add", "scatter_add") and kinds[0].name == "sum"
+        adds_up = name in SCATTER_ADDS and kinds[0].name == "sum"
         if numbers := [k for k in kinds[adds_up:] if k.needs_whole]:
             if self.hopeful:
                 self.conflicts += [Conflict(k, backward, path) for k in numbers]
@@ -132,7 +128,7 @@ class EquationAnalysis:
                 ]
             else:
                 return refused(eqn, TAKES)
-        if name in OPAQUE:
+        if name in KERNELS:
             return self._opaque(pair, kinds)
         if not any(k.rows for k in kinds):
             return self.of_fixed(pair, kinds)
@@ -230,7 +226,7 @@ class EquationAnalysis:
         both = together(kinds)
         if not any(k.needs_whole for k in kinds):
             return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
-        adds = eqn.primitive.name in ("add", "add_any", "scatter-add", "scatter_add")
+        adds = eqn.primitive.name in ADDS | SCATTER_ADDS
         numbers = [k for k in kinds if k.needs_whole]
         if adds and [k.name for k in numbers] == ["sum"]:
             return [numbers[0].but(home=None, **both)]

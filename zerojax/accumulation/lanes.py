@@ -28,25 +28,14 @@ from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_whole, plain
 from zerojax.collectives.reduction import add_up
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
+from zerojax.graph.primitives import DRAWS, NOT_ON_LANES
 from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 # Noise would be the same on all lanes; a convolution's gradient becomes one of many groups.
-_NOWHERE = frozenset({"conv_general_dilated", "random_bits", "threefry2x32"})
-
-_NOT_SIDE_BY_SIDE = _NOWHERE | frozenset(
-    {
-        "cond",  # both branches would run
-        "while",
-        "custom_partitioning",
-        "pallas_call",
-        "pure_callback",  # only as its vmap_method has it
-        "ragged_dot_general",
-        "shard_map",  # has the lanes' axes in use
-    }
-)
+_NOWHERE = DRAWS | {"conv_general_dilated"}
 
 
 class Lanes(NamedTuple):
@@ -141,7 +130,7 @@ class Lanes(NamedTuple):
         return not alone and self.obstacle(split.micro) is None
 
     def _is_obstacle(self, eqn: Any) -> bool:
-        if eqn.effects or eqn.primitive.name in _NOT_SIDE_BY_SIDE or not _is_batched(eqn):
+        if eqn.effects or eqn.primitive.name in NOT_ON_LANES or not _is_batched(eqn):
             return True
         if eqn.primitive is not prims.sharding_constraint_p:
             return False

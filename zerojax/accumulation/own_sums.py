@@ -11,8 +11,8 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.split import Split
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import ELEMENTWISE, LABELS
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs

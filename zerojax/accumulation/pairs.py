@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.row_rules import OPAQUE
+from zerojax.graph.primitives import KERNELS
 from zerojax.xla import jaxprs
 
 _GROUPS = frozenset({"feature_group_count", "batch_group_count"})
@@ -108,7 +108,7 @@ def other_numbers(pair: EquationPair) -> bool:
     """Whether parameters hold different numbers, but for the sizes of dimensions that grow with the
     rows: an exponent, the column where a slice begins. Those of programs inside do not count."""
     whole, micro = pair
-    if whole.primitive.name in OPAQUE or jaxprs.programs(whole):
+    if whole.primitive.name in KERNELS or jaxprs.programs(whole):
         return False
     grow = {d for w, m in zip(*map(_shapes, pair), strict=True) for d in _differ(w, m)}
     for name, w in whole.params.items():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax.accumulation.kinds import Kinds, RowKind, agreed, together
+from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
 
 
@@ -114,7 +115,7 @@ def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
     dn = param(eqn, "dimension_numbers")
     both = together(kinds)
     if not operand.rows:
-        adds = eqn.primitive.name in ("scatter-add", "scatter_add")
+        adds = eqn.primitive.name in SCATTER_ADDS
         summed = operand.name == "sum" or (operand.name == "fixed" and operand.zero)
         if not adds or not summed or updates.index or indices.index:
             return None

@@ -14,30 +14,17 @@ from typing import Any
 from zerojax.accumulation.kinds import Kinds, RowKind, agreed
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
 from zerojax.accumulation.reductions import REDUCES
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS
+from zerojax.graph.primitives import (
+    BY_ROW,
+    CUMULATIVE,
+    FACTORIZATIONS,
+    LABELS,
+    SCATTERS,
+    WINDOWS,
+)
 from zerojax.xla.jaxprs import param
 
 Rule = Callable[[Any, Kinds], "RowKind | None"]
-
-# Beside those that the collectives know to work on shards.
-_ELEMENTWISE = ELEMENTWISE | {
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "bitcast_convert_type", "clz", "complex", "conj", "device_put", "digamma", "eq_to", "erf_inv",
-    "erfc", "from_edtype", "igamma", "igamma_grad_a", "igammac", "imag", "layout_constraint",
-    "le_to", "lgamma", "log2", "lt_to", "mulhi", "nextafter", "one_minus_square", "philox2x32",
-    "philox4x32", "polygamma", "population_count", "pvary", "random_bits", "random_clone",
-    "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
-    "random_wrap", "real", "regularized_incomplete_beta", "reshard", "sharding_constraint",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sinh", "stage", "tan",
-    "threefry2x32", "threefry4x32", "tie", "to_edtype", "with_memory_space_constraint",
-    "xla_metadata_value", "zeta",
-}  # fmt: skip
-
-_LEADING = frozenset({
-    "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",
-    "triangular_solve", "tridiagonal", "tridiagonal_solve",
-})  # fmt: skip
-"""Work on the last two dimensions, for each entry of those before."""
 
 
 def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -243,21 +230,13 @@ def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_LEADING, _leading),
+    **dict.fromkeys(BY_ROW, _elementwise),
+    **dict.fromkeys(FACTORIZATIONS, _leading),
     **dict.fromkeys([*REDUCES, "reduce_xor", "argmax", "argmin"], _reduce),
-    **dict.fromkeys(
-        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"], _along("axis")
-    ),
-    **dict.fromkeys(["gather"], lookup),
-    **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
-         "scatter-mul", "scatter-min", "scatter-max", "scatter_sub", "scatter-sub"], scatter
-    ),
-    **dict.fromkeys(
-        ["reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window",
-         "select_and_scatter_add", "select_and_gather_add", "select_and_scatter"], _window
-    ),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    "gather": lookup,
+    **dict.fromkeys(SCATTERS, scatter),
+    **dict.fromkeys(WINDOWS, _window),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "conv_general_dilated": convolution,
@@ -279,14 +258,3 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
 }  # fmt: skip
 """By primitive."""
-
-OPAQUE = frozenset({
-    "custom_partitioning", "ffi_call", "mosaic_gpu", "mosaic_gpu_call", "pallas_call",
-    "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
-    "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
-    "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
-})  # fmt: skip
-"""Kernels, which are taken to work on each row by itself, and to add gradients up over rows."""
-
-CALLBACKS = frozenset({"pure_callback", "io_callback"})
-"""Functions of Python, of which nothing is known."""

@@ -14,12 +14,11 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
-from zerojax.graph.elementwise import LABELS
+from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
-_RESHAPES = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim"})
-_ONE_TO_ONE = LABELS | _RESHAPES | {"mul", "div", "neg", "select_n", "convert_element_type"}
+_ONE_TO_ONE = LABELS | RESHAPES | LINEAR | SCALES
 
 
 @dataclass(frozen=True)

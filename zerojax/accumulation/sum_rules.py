@@ -8,16 +8,7 @@ import jax.numpy as jnp
 
 from zerojax.accumulation.kinds import Kinds, RowKind, together
 from zerojax.accumulation.reductions import REDUCES
-
-_MOVES = frozenset({
-    "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name",
-    "optimization_barrier", "reshape", "rev", "sharding_constraint", "slice", "split", "squeeze",
-    "transpose", "pvary", "reshard", "unstack",
-})  # fmt: skip
-"""Move elements or leave them; right for any reduction."""
-
-_LINEAR = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
-_SUMS = frozenset({"add", "add_any", "sub", "concatenate", "stack"})
+from zerojax.graph.primitives import ADDITIVE, ADDITIVE_TOGETHER, MOVES, READS, SCATTER_ADDS
 
 
 def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
@@ -33,7 +24,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     (kind,) = names
     both = together(kinds)
     same = RowKind(kind, **both)
-    if name in _MOVES or name in ("dynamic_slice", "gather"):
+    if name in MOVES | READS:
         return same if kinds[0].reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
         return same if _keeps(eqn, kind) else None
@@ -44,7 +35,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
         return same if name == kind or REDUCES.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
     nothing = [k.name == "sum" or k.zero for k in kinds]
-    if name in _LINEAR or (name in _SUMS and all(nothing)):
+    if name in ADDITIVE or (name in ADDITIVE_TOGETHER and all(nothing)):
         return same
     if name == "mul" or name == "dot_general":
         return same if sum(summed) == 1 else None
@@ -57,7 +48,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
         return same if all(nothing[:2]) and not any(summed[2:]) else None
     if name == "pad":
         return same if all(nothing) else None
-    if name in ("scatter-add", "scatter_add"):
+    if name in SCATTER_ADDS:
         return same if nothing[0] and nothing[2] and not summed[1] else None
     return None
 

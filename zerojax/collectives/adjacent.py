@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import propagate
 from zerojax.collectives.shard import Shard
 from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.primitives import LINEAR, PRODUCTS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -25,8 +26,7 @@ from zerojax.xla import jaxprs
 NEAR = 16
 """The most equations between uses that are next to each other."""
 
-_PRODUCTS = frozenset([prims.dot_general_p, prims.conv_general_dilated_p])
-_MOVES = frozenset(["add_any", "convert_element_type", "neg"])
+_PASSES = LINEAR | {"add_any"}
 
 Wholes = dict[int, tuple[Shard, jax.Array]]
 """By ``id``, a shard and the same whole."""
@@ -39,7 +39,7 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
     graph = graph_of(jaxpr)
     firsts: dict[Any, tuple[int, Any]] = {}
     shared: dict[int, Wholes] = {}
-    products = graph.named(*(primitive.name for primitive in _PRODUCTS))
+    products = graph.named(*PRODUCTS)
     for i, eqn in sorted((graph.place(eqn), eqn) for eqn in products):
         operands = jaxprs.variables(eqn.invars)
         for v in operands:
@@ -113,9 +113,9 @@ def _terms(eqn: Any, graph: Graph) -> Any:
         if maker is None or graph.times_used(v) != 1:
             return None
         terms.add(v)
-        if maker.primitive.name in _MOVES or propagate.reversible(maker):
+        if maker.primitive.name in _PASSES or propagate.reversible(maker):
             left += jaxprs.variables(maker.invars)
-        elif maker.primitive not in _PRODUCTS:
+        elif maker.primitive.name not in PRODUCTS:
             return None
         elif maker.primitive is prims.dot_general_p:
             (contracted, _), _ = jaxprs.param(maker, "dimension_numbers")

@@ -10,8 +10,8 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
-from zerojax.graph.elementwise import LABELS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.graph.reach import DEPENDS
 from zerojax.graph.regions import Region, regions
 from zerojax.plan.layout import Spec
@@ -21,7 +21,7 @@ MOST = 1_000_000_000
 """The most elements of parameters that one loop holds unsharded, and of their gradients; as in
 DeepSpeed's default for stage3_max_live_parameters."""
 
-SAME_ELEMENTS = LABELS | {"convert_element_type", "neg", "transpose"}
+SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
 def to_hold(jaxpr: Any, specs: Sequence[Spec | None], mesh: Mesh) -> set[int]:

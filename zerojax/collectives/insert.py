@@ -43,7 +43,7 @@ from zerojax.collectives.widening import arrived, like, narrow_of, travelling
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import AS_THEY_ARE, Sent
@@ -214,7 +214,7 @@ class Inserter(Scans):
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""
         name = eqn.primitive.name
-        if name in ("while", "cond") and (not self.keep or scope.replaces(eqn)):
+        if name in BRANCHES and (not self.keep or scope.replaces(eqn)):
             return self._branch(eqn, self._gathered(values, scope) if self.keep else values, scope)
         if scope.replaces(eqn):
             raise NotImplementedError(

@@ -25,12 +25,13 @@ from zerojax.collectives import propagate
 from zerojax.collectives.held import MOST, SAME_ELEMENTS
 from zerojax.devices.mesh import axis_size
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import COPIES, REARRANGES
 from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
-_MOVES = frozenset(["copy", "copy_p", "neg", "reshape", "split", "squeeze", "transpose"])
+_MOVES = COPIES | REARRANGES | {"neg"}
 
 
 @dataclass(frozen=True, eq=False)

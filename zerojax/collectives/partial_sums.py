@@ -21,12 +21,12 @@ from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.reduction import add_up, axes_of, cut_evenly, pinned, summed
 from zerojax.devices.mesh import sequence_size
-from zerojax.graph.elementwise import LABELS
+from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
-_SAME_SHAPE = LABELS | {"convert_element_type", "neg"}
+_SAME_SHAPE = LABELS | LINEAR
 
 
 @dataclass(frozen=True, eq=False)

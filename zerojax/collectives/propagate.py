@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from zerojax.graph.elementwise import LABELS
+from zerojax.graph.primitives import LABELS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla.jaxprs import param
@@ -184,7 +184,7 @@ def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
         found = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
     elif name == "pad":
         found = _where_complete(spec, [not any(each) for each in param(eqn, "padding_config")])
-    elif name in ("slice", "dynamic_slice"):
+    elif name in SLICES:
         found = TAKES[name](eqn, spec, mesh)
     elif name == "scatter-add":
         added = _scattered(eqn, spec)

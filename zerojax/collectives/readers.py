@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives.uses import CAST
-from zerojax.graph.elementwise import ELEMENTWISE, REDUCTIONS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 
 

@@ -21,7 +21,7 @@ from zerojax.collectives import propagate
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.cache import cached_by_jaxpr
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.graph.primitives import ELEMENTWISE, LABELS, LINEAR, PRODUCTS, REDUCTIONS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
@@ -29,7 +29,7 @@ from zerojax.trace import marks
 from zerojax.xla import jaxprs
 
 _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
-_MOVES = LABELS | propagate.FORWARD.keys() | {"convert_element_type", "neg", "add_any"}
+_MOVES = LABELS | propagate.FORWARD.keys() | LINEAR | {"add_any"}
 
 NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
 """Backward, whether an equation needs a value unsharded, in whatever layout and scale."""
@@ -51,7 +51,7 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     return [False, *(True for _ in eqn.invars[1:])]
 
 
-@NEEDED.rule("slice", "dynamic_slice")
+@NEEDED.rule(*SLICES)
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     """A part is needed as the result is."""
     return [results[0], *(True for _ in eqn.invars[1:])]
@@ -147,7 +147,7 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
             found |= Origin.SUM
         return [found]
 
-    @analysis.rule("dot_general", "conv_general_dilated", "scatter-add")
+    @analysis.rule(*PRODUCTS, "scatter-add")
     def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
         backward = transposed or jaxprs.is_transposed(eqn)
         own = backward and _adds_rows(eqn) and not any(Origin.WEIGHT in x for x in operands)
@@ -172,7 +172,7 @@ ORIGINS, ORIGINS_BACKWARD = _origins(transposed=False), _origins(transposed=True
 def _adds_rows(eqn: Any) -> bool:
     if eqn.primitive is prims.scatter_add_p:
         return bool(jaxprs.param(eqn, "dimension_numbers").update_window_dims)
-    return eqn.primitive in (prims.dot_general_p, prims.conv_general_dilated_p)
+    return eqn.primitive.name in PRODUCTS
 
 
 def _size(v: Any) -> int:

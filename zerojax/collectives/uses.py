@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, wanted
 from zerojax.collectives.widening import widens_integers
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 CAST = "convert_element_type"
 _ON_SHARDS = REDUCTIONS | {"shard_map"}
-_NOT_SURE = frozenset({"concatenate", "cond", "while"})
+_NOT_SURE = BRANCHES | {"concatenate"}
 _Dtypes = frozenset[Any]
 _NONE: _Dtypes = frozenset()
 

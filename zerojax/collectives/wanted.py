@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import ELEMENTWISE, LABELS, OVERWRITES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 
-_PASSES = ELEMENTWISE | LABELS | {"scatter", "scatter-mul"}
+_PASSES = ELEMENTWISE | LABELS | OVERWRITES
 
 
 def trace_back(

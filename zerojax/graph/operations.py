@@ -16,18 +16,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.elementwise import ELEMENTWISE, LABELS
 from zerojax.xla import jaxprs
-
-MOVES = LABELS | {
-    "broadcast_in_dim", "concatenate", "convert_element_type", "device_put", "dynamic_slice",
-    "dynamic_update_slice", "optimization_barrier", "pad", "reshape", "slice", "split", "squeeze",
-    "transpose",
-}  # fmt: skip
-"""Move or round the elements of an array."""
-
-SAME = MOVES | ELEMENTWISE
-"""Move them, or compute with each."""
 
 
 class Operation(NamedTuple):

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.graph.elementwise import ELEMENTWISE
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.xla import jaxprs
 

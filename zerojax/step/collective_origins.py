@@ -8,12 +8,13 @@ from typing import Any
 
 from zerojax.accumulation.lines import line
 from zerojax.collectives import decisions
-from zerojax.graph.operations import MOVES, SAME, Operation, Program
+from zerojax.graph.operations import Operation, Program
+from zerojax.graph.primitives import ELEMENTWISE, GENERAL_SUMS, MOVES_OR_ROUNDS
 from zerojax.step.collectives_table import CollectiveRow
 from zerojax.step.program import TracedProgram
 from zerojax.xla import jaxprs
 
-_SUMS = frozenset({"reduce", "reduce_sum"})
+_BY_ELEMENT = ELEMENTWISE | MOVES_OR_ROUNDS
 
 
 class Origins:
@@ -67,7 +68,7 @@ class Origins:
         """The line that uses an array first, or that a gradient comes from."""
         own, forward = _line_of(op.eqn), not decision.of_gradient
         calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
-        if forward and op.name not in MOVES:
+        if forward and op.name not in MOVES_OR_ROUNDS:
             return own or next(calls, None)
         if decision.where in (decisions.PRODUCED, decisions.LOOP) and not forward:
             return own or next(calls, None)
@@ -82,8 +83,8 @@ class Origins:
         def passes(other: Operation) -> bool:
             name = other.name
             if forward:
-                return name in MOVES
-            return name in SAME or (name in _SUMS and _line_of(other.eqn) == own)
+                return name in MOVES_OR_ROUNDS
+            return name in _BY_ELEMENT or (name in GENERAL_SUMS and _line_of(other.eqn) == own)
 
         program = self._program
         left = deque(op.results if forward else [v for v in op.operands if v is not None])
@@ -111,7 +112,7 @@ def _next(program: Program, op: Operation, v: int, *, forward: bool) -> Sequence
 
 
 def _is_same(op: Operation) -> bool:
-    return op.name in SAME
+    return op.name in _BY_ELEMENT
 
 
 def _line_of(eqn: Any) -> str | None:

@@ -9,7 +9,8 @@ from typing import Any
 from zerojax.collectives import decisions, wanted
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
-from zerojax.graph.operations import SAME, Operation, Program
+from zerojax.graph.operations import Operation, Program
+from zerojax.graph.primitives import ELEMENTWISE, LOOKUPS, MOVES_OR_ROUNDS
 from zerojax.optim.norm import NORM
 from zerojax.step.collective_origins import Origins
 from zerojax.step.collectives_table import CollectivesTable
@@ -17,7 +18,7 @@ from zerojax.step.program import TracedProgram
 from zerojax.trace import marks
 
 _REDUCTIONS = decisions.SCATTER, decisions.REDUCE
-_ROWS = {"gather", "scatter-add"}
+_BY_ELEMENT = ELEMENTWISE | MOVES_OR_ROUNDS
 
 Decisions = tuple[Decision, ...]
 
@@ -83,7 +84,7 @@ class Emitted:
             op = self._program.operations[at]
             if at in dropped or (found and found[0].kind in _REDUCTIONS and not self._partial(at)):
                 continue
-            if op.name in _ROWS and found and op.operands[1] is not None:
+            if op.name in LOOKUPS and found and op.operands[1] is not None:
                 key = op.operands[1], op.times
                 found = found[1:] if key in numbers else found
                 numbers.add(key)  # of rows, gathered once
@@ -101,7 +102,7 @@ class Emitted:
 
     def _by_other_rows(self, op: Operation) -> bool:
         """Whether an operation reads or adds rows by numbers that are the same on all devices."""
-        return op.name in _ROWS and op.operands[1] not in self._by_rows
+        return op.name in LOOKUPS and op.operands[1] not in self._by_rows
 
     def _of_optimizer(self, op: Operation) -> Any:
         """The spec of a gradient that is constrained where the optimizer takes it; else None."""
@@ -133,7 +134,7 @@ class Emitted:
                     return True
                 continue
             made = self._program.operations[maker]
-            if made.name in SAME:
+            if made.name in _BY_ELEMENT:
                 left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
             elif v in self._by_rows and not self._adds_exchanged(made):
                 return True
@@ -144,7 +145,7 @@ class Emitted:
         if op.name != "reduce_sum":
             return False
         start = [v for v in op.operands if v is not None]
-        values = self._program.reached(start, lambda op: op.name in SAME, forward=False)
+        values = self._program.reached(start, lambda op: op.name in _BY_ELEMENT, forward=False)
         makers = (self._followed.get(self._program.makers.get(v, -1)) for v in values)
         return any(found and found[0].kind == decisions.EXCHANGE for found in makers)
 

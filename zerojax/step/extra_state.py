@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax.graph.elementwise import ELEMENTWISE
 from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.plan import Plan

@@ -13,8 +13,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.elementwise import LABELS
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import LABELS
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 

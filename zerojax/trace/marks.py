@@ -18,6 +18,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import COMPARISONS, SUMS
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
 
@@ -80,10 +81,6 @@ class MadeFrom(enum.IntFlag):
     """The mark and something without it, so that it is not proportional to the mark."""
 
 
-_SUMS = frozenset(["add", "add_any", "sub"])
-_COMPARISONS = frozenset(["clamp", "max", "min", "lt", "le", "gt", "ge"])
-
-
 def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
     """What each gradient that reaches the optimizer, and each loss, has of marks of this name.
 
@@ -117,10 +114,10 @@ def _mixes(eqn: Any, ins: Sequence[MadeFrom]) -> bool:
     marked = [MadeFrom.MARK in way for way in ins]
     if not any(marked) or all(marked):
         return False
-    if eqn.primitive.name in _COMPARISONS:
+    if eqn.primitive.name in COMPARISONS:
         return True
     # Zeros do no harm, and a constant that is no literal is zeros as a rule.
-    return eqn.primitive.name in _SUMS and any(
+    return eqn.primitive.name in SUMS and any(
         MadeFrom.INPUT in way or (isinstance(v, core.Literal) and np.any(v.val))
         for v, way, yes in zip(eqn.invars, ins, marked, strict=True)
         if not yes

@@ -12,15 +12,9 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
+from zerojax.graph.primitives import DRAWS
 from zerojax.graph.search import equations
 from zerojax.xla.jaxprs import open_jaxpr
-
-_DRAWS = frozenset(
-    {
-        "random_bits", "random_gamma", "threefry2x32", "philox2x32", "philox4x32",
-        "rng_bit_generator", "rng_uniform",
-    }
-)  # fmt: skip
 
 
 def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[..., Any]:
@@ -157,7 +151,7 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
             "call it without tiled"
         ) from error
     drawn = {eqn.primitive.name for eqn in equations(open_jaxpr(traced)[0])}
-    if _DRAWS & drawn:
+    if DRAWS & drawn:
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
             "draw the same ones; draw before or behind it, or call it without tiled. A linen "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.graph.elementwise import ELEMENTWISE
+from zerojax.graph.primitives import ELEMENTWISE
 
 X = np.linspace(0.1, 0.9, 12, dtype="float32").reshape(4, 3)
 

@@ -62,7 +62,7 @@ def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:
         closed = jax.make_jaxpr(jax.grad(layers))(w, x)
         shard = Shard(w, ("data", None))
         (whole,) = inserter.in_advance([shard])
-        return inserter(closed, [Shard(w, ("data", None), whole), x])
+        return inserter(closed, [shard.with_copy(whole), x])
 
     found = gathers(jax.make_jaxpr(run)(np.ones((8, 8), "f4"), np.ones((ROWS, 8), "f2")))
     assert [move.inside for move in found] == [()]

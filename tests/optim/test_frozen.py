@@ -53,6 +53,14 @@ def test_uses(name: str) -> None:
     given = jax.tree.map(lambda p: 3 * p, PARAMS)  # other values than those of the trace
     jax.tree.map(np.testing.assert_array_equal, update(given), tx.update(given, state, PARAMS))
 
+    def traced(grads: Any, state: Any, params: Any) -> Any:
+        update = TracedUpdate(lambda grads: tx.update(grads, state, params), grads)
+        assert update.uses == [of_base, True]
+        return update(grads)
+
+    got, want = jax.jit(traced)(given, state, PARAMS), jax.jit(tx.update)(given, state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
 
 def gradients(base: float) -> Any:
     return {"base": jnp.full((4, 2), base), "w": jnp.array([3.0, 4.0, 0.0])}

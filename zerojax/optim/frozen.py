@@ -40,7 +40,8 @@ class TracedUpdate:
     def __init__(self, update: Callable[[optax.Updates], Any], grads: optax.Updates) -> None:
         self._update = update
         self._traced = jax.jit(update, inline=True)  # its equations are copied into another trace
-        self.uses = used_arguments(self._traced.trace(grads).jaxpr)
+        uses = used_arguments(self._traced.trace(grads).jaxpr)
+        self.uses = uses[len(uses) - len(jax.tree.leaves(grads)) :]  # behind what it captures
 
     def __call__(self, grads: optax.Updates) -> Any:
         """The results of the update for these gradients."""

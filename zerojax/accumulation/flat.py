@@ -15,7 +15,9 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.lines import line
 from zerojax.accumulation.reductions import REDUCES
+from zerojax.graph.graph import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
+from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
 
@@ -152,35 +154,39 @@ class _Opener:
         inner = jaxprs.param(eqn, "jaxpr")
         depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
         learned = {v for v, yes in depends.items() if yes}
-        counted: set[Any] = set()  # numbers that reductions make
+        counted: dict[Any, None] = {}  # numbers that reductions make
         for each in inner.eqns:
             shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
             if shrinks and learned.isdisjoint(each.outvars):
-                counted.update(each.outvars)
-        numbers: dict[Any, None] = {}
-        for each in inner.eqns:
-            if counted.isdisjoint(each.outvars):
-                operands = jaxprs.variables(each.invars)
-                numbers.update(dict.fromkeys(v for v in operands if v in counted))
+                counted[each.outvars[0]] = None
+        graph = graph_of(inner)
+        numbers = [
+            v
+            for v in counted
+            if any(counted.keys().isdisjoint(use.equation.outvars) for use in graph.users(v))
+        ]
         if not numbers:
             return eqn, values
-        outside = inner.replace(
-            eqns=[e for e in inner.eqns if learned.isdisjoint(e.outvars)], outvars=list(numbers)
-        )
+        outside = inner.replace(eqns=graph.not_producing(learned), outvars=numbers)
         counts = self._open(outside, (), values, info, bound)
         inside = inner.replace(
-            invars=[*inner.invars, *numbers],
-            eqns=[e for e in inner.eqns if numbers.keys().isdisjoint(e.outvars)],
+            invars=[*inner.invars, *numbers], eqns=graph.not_producing({*numbers})
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
 
 def _reduces(eqn: Any) -> bool:
     """Whether it makes fewer numbers of an array, by a reduction."""
+    return _shrinks(eqn) and contains(eqn, _is_reduction, enters=runs_regions)
+
+
+def _shrinks(eqn: Any) -> bool:
     most = max((v.aval.size for v in eqn.invars), default=0)
-    shrinks = all(v.aval.size < most for v in eqn.outvars)
-    inside = [e for body in jaxprs.bodies(eqn) for e in body.eqns]
-    return shrinks and (eqn.primitive.name in REDUCES or any(map(_reduces, inside)))
+    return all(v.aval.size < most for v in eqn.outvars)
+
+
+def _is_reduction(eqn: Any) -> bool:
+    return eqn.primitive.name in REDUCES and _shrinks(eqn)
 
 
 def _small(eqn: Any, counted: Collection[Any]) -> bool:

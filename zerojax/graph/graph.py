@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class Graph:
         """All equations but these, in order."""
         left_out = {id(equation) for equation in equations}
         return [equation for equation in self._equations if id(equation) not in left_out]
+
+    def not_producing(self, values: Collection[Any]) -> list[Any]:
+        """The equations that produce none of these values, in order."""
+        return [each for each in self._equations if all(v not in values for v in each.outvars)]
 
     def named(self, *names: str) -> Sequence[Any]:
         """The equations of primitives with these names; in order for one name."""

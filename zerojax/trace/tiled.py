@@ -13,6 +13,7 @@ from flax.core.scope import LazyRng
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
 from zerojax.graph.search import equations
+from zerojax.xla import hijax
 from zerojax.xla.jaxprs import open_jaxpr
 
 _DRAWS = frozenset(
@@ -149,7 +150,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
     try:
-        traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+        traced, made = hijax.trace(run, *first)
     except TraceContextError as error:
         raise ValueError(
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "

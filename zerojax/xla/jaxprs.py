@@ -101,17 +101,6 @@ def inner(eqn: Any) -> Iterator[Any]:
                 yield open_jaxpr(x)[0]
 
 
-def is_unread(eqn: Any) -> bool:
-    """Whether jax alone can open what a primitive runs: one of "hijax", such as ``jax_remat3``
-    makes."""
-    return eqn.primitive.name.startswith("call_hi_primitive")
-
-
-def name_of_call(eqn: Any) -> str:
-    """The name of such a primitive."""
-    return type(param(eqn, "_prim")).__name__
-
-
 class ScanCounts(NamedTuple):
     """The operands of a scan, in their order; what it scans over comes last.
 

@@ -57,7 +57,7 @@ class _Opener:
         if next(jaxprs.inner(eqn), None) is not None:
             return eqn.replace(params={name: self._param(x) for name, x in eqn.params.items()})
         run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
-        with jaxprs.context(eqn):
+        with jaxprs.traced_where(eqn):
             body = self(jax.make_jaxpr(run)(*operands))
         return eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})
 

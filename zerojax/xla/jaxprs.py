@@ -146,6 +146,12 @@ def runs_backward(eqn: Any) -> bool:
     return eqn.primitive is prims.remat_p and bool(param(eqn, "differentiated"))
 
 
+def is_recomputed(eqn: Any) -> bool:
+    """Whether it computes again, for the backward pass, what a rematerialised block computed, as
+    its name stack tells. Under ``jax_remat3`` no block stands around such equations."""
+    return "rematted_computation" in str(source(eqn).name_stack)
+
+
 def is_transposed(eqn: Any) -> bool:
     """Whether differentiation made it for the backward pass, as its name stack tells."""
     return "transpose(" in str(source(eqn).name_stack)

@@ -35,10 +35,11 @@ def turn_on(flag: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def flags_off() -> Iterator[None]:
+def flags_as_before() -> Iterator[None]:
+    before = {flag: jax.config.values[flag] for flag in {*FLAGS} & {*jax.config.values}}
     yield
-    for flag in {*FLAGS} & {*jax.config.values}:
-        jax.config.update(flag, False)
+    for flag, value in before.items():
+        jax.config.update(flag, value)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def all_flags() -> None:
 
 
 def test_no_other_flag_is_known() -> None:
-    """``jax_scan3`` has no derivative, and ``jax_use_rgv3`` about the text of a program."""
+    """``jax_scan3`` has no derivative, and ``jax_use_rgv3`` is about the text of a program."""
     known = {flag for flag in jax.config.values if flag.endswith("3")}
     assert known <= {*FLAGS, "jax_scan3", "jax_use_rgv3"}
 

@@ -21,6 +21,7 @@ from zerojax.placement.states import abstract, take_apart
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Body
 from zerojax.step.call import Call, divide, join
+from zerojax.xla import hijax
 
 LAYERS = 16  # as many as it takes for a loop to gather ahead
 
@@ -137,7 +138,7 @@ def users(name: str) -> Users:
         return body(parts, opened.tx, batch, args, kwargs)
 
     given = opened.parts, call.batch, arrays
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+    closed, shapes = hijax.trace(run, *given)
     given = numbers(given, 1)
     outs = exact.run(closed, jax.tree.leaves(given))
     return Users(call, given, jax.tree.unflatten(jax.tree.structure(shapes), outs))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 
 PRIME = 2**31 - 1
 MOST = 1000  # iterations of a while loop
@@ -74,7 +74,7 @@ def differing(one: Callable[..., Any], other: Callable[..., Any], *args: Any) ->
         arbitrary(x.shape, x.dtype, i) if jnp.issubdtype(x.dtype, jnp.floating) else lift(x)
         for i, x in enumerate(leaves)
     ]
-    outs = (run(jax.make_jaxpr(f)(*args), given) for f in (one, other))
+    outs = (run(hijax.trace(f, *args)[0], given) for f in (one, other))
     return [i for i, (a, b) in enumerate(zip(*outs, strict=True)) if not np.array_equal(a, b)]
 
 

@@ -129,9 +129,9 @@ def test_without_blocks_in_a_loop_nothing_leaves(function: Callable[..., Any]) -
     ("function", "outside"), [(unrolled, True), (scanned, False), (without_checkpoint, False)]
 )
 def test_blocks_outside_loops(function: Callable[..., Any], outside: bool) -> None:
-    assert residuals.outside_loops(jaxpr_of(function)) is outside
+    assert residuals.some_stay(jaxpr_of(function)) is outside
     jitted = jaxpr_of(lambda ws, x: jax.jit(function)(ws, x))
-    assert residuals.outside_loops(jitted) is outside
+    assert residuals.some_stay(jitted) is outside
 
 
 def test_sent_where_made() -> None:

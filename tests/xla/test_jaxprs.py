@@ -166,7 +166,7 @@ def test_no_other_parameter_is_read() -> None:
     """Each name in the package that asks for a parameter is one of the table above."""
     known = {name for _, names in PARAMETERS.values() for name in names.split()}
     known |= {"num_consts", "num_carry", "ft_in"}  # either, see test_counts_of_a_scan
-    known |= {"_prim"}  # see test_calls_that_jax_alone_can_open
+    known |= {"_prim"}  # see test_hijax.py
     asked = {
         node.args[1].value
         for path in Path(jaxprs.__file__).parent.parent.rglob("*.py")
@@ -361,16 +361,3 @@ def test_what_vmap_makes_is_known() -> None:
     assert jaxprs.is_batched(product)
     assert jaxprs.is_batched(traced(jax.vmap(jax.grad(lambda x: jnp.sin(x).sum())), "cos"))
     assert not jaxprs.is_batched(traced(lambda x: x @ x.T, "dot_general"))
-
-
-def test_calls_that_jax_alone_can_open() -> None:
-    jax.config.update("jax_remat3", True)
-    try:
-        block = jax.checkpoint(jnp.sin)
-        jaxpr = jax.make_jaxpr(lambda x: lax.scan(lambda c, x: (block(c), x), x[0], x))(X).jaxpr
-    finally:
-        jax.config.update("jax_remat3", False)
-    assert [jaxprs.name_of_call(e) for e in equations(jaxpr) if jaxprs.is_unread(e)] == [
-        "RematTraced"
-    ]
-    assert not any(map(jaxprs.is_unread, equations(jax.make_jaxpr(looped)(X).jaxpr)))

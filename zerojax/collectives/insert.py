@@ -112,7 +112,7 @@ class Inserter(Scans):
             behind=late,
         )
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
-        if not self.left and residuals.outside_loops(jaxprs.open_jaxpr(closed)[0]):
+        if not self.left and residuals.some_stay(jaxprs.open_jaxpr(closed)[0]):
             self.left = True
             log.warning(residuals.NO_EFFECT)
         return outs

@@ -18,13 +18,13 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.graph import graph_of
 from zerojax.graph.regions import regions
-from zerojax.graph.search import contains, holds
+from zerojax.graph.search import contains, holds, runs_regions
 from zerojax.xla import jaxprs
 
 NO_EFFECT = (
-    "cpu_checkpointing has no effect: this step's rematerialised blocks are not in a loop, and "
-    "only blocks in a scan (nn.scan) leave for host memory; for blocks of your own use "
-    "zerojax.remat_policy('offload:...')."
+    "cpu_checkpointing has no effect: this step's rematerialised blocks are not in a loop, or were "
+    "made under jax_remat3, and only other blocks in a scan (nn.scan) leave for host memory; for "
+    "blocks of your own use zerojax.remat_policy('offload:...')."
 )
 
 
@@ -45,9 +45,15 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
     }
 
 
-def outside_loops(jaxpr: Any) -> bool:
-    """Whether there are backward blocks that are in no loop."""
-    return holds(jaxpr, jaxprs.runs_backward, _runs_once)
+def some_stay(jaxpr: Any) -> bool:
+    """Whether there are backward blocks in no loop, or blocks made under ``jax_remat3``: what these
+    keep is read beside them as well, where differentiation put the rest of the backward pass."""
+    outside = holds(jaxpr, jaxprs.runs_backward, _runs_once)
+    return outside or holds(jaxpr, jaxprs.is_recomputed, _is_no_block)
+
+
+def _is_no_block(eqn: Any) -> bool:
+    return runs_regions(eqn) and not jaxprs.runs_backward(eqn)
 
 
 def _runs_once(eqn: Any) -> bool:

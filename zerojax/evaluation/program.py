@@ -32,7 +32,7 @@ from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
-from zerojax.xla import compat, jaxprs
+from zerojax.xla import compat, hijax, jaxprs
 from zerojax.xla.compiler import options, streaming
 from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
@@ -215,7 +215,7 @@ class EvaluationProgram:
         # The function itself knows nothing of memories: it is traced as if all were on the device.
         given = self._shapes, batch, list(arrays)
         if self._explicit is None:
-            closed, out = jax.make_jaxpr(body, return_shape=True)(*given)
+            closed, out = hijax.trace(body, *given)
         else:
             names, lies = self._explicit
             whole = [leaf.whole for leaf in self._leaves]

@@ -37,7 +37,7 @@ from flax import linen, nnx
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.graph import graph_of
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 
 GIB = 2**30
 
@@ -248,7 +248,7 @@ def parameters(model: Any, inputs: Sequence[Any] = ()) -> tuple[int, int]:
     tree, counts = model, None
     if isinstance(model, linen.Module):
         given = jax.random.key(0), *(inputs or _tokens_of(model))
-        traced, shapes = jax.make_jaxpr(model.init, return_shape=True)(*given)
+        traced, shapes = hijax.trace(model.init, *given)
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), _stacked(traced))
         tree, counts = linen.meta.unbox(shapes.get("params", {})), stacks.get("params", {})
     elif isinstance(model, nnx.Module):

@@ -21,7 +21,7 @@ from jax.extend import core
 from zerojax.graph.graph import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Separated:
     def __init__(
         self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
     ) -> None:
-        traced = jax.make_jaxpr(lambda *a: list(update(*a)))(*arguments)
+        traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}

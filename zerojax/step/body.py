@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.accumulation.lines import where
-from zerojax.graph.search import equations
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla import compat, jaxprs
+from zerojax.xla import hijax
 
 
 class Alone(NamedTuple):
@@ -79,10 +77,9 @@ class Body:
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
         """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
         results."""
-        compat.refuse_remat3(self.name)
         if self.types is not None:
             return self.types.trace(run, parts, batch)
-        return jax.make_jaxpr(run, return_shape=True)(parts, batch)
+        return hijax.trace(run, parts, batch)
 
     def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
         pair = isinstance(returned, tuple) and len(returned) == 2
@@ -108,12 +105,6 @@ class Body:
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves
         if not n + looped:
-            if (call := next(filter(jaxprs.is_unread, equations(jaxpr)), None)) is not None:
-                raise NotImplementedError(
-                    f"{self.name} calls {jaxprs.name_of_call(call)} ({where(call)}), which jax "
-                    "alone can open, and updates nowhere else: update outside of it, or make it "
-                    "without jax_remat3 (jax.config.update('jax_remat3', False))."
-                )
             raise ValueError(
                 f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "
                 "nothing would be trained. Call it with the gradients; put a step that does not "

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.optim.wrap import ZeroTransformation
 from zerojax.trace.changes import change
-from zerojax.trace.marks import GRADIENT, UNUSED
+from zerojax.trace.marks import GRADIENT, UNUSED, mark
 
 
 class View(NamedTuple):
@@ -124,7 +123,7 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
 
 
 def _or_zeros(gradient: Any, used: bool) -> Any:
-    return gradient if used else jnp.zeros_like(checkpoint_name(gradient, UNUSED))
+    return gradient if used else jnp.zeros_like(mark(gradient, UNUSED))
 
 
 def _no_init(params: Any) -> Any:
@@ -133,7 +132,7 @@ def _no_init(params: Any) -> Any:
 
 def as_gradients(tree: Any) -> Any:
     """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.wanted`."""
-    return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT), tree)
+    return mark(tree, GRADIENT)
 
 
 def params_after(view: View, returned: Any, before: Any, done: jax.Array | None) -> Any:

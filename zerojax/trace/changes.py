@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.graph import graph_of
@@ -35,7 +34,7 @@ def origin(jaxpr: Any, v: Any) -> tuple[Any, Any]:
 def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
     """``update``, and the note that ``old + update`` is to be ``new``."""
     # Not the argument itself, which jax would take out of the call.
-    return checkpoint_name(update, marks.CHANGE)
+    return marks.mark(update, marks.CHANGE)
 
 
 def find_sums(jaxpr: Any) -> dict[Any, Any]:

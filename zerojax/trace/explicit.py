@@ -25,7 +25,7 @@ from zerojax.devices.mesh import batch_axes, explicit_axes
 from zerojax.plan.plan import Plan, layout
 from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 
 # The parameters in which an equation says how its result lies.
 _ASKING = ("dst_sharding", "out_sharding", "sharding")
@@ -59,7 +59,7 @@ def make_jaxpr(
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         try:
-            closed, shape = jax.make_jaxpr(explicit, return_shape=True)(*args)
+            closed, shape = hijax.trace(explicit, *args)
         except Exception as error:
             error.add_note(
                 f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}, the "

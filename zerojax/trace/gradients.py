@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.trace.marks import LOSS, SEED
+from zerojax.trace.marks import LOSS, SEED, mark
 
 
 def value_and_grad(
@@ -48,10 +47,10 @@ def value_and_grad(
         loss, aux = out if has_aux else (out, None)
         if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
             return loss, (loss, aux)  # for jax to refuse
-        one = checkpoint_name(jnp.ones((), jnp.float32), SEED)
+        one = mark(jnp.ones((), jnp.float32), SEED)
         scale = one if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
         # In float32: a loss in fp16 would overflow here.
-        return checkpoint_name(loss, LOSS) * scale, (loss, aux)
+        return mark(loss, LOSS) * scale, (loss, aux)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Marks: values of the user's step that zerojax finds again once the step has been traced.
 
-A mark is an identity with a name (``jax.ad_checkpoint.checkpoint_name``), so that it costs
+A mark is an identity with a name, as ``jax.ad_checkpoint.checkpoint_name`` makes, so that it costs
 nothing, means nothing outside a decorated step, and survives every transformation.
 """
 
@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -32,6 +33,12 @@ LOSS = "zerojax loss"
 """What is multiplied with it."""
 CHANGE = "zerojax change"
 """The optimizer's output where the updated parameter already exists."""
+
+
+def mark(tree: Any, name: str) -> Any:
+    """The arrays of a tree, marked."""
+    # Under jax_remat3 checkpoint_name makes a primitive that does not outlast the trace.
+    return jax.tree.map(lambda x: prims.name_p.bind(x, name=name), tree)
 
 
 def is_mark(eqn: Any, name: str) -> bool:

@@ -14,6 +14,7 @@ from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceC
 
 from zerojax.graph.primitives import DRAWS
 from zerojax.graph.search import equations
+from zerojax.xla import hijax
 from zerojax.xla.jaxprs import open_jaxpr
 
 
@@ -143,7 +144,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
     try:
-        traced, made = jax.make_jaxpr(run, return_shape=True)(*first)
+        traced, made = hijax.trace(run, *first)
     except TraceContextError as error:
         raise ValueError(
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "

@@ -18,7 +18,7 @@ from zerojax.graph.graph import graph_of
 from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
 from zerojax.trainer.partial import Partial, partial_mean
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 
 Loss = Callable[[Any, Any], Any]
 Create = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -38,7 +38,7 @@ class Traced(NamedTuple):
     @classmethod
     def of(cls, function: Callable[..., Forward], args: Any, batch: Mapping[str, Any]) -> Traced:
         """Traces ``function(args, batch)``."""
-        closed, forward = jax.make_jaxpr(function, return_shape=True)(args, batch)
+        closed, forward = hijax.trace(function, args, batch)
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         graph = graph_of(jaxpr)
         fields = zip(sorted(batch), jaxpr.invars[-len(batch) :], strict=True)

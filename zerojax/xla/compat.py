@@ -42,22 +42,6 @@ def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
     return make(fun, compute_type="device_host", out_memory_spaces=host)
 
 
-def refuse_remat3(name: str) -> None:
-    """Refuses to trace a step under ``jax_remat3``, which no tested version turns on by default.
-
-    There rematerialized blocks, and the names that mark values, are ``call_hi_primitive``, whose
-    contents no rule of zerojax reads.
-
-    Raises:
-      NotImplementedError: the flag is on.
-    """
-    if getattr(jax.config, "jax_remat3", False):
-        raise NotImplementedError(
-            f"zerojax cannot read {name} under jax_remat3, jax's new rematerialization: "
-            "turn it off with jax.config.update('jax_remat3', False)"
-        )
-
-
 class LoweredFor(jax.stages.Lowered):
     """A lowered program, and the devices that it is to be compiled for.
 

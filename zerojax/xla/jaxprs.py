@@ -101,17 +101,6 @@ def inner(eqn: Any) -> Iterator[Any]:
                 yield open_jaxpr(x)[0]
 
 
-def is_unread(eqn: Any) -> bool:
-    """Whether jax alone can open what a primitive runs: one of "hijax", such as ``jax_remat3``
-    makes."""
-    return eqn.primitive.name.startswith("call_hi_primitive")
-
-
-def name_of_call(eqn: Any) -> str:
-    """The name of such a primitive."""
-    return type(param(eqn, "_prim")).__name__
-
-
 class ScanCounts(NamedTuple):
     """The operands of a scan, in their order; what it scans over comes last.
 
@@ -155,6 +144,12 @@ def while_parts(eqn: Any) -> WhileParts:
 def runs_backward(eqn: Any) -> bool:
     """Whether it is a rematerialised block that runs again for the backward pass."""
     return eqn.primitive is prims.remat_p and bool(param(eqn, "differentiated"))
+
+
+def is_recomputed(eqn: Any) -> bool:
+    """Whether it computes again, for the backward pass, what a rematerialised block computed, as
+    its name stack tells. Under ``jax_remat3`` no block stands around such equations."""
+    return "rematted_computation" in str(source(eqn).name_stack)
 
 
 def is_transposed(eqn: Any) -> bool:

@@ -1,0 +1,217 @@
+"""JAX's coming machinery, behind flags today: steps and functions compute the same numbers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equal
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import hijax as public
+from jax.extend import core
+
+import zerojax
+from zerojax.accumulation.lines import where
+from zerojax.collectives import Inserter, residuals
+from zerojax.graph.search import equations
+from zerojax.xla import hijax, jaxprs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+Primitive: Any = getattr(public, "HiPrim", None) or public.VJPHiPrimitive  # from 0.12 on HiPrim
+
+
+def turn_on(flag: str) -> None:
+    if flag not in jax.config.values:
+        pytest.skip(f"jax {jax.__version__} has no flag {flag}")
+    jax.config.update(flag, True)
+
+
+@pytest.fixture(autouse=True)
+def flags_as_before() -> Iterator[None]:
+    before = {flag: jax.config.values[flag] for flag in {*FLAGS} & {*jax.config.values}}
+    yield
+    for flag, value in before.items():
+        jax.config.update(flag, value)
+
+
+@pytest.fixture
+def all_flags() -> None:
+    """All flags that this jax has."""
+    for flag in {*FLAGS} & {*jax.config.values}:
+        jax.config.update(flag, True)
+
+
+def test_no_other_flag_is_known() -> None:
+    """``jax_scan3`` has no derivative, and ``jax_use_rgv3`` is about the text of a program."""
+    known = {flag for flag in jax.config.values if flag.endswith("3")}
+    assert known <= {*FLAGS, "jax_scan3", "jax_use_rgv3"}
+
+
+@jax.custom_vjp
+def halved(x: jax.Array) -> jax.Array:
+    return x
+
+
+halved.defvjp(lambda x: (halved(x), None), lambda _, g: (g / 2,))
+
+
+@jax.custom_jvp
+def doubled(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+doubled.defjvps(lambda g, _, x: 2 * g * jnp.cos(x))
+
+
+def everything(x: jax.Array) -> jax.Array:
+    return halved(doubled(jax.checkpoint(lambda x: checkpoint_name(jnp.tanh(x), "a"))(x)))
+
+
+def in_a_shard(x: jax.Array) -> jax.Array:
+    spec = jax.P("data")
+    return jax.shard_map(everything, mesh=zerojax.mesh(), in_specs=spec, out_specs=spec)(x)
+
+
+DEPTHS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "straight": everything,
+    "jit": lambda x: jax.jit(everything)(x),
+    "scan": lambda x: lax.scan(lambda c, row: (everything(c) + row, c), x[0], x)[1],
+    "while": lambda x: lax.fori_loop(0, x.astype(int)[1, 1], lambda _, x: everything(x), x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, everything, x),
+    "vmap": jax.vmap(lambda x: halved(doubled(jax.checkpoint(jnp.tanh)(x)))),
+    "checkpoint": lambda x: jax.checkpoint(lambda x: jax.jit(everything)(x) * 2)(x),
+    "gradient": lambda x: jax.grad(lambda x: everything(x).sum())(x),
+    "shard_map": in_a_shard,
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_calls_are_opened_at_any_depth(depth: str, all_flags: None) -> None:
+    function = DEPTHS[depth]
+    hidden = jax.make_jaxpr(function)(X)
+    assert hidden.is_high
+    closed, shapes = hijax.trace(function, X)
+    assert not closed.is_high
+    names = {e.primitive.name for e in equations(jaxprs.open_jaxpr(closed)[0])}
+    assert {"tanh", "sin" if depth != "gradient" else "cos"} <= names
+    assert not any(name.startswith("call_hi") for name in names)
+    assert shapes == jax.eval_shape(function, X)
+    np.testing.assert_allclose(*(core.jaxpr_as_fun(c)(X) for c in (closed, hidden)), 1e-6)
+
+
+def test_a_program_without_such_calls_is_untouched() -> None:
+    with_names = jax.jit(everything)
+    assert str(hijax.trace(with_names, X)[0]) == str(jax.make_jaxpr(with_names)(X))
+
+
+def test_lines_and_shared_programs_are_kept(all_flags: None) -> None:
+    layer = jax.jit(everything)
+    closed, _ = hijax.trace(lambda x: layer(layer(x)), X)
+    first, second = jaxprs.open_jaxpr(closed)[0].eqns
+    assert jaxprs.called(first) is jaxprs.called(second)
+    lines = [where(e) for e in equations(jaxprs.open_jaxpr(closed)[0])]
+    assert all(" at test_hijax.py:" in place for place in lines), lines
+
+
+class Doubled(Primitive):
+    """A user's own primitive."""
+
+    def __init__(self) -> None:
+        self.in_avals, self.out_aval = (jax.typeof(X),), jax.typeof(X)
+        self.params: dict[str, Any] = {}
+        super().__init__()
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+
+def test_a_primitive_of_the_users_own() -> None:
+    closed, _ = hijax.trace(lambda x: Doubled()(x) + 1, X)
+    assert not closed.is_high
+    np.testing.assert_array_equal(core.jaxpr_as_fun(closed)(X)[0], 2 * X + 1)
+
+
+class Boxed(public.HiType):
+    """A type that is not an array."""
+
+    def __hash__(self) -> int:
+        return hash(Boxed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Boxed)
+
+    def str_short(self, *_: Any, **__: Any) -> str:
+        return "Boxed"
+
+
+class Box(Primitive):
+    def __init__(self) -> None:
+        self.in_avals, self.out_aval = (jax.typeof(X),), Boxed()
+        self.params: dict[str, Any] = {}
+        super().__init__()
+
+
+def test_values_that_are_no_arrays_are_refused_by_name() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        Box()(x)
+        return x
+
+    with pytest.raises(NotImplementedError, match=r"cannot read Box at .*test_hijax\.py:.*arrays"):
+        hijax.trace(function, X)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "stage", "k"),
+    [
+        ("jax_remat3", "stack_by_index", 3, 4),
+        ("jax_remat3", "backward_rematerialized", 3, 1),
+        ("jax_custom_vjp3", "backward_by_row", 3, 4),
+        ("jax_custom_jvp3", "batch_norm", 3, 4),
+        *(
+            pytest.param(flag, name, 3, k, marks=pytest.mark.slow)
+            for flag in FLAGS
+            for name in ("gpt_remat", "gpt_scan_remat", "nnx_gpt_remat")
+            for k in (1, 4)
+        ),
+    ],
+)
+def test_programs_have_the_numbers_of_plain_jit(flag: str, name: str, stage: int, k: int) -> None:
+    turn_on(flag)
+    equal.plain.cache_clear()
+    equal.check(name, stage, k)
+
+
+def test_evaluation_in_micro_batches(all_flags: None) -> None:
+    zero = zerojax.zero({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+
+    def function(state: Any, x: jax.Array) -> Any:
+        out = everything(x @ state.params["w"])
+        return out, out.mean()
+
+    tx = optax.sgd(1.0)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.eye(2)}, tx=tx)
+    rows = np.tile(X, (4, 1))
+    got, want = zero.evaluate(function)(state, rows), jax.jit(function)(state, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), got, want)
+
+
+def test_what_cannot_leave_for_host_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    turn_on("jax_remat3")
+    ws = np.ones((4, 2, 2), np.float32)
+
+    def loss(ws: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return lax.scan(layer, X, ws)[0].sum()
+
+    closed, _ = hijax.trace(jax.grad(loss), ws)
+    inserter = Inserter(zerojax.mesh(), "data", keep=False, away=1)
+    np.testing.assert_allclose(inserter(closed, [ws])[0], jax.grad(loss)(ws), 1e-6)
+    assert [record.message for record in caplog.records] == [residuals.NO_EFFECT]

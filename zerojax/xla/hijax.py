@@ -1,0 +1,77 @@
+"""Traces functions without "hijax", JAX's calls that only JAX can open.
+
+Rematerialized blocks under ``jax_remat3``, functions with derivatives of their own under
+``jax_custom_vjp3`` and ``jax_custom_jvp3``, and primitives that users derive from
+``jax.experimental.hijax`` hold a Python object in place of a jaxpr, which no rule can read.
+``jax.jit`` replaces each by what ``Primitive.to_lojax`` computes; JAX exports no way to do so
+before that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import primitives as prims
+
+from zerojax.xla import jaxprs
+
+
+def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of ``function(*args)``, and the shapes that the function returns.
+
+    In the jaxpr, hijax is replaced by calls of what it runs, at any depth. Derivatives of their own
+    are lost, so that the jaxpr must not be differentiated.
+
+    Raises:
+      NotImplementedError: A value is not an array.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return _Opener()(closed), shapes
+
+
+class _Opener:
+    """Replaces hijax in jaxprs. A jaxpr that several equations run stays one."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, tuple[Any, Any]] = {}  # by identity; holds both, as ids are reused
+
+    def __call__(self, jaxpr: Any) -> Any:
+        """The jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
+        if not jaxpr.is_high:
+            return jaxpr
+        if id(jaxpr) not in self._opened:
+            body, _ = jaxprs.open_jaxpr(jaxpr)
+            body = body.replace(eqns=list(map(self._equation, body.eqns)), is_high=False)
+            self._opened[id(jaxpr)] = jaxpr, jaxprs.with_body(jaxpr, body)
+        return self._opened[id(jaxpr)][1]
+
+    def _equation(self, eqn: Any) -> Any:
+        operands = [v.aval for v in eqn.invars]
+        if not eqn.primitive.is_high(*operands, **eqn.params):
+            return eqn
+        _check_arrays(eqn)
+        if next(jaxprs.inner(eqn), None) is not None:
+            return eqn.replace(params={name: self._param(x) for name, x in eqn.params.items()})
+        run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+        with jaxprs.traced_where(eqn):
+            body = self(jax.make_jaxpr(run)(*operands))
+        return eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, tuple) and any(map(jaxprs.is_jaxpr, value)):
+            return tuple(map(self._param, value))
+        return self(value) if jaxprs.is_jaxpr(value) else value
+
+
+def _check_arrays(eqn: Any) -> None:
+    if any(v.aval.is_high for v in (*eqn.invars, *eqn.outvars)):
+        hijax = jaxprs.param(eqn, "_prim", None)
+        name = eqn.primitive.name if hijax is None else type(hijax).__name__
+        raise NotImplementedError(
+            f"zerojax cannot read {name} at {source_info_util.summarize(jaxprs.source(eqn))}: its "
+            "operands or results are not all arrays. Pass arrays in and out of it."
+        )

@@ -118,10 +118,11 @@ def plain(name: str, dtype: str, rows: int = ROWS, steps: int = STEPS) -> Run:
 @functools.cache
 def created(name: str, dtype: str) -> Any:
     program = PROGRAMS[name]
-    if program.nnx:
-        graph, leaves = nnx.split(nnx.jit(program.create)(jax.random.key(5)))
-        return graph, cast(leaves, dtype)
-    return cast(jax.jit(program.create)(jax.random.key(5)), dtype)
+    with jax.ensure_compile_time_eval():  # ``zero.init`` may trace the first call
+        if program.nnx:
+            graph, leaves = nnx.split(nnx.jit(program.create)(jax.random.key(5)))
+            return graph, cast(leaves, dtype)
+        return cast(jax.jit(program.create)(jax.random.key(5)), dtype)
 
 
 def start(name: str, dtype: str) -> Any:

@@ -29,7 +29,7 @@ def test_no_more_than_two_layers_are_whole_at_once() -> None:
         block_size=512, micro_batch=1, devices=64,
     )  # fmt: skip
     found = compile_case(case)
-    assert found.peak_gathered_bytes < 2 * LAYER
+    assert found.peak_gathered_bytes <= 2 * LAYER
     assert found.total_moved_bytes < 1.01 * found.total_expected_moved_bytes
     assert found.largest_all_reduce <= 1e6
 

@@ -4,6 +4,7 @@ Importing this module warns where the installed jax is not one of :data:`TESTED`
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import warnings
@@ -32,6 +33,10 @@ def warn_if_untested(version: str) -> None:
 
 
 warn_if_untested(jax.__version__)
+
+
+ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else math.inf
+"""From how many GPUs on XLA's own all-reduce kernels end the process that compiles them."""
 
 
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:

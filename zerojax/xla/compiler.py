@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
+from zerojax.xla import compat
+
 # Whole gradients that may wait, in bytes, to be reduced together. XLA's own choice lets
 # hundreds of megabytes wait, which is what stages 2 and 3 are there to avoid.
 BUCKET = 32 * 2**20
@@ -56,6 +58,8 @@ def options(
     # many devices has a price, whatever it moves: a layer's gradients go together.
     waiting = max(BUCKET, layer) // (shards or mesh.devices.size)
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
+    if mesh.devices.size >= compat.ALL_REDUCE_KERNELS_FAIL:
+        ours["xla_gpu_experimental_use_collective_kernels"] = ""  # NCCL's serve
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True

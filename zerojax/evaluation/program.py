@@ -27,7 +27,7 @@ from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.plan.quantized import sent
 from zerojax.step.call import Rearranged, Static, divide, join
-from zerojax.step.evaluate_body import enter
+from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr

@@ -1,4 +1,4 @@
-"""The user's step, traced on whole parameters and run on sharded ones."""
+"""The user's step as a compiler has it: traced and checked, decided on, and emitted on shards."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import jax
 
 from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.own_sums import Reducer
-from zerojax.accumulation.roles import roles_of
-from zerojax.accumulation.run import MicroBatches, rows_together
-from zerojax.collectives import Inserter, Shard, filled, moved_stacks
+from zerojax.accumulation.roles import Roles, roles_of
+from zerojax.accumulation.run import MicroBatches, Trace, rows_together
+from zerojax.collectives import filled, moved_stacks
 from zerojax.collectives.error_feedback import ErrorFeedback
-from zerojax.collectives.host import Host, unpadded
+from zerojax.collectives.host import Host
 from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.collectives.rounding import round_in_advance
-from zerojax.collectives.shard import Gathering
 from zerojax.distributed import log
-from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.error_feedback import key_of
-from zerojax.plan.places import DEVICE, DISK, offloads
-from zerojax.plan.plan import DTYPES, Leaf, Plan, layout
+from zerojax.plan.places import offloads
+from zerojax.plan.plan import DTYPES
 from zerojax.step.call import join
+from zerojax.step.entering import enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.program import StepSetting
@@ -69,11 +68,10 @@ def evaluate_body(
       NotImplementedError: The step goes on with parameters that are updated later.
     """
     config, body, k = setting.config, setting.body, setting.layout.accumulation
-    low = DTYPES[config.compute_dtype]
-    if low is not None and config.auto_cast:
-        batch = cast(batch, low)
+    batch = _in_compute_dtype(setting, batch)
     args, kwargs = join(arrays, further.static)
     shards = enter_arguments(setting.inserter, arrays, further.specs)
+    feedback = _error_feedback(setting, start)
 
     def trace(batch: Any) -> tuple[Any, Any]:
         closed, shapes = body.trace(
@@ -81,6 +79,7 @@ def evaluate_body(
         )
         return WithShards.of(closed, shards), shapes
 
+    # Trace the step on the whole batch, and refuse what would have other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
@@ -89,48 +88,77 @@ def evaluate_body(
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     closed = without_unused_gradients(closed)
+
+    # Decide what is gathered in advance, and in which form.
+    by_micro_batch = k > 1 or feedback is not None
+    if by_micro_batch and k == 1:
+        batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
     others = jax.tree.leaves((start.opt_state, start.step))
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     given = [*params, *others, *rest, *jax.tree.leaves(batch)]
     given = round_in_advance(closed, given, setting.inserter)
-    feedback = _error_feedback(setting, start)
-    if k == 1 and feedback is not None:
-        batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
-        given[-len(jax.tree.leaves(batch)) :] = jax.tree.leaves(batch)
-    elif k == 1 and setting.inserter.overlap:
+    if not by_micro_batch and setting.inserter.overlap:
         given = filled.defer(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
     # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    if k == 1 and feedback is None:
-        rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
-        outs = setting.inserter(
-            closed, given, replace, want, host, rows.pop() if len(rows) == 1 else None
-        )
+
+    # Emit the step with its collectives.
+    if by_micro_batch:
+        roles = roles_of(body.name, start, batch, shapes)
+        outs = _micro_batches(setting, trace, closed, batch, roles, want, feedback)(given, replace)
     else:
+        rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+        count = rows.pop() if len(rows) == 1 else None
+        outs = setting.inserter(closed, given, replace, want, host, count)
+    _warn_of_unquantized(setting)
+    made = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    return made if feedback is None else _with_errors(made, feedback)
 
-        def trace_used(batch: Any) -> tuple[Any, Any]:
-            closed, shapes = trace(batch)
-            return without_unused_gradients(closed), shapes
 
-        sharded = config.stage >= 2 and feedback is None
-        # Quantized gradients are no sums of a lane's own.
-        alone = config.offload_param or (sharded and config.zero_quantized_gradients)
-        micro_batches = MicroBatches(
-            trace_used,
-            closed,
-            batch,
-            roles_of(body.name, start, batch, shapes),
-            k,
-            setting.layout.leaves.blocks if k > 1 else 1,
-            setting.inserter,
-            want,
-            sharded=sharded,
-            lanes=None if alone else Lanes.of(setting.plan.mesh, sharded=sharded),
-            dtype=DTYPES[config.grad_accum_dtype],
-            feedback=feedback,
-        )
-        outs = micro_batches(given, replace)
+def _in_compute_dtype(setting: StepSetting, batch: Any) -> Any:
+    """The batch, its floating leaves cast to the compute dtype where the config says so."""
+    low = DTYPES[setting.config.compute_dtype]
+    return batch if low is None or not setting.config.auto_cast else cast(batch, low)
+
+
+def _micro_batches(
+    setting: StepSetting,
+    trace: Trace,
+    closed: Any,
+    batch: Any,
+    roles: Roles,
+    want: Sequence[Any],
+    feedback: Reducer | None,
+) -> MicroBatches:
+    """The step cut into what runs for each micro-batch and what runs once."""
+    config, inserter, k = setting.config, setting.inserter, setting.layout.accumulation
+
+    def trace_used(batch: Any) -> tuple[Any, Any]:
+        closed, shapes = trace(batch)
+        return without_unused_gradients(closed), shapes
+
+    sharded = config.stage >= 2 and feedback is None
+    # Quantized gradients are no sums of a lane's own.
+    alone = config.offload_param or (sharded and config.zero_quantized_gradients)
+    return MicroBatches(
+        trace_used,
+        closed,
+        batch,
+        roles,
+        k,
+        setting.layout.leaves.blocks if k > 1 else 1,
+        inserter,
+        want,
+        sharded=sharded,
+        lanes=None if alone else Lanes.of(setting.plan.mesh, sharded=sharded),
+        dtype=DTYPES[config.grad_accum_dtype],
+        feedback=feedback,
+    )
+
+
+def _warn_of_unquantized(setting: StepSetting) -> None:
+    """Names the gradients that are sent in their own dtype where others are sent quantized."""
     if setting.inserter.as_they_are:
         names = ", ".join(
             f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.as_they_are)
@@ -138,12 +166,10 @@ def evaluate_body(
         log.warning(
             "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
             "so that they are reduced as they are: %s.",
-            body.name,
+            setting.body.name,
             names,
         )
         setting.inserter.as_they_are.clear()
-    made = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-    return made if feedback is None else _with_errors(made, feedback)
 
 
 def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
@@ -172,69 +198,6 @@ def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any
     error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
     view = view._replace(opt=view.opt._replace(error=error))
     return parts._replace(opt_state=view), out
-
-
-def enter(
-    inserter: Inserter,
-    plan: Plan,
-    leaves: Sequence[Leaf],
-    values: Sequence[Any],
-    reader: ParamReader | None = None,
-    *,
-    by_partition: bool = True,
-) -> list[Any]:
-    """What the inserter is given of a state's arrays, each from where the plan has it.
-
-    What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
-    those that stay gathered over an update, and secondary shards (hpZ).
-
-    Args:
-      inserter: Runs the body.
-      plan: PartitionSpec and place of every leaf.
-      leaves: The arrays' leaves in the plan.
-      values: The arrays. None for one that lies on disk, and for one that the body does not use.
-      reader: Reads arrays from the disk, by their position in ``leaves``.
-      by_partition: Whether they have secondary shards (hpZ).
-    """
-    entered: list[Any] = []
-    quantized = plan.quantized.paths
-    for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
-        spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
-        if leaf.place == DISK:
-            assert reader is not None
-            x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))
-        if away and x is not None:
-            x = unpadded(x, leaf.shape)
-        cut = away or (leaf.sharded and x is not None)
-        secondary = None
-        if by_partition and not away and not inserter.share:
-            secondary = plan.secondary_spec(leaf)
-        if secondary is not None and x is not None:
-            x = inserter.secondary(x, spec, secondary, quantized=leaf.path in quantized)
-            spec = secondary
-        few = leaf.path in quantized
-        how = Gathering(host=away, quantized=few)
-        entered.append(Shard(x, spec, gathering=how) if cut else x)
-    stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
-    live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
-    return [
-        x if whole is None else x.with_copy(whole)
-        for x, whole in zip(entered, inserter.in_advance(entered, live), strict=True)
-    ]
-
-
-def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> list[Any]:
-    """The same of the state beside the parameters, in its order.
-
-    Small arrays are gathered field by field: those of a field that is not used whole, an average
-    for one, are not gathered.
-    """
-    entered: list[Any] = []
-    for _, field in sorted(rest.items()):
-        values, first = jax.tree.leaves(field), len(entered)
-        leaves = plan.leaves["rest"][first : first + len(values)]
-        entered += enter(inserter, plan, leaves, values, by_partition=False)
-    return entered
 
 
 def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:

@@ -18,7 +18,8 @@ from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.plan import layout
 from zerojax.plan.stored import pad
-from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.entering import enter
+from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepSetting, TracedProgram

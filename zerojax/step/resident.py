@@ -13,7 +13,8 @@ from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.plan import DTYPES
-from zerojax.step.evaluate_body import enter, evaluate_body, unless_skipped, was_done
+from zerojax.step.entering import enter
+from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating

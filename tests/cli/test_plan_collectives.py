@@ -63,7 +63,7 @@ def test_json(config: Path) -> None:
     for row in found["collectives"]:
         sums[row["kind"]] += row["bytes"] * row["times"]
     assert sums == found["bytes_a_step"]
-    assert {row["line"].partition(":")[0] for row in found["collectives"] if row["array"]} == {
+    assert {row["line"].partition(":")[0] for row in found["collectives"] if row["arrays"]} == {
         "mine.py"
     }
 
@@ -73,7 +73,9 @@ def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
 
     source = inspect.getsource(gpt).splitlines()
     rows = json.loads(run(config, "--json", model="mine:cut").stdout)["collectives"]
-    reduced = [row for row in rows if row["kind"] == "reduce-scatter" and "c_fc" in row["array"]]
+    reduced = [
+        row for row in rows if row["kind"] == "reduce-scatter" and "c_fc" in str(row["arrays"])
+    ]
     (number,) = [i for i, line in enumerate(source, 1) if '"c_fc")(x)' in line and "gelu" in line]
     assert {row["line"] for row in reduced} == {f"gpt.py:{number}"}
 
@@ -81,7 +83,7 @@ def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "model", "words"),
     [
-        (["--picture", "memory.png"], "mine:sound", "--collectives has no memory to draw"),
+        (["--picture", "memory.png"], "mine:sound", "which --collectives leaves out"),
         ([], "mine:narrow", "fails on"),
     ],
 )

@@ -200,14 +200,14 @@ def test_bad_arguments_are_refused_as_by_the_step() -> None:
 
 
 ROW = CollectiveRow(
-    "all-gather", "params['a'], params['b'], params['c']", (8, 16), "bfloat16", 224, 3, True,
+    "all-gather", ("params['a']", "params['b']", "params['c']"), (8, 16), "bfloat16", 224, 3, True,
     "entry", "small arrays are gathered together", "model.py:7",
 )  # fmt: skip
 
 
 def test_as_text() -> None:
     reduced = dataclasses.replace(
-        ROW, kind="all-reduce", array="", shape=(), exact=False, times=1, line=""
+        ROW, kind="all-reduce", arrays=(), shape=(), exact=False, times=1, line=""
     )
     made = CollectivesTable("step", (ROW, reduced))
     first, heads, one, other = str(made).splitlines()
@@ -218,3 +218,28 @@ def test_as_text() -> None:
     assert "1 or more" in other
     assert made.bytes_by_kind() == {"all-gather": 672, "all-reduce": 224}
     assert str(CollectivesTable("step", ())) == "step: each device sends 0 B a step: nothing"
+
+
+def step_of(change: Any, predict: Any) -> Any:
+    """A step on ``{"w": [128, 128], "b": [128]}``, whose gradients ``change`` changes."""
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(predict(p, batch) ** 2))(state.params)
+        return state.apply_gradients(grads=jax.tree.map(change, grads)), loss
+
+    return train_step
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: g, lambda g: g + g], ids=["as it is", "added to itself"]
+)
+def test_each_gradient_is_reduced_once(change: Any) -> None:
+    params = {"w": jnp.ones((WIDE, WIDE)), "b": jnp.ones(WIDE)}
+    zero = zerojax.zero(stage=2)
+    state = zero.abstract_state(
+        lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    )
+    step = zero(step_of(change, lambda p, x: x @ p["w"] + p["b"]))
+    rows = step.collectives(state, jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)).rows
+    reduced = [row.array for row in rows if row.kind == "reduce-scatter"]
+    assert sorted(reduced) == ["params['b']", "params['w']"]

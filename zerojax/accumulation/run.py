@@ -263,7 +263,7 @@ class MicroBatches:
           The step's results.
         """
         split, run, k = self.split, self._inserter, self._k
-        within = run if self._sharded else run.putting_off()
+        within = run if self._sharded else run.deferring_reductions()
         within = within if self.lanes is None else within.on_lanes(self.lanes.axes)
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
@@ -366,7 +366,7 @@ class MicroBatches:
         spec, ledger = self._wants.get(x.variable), self._inserter.ledger
         if self._sharded or spec is None:
             return contextlib.nullcontext()
-        return ledger.puts_off(total, spec)
+        return ledger.reduces_after_loop(total, spec)
 
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """The sum over all lanes; on the way in the dtype of the gradients, as with one
@@ -379,7 +379,7 @@ class MicroBatches:
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
-        ledger, why = self._inserter.ledger, "all micro-batches are added up first"
+        ledger, why = self._inserter.ledger, "summed over all micro-batches first"
         with ledger.place(AFTER_LOOP, why):
             if spec is None or self.lanes.axes == (REPLICA,):
                 one = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)

@@ -92,7 +92,9 @@ def plan(
 
         try:
             if picture is not None and collectives:
-                raise ValueError("--picture: --collectives has no memory to draw; leave one out")
+                raise ValueError(
+                    "--picture draws memory, which --collectives leaves out: pass one of them"
+                )
             if picture is not None:
                 plan_picture.check(picture)
             read, function = load(config, auto=stand_ins(auto or [])), find(model)

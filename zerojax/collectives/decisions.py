@@ -34,9 +34,9 @@ class Decision:
       payload: Bytes of that array that one group of devices sends together, padding included.
       devices: How many devices form a group.
       where: The place in the program, as :data:`ENTRY`.
-      reason: Why there.
-      partly: Whether further devices have parts of a sum, which another collective adds up.
-      calls: The equations of the calls that the collective stands in, the innermost last.
+      reason: The reason for the place.
+      partly: Whether the result is still a partial sum, which a later collective completes.
+      calls: The equations of the calls around, the innermost last.
     """
 
     kind: str
@@ -63,12 +63,12 @@ class Decision:
 
 
 def group(cut: Sequence[Any], less: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
-    """How many devices hold the shards by ``cut`` of what one device holds by ``less``."""
+    """The number of devices whose shards by ``cut`` together form one shard by ``less``."""
     return _shards(cut, mesh) // _shards(less, mesh)
 
 
 def summed_over(mesh: Mesh | AbstractMesh) -> int:
-    """How many devices have rows, or tokens, of their own."""
+    """The number of devices that have different rows, or tokens."""
     return batch_devices(mesh) * sequence_size(mesh)
 
 

@@ -75,7 +75,7 @@ class Entries:
             of = next((x for entry, x in self._whole if entry is y.whole), None)
             if of is None and not self._brief:
                 return y.whole
-            gathered = of.gathered if isinstance(of, Shard) and of.is_rounded else None
+            gathered = None if of is None else of.gathered
         self._forms[i] = _Form(y.spec, widenings(y), gathered, y.gathering.quantized)
         return plain(narrowest(y))
 

@@ -31,7 +31,7 @@ def defer(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
     return [
-        x.with_copy(None).gathered_by(by_loop=True)
+        x.with_copy(None).with_gathering(by_loop=True)
         if _is_stack(x, gatherer.axis) and _fills(x, list(readers(jaxpr, v)), uses)
         else x
         for v, x in zip(jaxpr.invars, args, strict=True)
@@ -81,7 +81,7 @@ class Filling:
             stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
             moved = FilledStack(stack, d, ahead)
             x = self._xs[i]
-            pairs.append((x, x.with_copy(moved.whole, moved).gathered_by(by_loop=False)))
+            pairs.append((x, x.with_copy(moved.whole, moved).with_gathering(by_loop=False)))
         return pairs
 
 

@@ -130,9 +130,9 @@ class Gatherer:
         apart.ledger = self.ledger.on_lanes(axes)
         return apart
 
-    def putting_off(self) -> Self:
-        """The same for a loop that adds up sums over the devices, whose reduction XLA moves behind
-        the loop."""
+    def deferring_reductions(self) -> Self:
+        """The same for a loop over micro-batches, behind which XLA moves the reductions: the ledger
+        notes none."""
         other = copy.copy(self)
         other.ledger = self.ledger.without_reductions()
         return other

@@ -67,20 +67,21 @@ def _sent_instead(
     """Notes what XLA sends for an equation in the place of a reduce-scatter of its result."""
     ledger, spec = gatherer.ledger, specs[0] if len(specs) == 1 else None
     stack = contextlib.ExitStack()
-    if spec is None or not is_sharded(spec, gatherer.axis):
+    if not ledger.asked or spec is None or not is_sharded(spec, gatherer.axis):
         return stack
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
         _, indices, rows = values
         by_row = jaxprs.param(eqn, "dimension_numbers").inserted_window_dims
         to_rows = any(d in by_row for d in layout.dimensions(spec, gatherer.axis))
-        stack.enter_context(ledger.place(decisions.PRODUCED, "fewer rows than the table has"))
-        own = jax.ShapeDtypeStruct(
-            (-(-rows.shape[0] // gatherer.mesh.size), *rows.shape[1:]), rows.dtype
+        stack.enter_context(
+            ledger.place(decisions.PRODUCED, "fewer rows than the table's are sent")
         )
+        first = [-(-n // gatherer.mesh.size) for n in rows.shape[:1]]  # none of a single element
+        own = jax.ShapeDtypeStruct((*first, *rows.shape[1:]), rows.dtype)
         sent = (decisions.GATHER, rows) if to_rows else (decisions.EXCHANGE, own)
         stack.enter_context(ledger.instead((decisions.GATHER, indices), sent))
     elif eqn.primitive is prims.reduce_sum_p and len(layout.parts_of(spec, gatherer.axis)) > 1:
-        stack.enter_context(ledger.place(decisions.PRODUCED, "a sum is cut in parts afterwards"))
+        stack.enter_context(ledger.place(decisions.PRODUCED, "the sum is all-reduced, then split"))
         stack.enter_context(ledger.instead((decisions.REDUCE, eqn.outvars[0].aval)))
     return stack
 

@@ -233,7 +233,7 @@ class Inserter(Scans):
             }
         ):
             results = self._on_shards(eqn, values, shards[0].spec)
-            return [results[0].gathered_by(narrow=narrow_of(eqn, values))]
+            return [results[0].with_gathering(narrow=narrow_of(eqn, values))]
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         if name == "concatenate" and propagate.side_by_side(eqn, specs):
             return self._on_shards(eqn, values, shards[0].spec)

@@ -1,10 +1,10 @@
-"""The record of the collectives that are emitted while a step is traced, for who asks for it.
+"""Records the collectives that are emitted while a step is traced, where a caller asks for them.
 
 Each emission site enters :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or
 :meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger notes a
 :class:`zerojax.collectives.decisions.Decision`, and puts its number into the names of what is
-traced there. By these names the traced program tells later which decisions it follows, and how
-often: what is traced twice or not used drops out.
+traced there. From these names :mod:`zerojax.step.emitted` finds which equations follow which
+decision: of a decision that was traced for nothing there are none.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Ledger:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
-        self._mesh, self._on = mesh, asked
+        self._mesh, self.asked = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
         self._replacing: set[int] = set()
         self._places: list[tuple[str, str]] = []
         self._calls: list[Any] = []
-        self._over, self._partly, self._puts_off = summed_over(mesh), False, False
+        self._over, self._partly, self._deferred = summed_over(mesh), False, False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
         """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
@@ -55,14 +55,14 @@ class Ledger:
         return lanes
 
     def without_reductions(self) -> Ledger:
-        """The same ledger for a program whose reductions XLA puts off."""
+        """The same ledger for a program whose reductions XLA moves behind the loop around it."""
         other = copy.copy(self)
-        other._puts_off = True
+        other._deferred = True
         return other
 
     @contextlib.contextmanager
     def place(self, where: str, reason: str = "") -> Iterator[None]:
-        """What is noted within happens at this place, for this reason."""
+        """Gives what is noted in this context a place and a reason."""
         self._places.append((where, reason))
         try:
             yield
@@ -71,8 +71,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def within(self, call: Any) -> Iterator[None]:
-        """What is noted within stands in a call. An equation that jax traced before, for another
-        call, does not know its own line."""
+        """Adds a call to what is noted in this context. A jaxpr that JAX keeps from an earlier call
+        has the lines of that call."""
         self._calls.append(call)
         try:
             yield
@@ -80,8 +80,9 @@ class Ledger:
             self._calls.pop()
 
     def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
-        """Around the constraint to ``less`` of an array that is sharded by ``cut``."""
-        if not self._on or group(cut, less, self._mesh) < 2:
+        """Notes an all-gather; returns the context for the constraint to ``less`` of an array
+        sharded by ``cut``."""
+        if not self.asked or group(cut, less, self._mesh) < 2:
             return contextlib.nullcontext()
         return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
 
@@ -94,7 +95,8 @@ class Ledger:
         over: int | None = None,
         partly: bool = False,
     ) -> Any:
-        """Around the constraint to ``after`` of partial sums that are sharded by ``before``.
+        """Notes a reduce-scatter, an all-reduce, or both; returns the context for the constraint to
+        ``after`` of partial sums that are sharded by ``before``.
 
         Args:
           x: An array of the sum's shape and dtype.
@@ -102,9 +104,9 @@ class Ledger:
           over: How many devices have a part of the sum; None for all that have rows of their own.
           partly: Whether further devices have parts of the sum.
         """
-        if not self._on:
+        if not self.asked:
             return contextlib.nullcontext()
-        if self._puts_off:
+        if self._deferred:
             return self._note()
         n = group(after, before, self._mesh)
         rest = (self._over if over is None else over) // max(n, 1)
@@ -114,9 +116,9 @@ class Ledger:
         return self._note(*found, partly=partly or self._partly)
 
     def instead(self, *sent: tuple[str, Any]) -> Any:
-        """Around an equation that XLA partitions by sending these arrays, by kind of collective,
-        in the place of what is noted within."""
-        if not self._on or self._over < 2:
+        """Returns the context for an equation for which XLA sends these arrays, by kind of
+        collective, in place of what is noted inside."""
+        if not self.asked or self._over < 2:
             return contextlib.nullcontext()
         self._replacing.add(len(self._noted))
         specs = ((None,) * len(x.shape) for _, x in sent)
@@ -129,14 +131,15 @@ class Ledger:
         return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
 
     def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
-        """Around the constraint that has devices exchange their shards of ``x``."""
-        if not self._on or devices < 2:
+        """Notes an all-to-all; returns the context for the constraint by which devices exchange
+        their shards of ``x``."""
+        if not self.asked or devices < 2:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 
     def of_norm(self) -> Decision:
         """The sum over the devices of their shards' square sums, a number."""
-        reason = "norm of the gradients, of which each device has its shards"
+        reason = "norm of sharded gradients"
         return Decision(
             decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
         )
@@ -144,14 +147,17 @@ class Ledger:
     def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
         """The reduction of a gradient to a spec where the optimizer takes it, as nothing reduced it
         before."""
+        before = len(self._noted)
         with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
             self._reduces_to(x, spec)
-        return self._noted.pop()
+        found = tuple(each for noted in self._noted[before:] for each in noted)
+        del self._noted[before:]
+        return found
 
     @contextlib.contextmanager
-    def puts_off(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
-        """Around the constraint of a sum over micro-batches, that XLA reduces to a spec there."""
-        reason = "all micro-batches are added up first"
+    def reduces_after_loop(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
+        """The context for the constraint of a sum over micro-batches, which XLA reduces there."""
+        reason = "summed over all micro-batches first"
         with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
             yield
 
@@ -172,7 +178,7 @@ class Ledger:
         return list(map(int, _TAG.findall(names)))
 
     def replaces(self, number: int) -> bool:
-        """Whether this stands in the place of what was noted within."""
+        """Whether a decision replaces those that were noted inside it."""
         return number in self._replacing
 
     def _note(

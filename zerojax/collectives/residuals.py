@@ -22,9 +22,9 @@ from zerojax.graph.search import contains, holds, runs_regions
 from zerojax.xla import jaxprs
 
 NO_EFFECT = (
-    "cpu_checkpointing has no effect: this step's rematerialised blocks are not in a loop, or were "
-    "made under jax_remat3, and only other blocks in a scan (nn.scan) leave for host memory; for "
-    "blocks of your own use zerojax.remat_policy('offload:...')."
+    "cpu_checkpointing has no effect: only rematerialised blocks in a scan (nn.scan) without "
+    "jax_remat3 leave for host memory, and this step has none. For other blocks use "
+    "zerojax.remat_policy('offload:...')."
 )
 
 
@@ -49,10 +49,10 @@ def some_stay(jaxpr: Any) -> bool:
     """Whether there are backward blocks in no loop, or blocks made under ``jax_remat3``: what these
     keep is read beside them as well, where differentiation put the rest of the backward pass."""
     outside = holds(jaxpr, jaxprs.runs_backward, _runs_once)
-    return outside or holds(jaxpr, jaxprs.is_recomputed, _is_no_block)
+    return outside or holds(jaxpr, jaxprs.is_recomputed, _is_outside_blocks)
 
 
-def _is_no_block(eqn: Any) -> bool:
+def _is_outside_blocks(eqn: Any) -> bool:
     return runs_regions(eqn) and not jaxprs.runs_backward(eqn)
 
 

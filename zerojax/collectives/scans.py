@@ -67,7 +67,7 @@ class Scans(Gatherer):
         # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
         if not any(is_sharded(spec, self.axis) for spec in specs):
             consts = self.held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
-        with self.ledger.place(decisions.BEFORE_LOOP, "the loop takes no shard of it"):
+        with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             carry = self.all_whole([start[i] for i in kept], scope)
             # A stack sharded along its layers has to be whole before the loop can take one.
             xs = [
@@ -129,7 +129,7 @@ class Scans(Gatherer):
             unroll=jaxprs.param(eqn, "unroll"),
         )
         ended = dict(zip(kept, carry, strict=True))
-        with self.ledger.place(decisions.AFTER_LOOP, "all iterations are added up first"):
+        with self.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
             ended.update(self._summed(sums, totals, start, scope))
 
         scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}

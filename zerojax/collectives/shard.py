@@ -59,7 +59,7 @@ class Gathered(NamedTuple):
     Attributes:
       array: In the dtype of the shard, or rounded to a narrower one, see
         :mod:`zerojax.collectives.rounding`.
-      stack: The same as a loop reads it, see :mod:`zerojax.collectives.moved_stacks`.
+      stack: The array in the layout that a loop reads, see :mod:`zerojax.collectives.moved_stacks`.
     """
 
     array: jax.Array
@@ -71,12 +71,12 @@ class Gathering:
     """How a shard is gathered where it is used.
 
     Attributes:
-      host: From host memory, which it leaves where it is used; the spec of such a shard may be
+      host: Whether the array is in host memory until it is used; the spec of such a shard may be
         without the shard axis.
-      quantized: In blocks of a few bits.
-      by_loop: Layer by layer, by the first loop over the stack, which keeps the layers, see
-        :mod:`zerojax.collectives.filled`.
-      narrow: As what it is computed from, in a smaller dtype.
+      quantized: Whether it is sent in blocks of a few bits.
+      by_loop: Whether the first loop over the stack gathers it, layer by layer, and keeps the
+        layers, see :mod:`zerojax.collectives.filled`.
+      narrow: The shard in a smaller dtype that is gathered in its place.
     """
 
     host: bool = False
@@ -92,8 +92,8 @@ class Shard:
     Attributes:
       value: The array, sharded by ``spec``.
       spec: One entry a dimension, one of which names the shard axis.
-      gathered: The copy that was gathered before: in advance (stages 1 and 2; at stage 3 of what
-        stays gathered), or by a loop one iteration ahead. None where each use gathers it.
+      gathered: The unsharded copy, where one exists: gathered in advance (stages 1 and 2; at stage
+        3 where it stays gathered), or by a loop one iteration ahead.
       gathering: How a use gathers it.
     """
 
@@ -109,16 +109,16 @@ class Shard:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the unsharded copy has a narrower dtype."""
+        """Whether the unsharded copy has another dtype, a narrower one."""
         return self.gathered is not None and self.gathered.array.dtype != self.value.dtype
 
     def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:
-        """The same shard with an unsharded copy, or without one."""
+        """Replaces the unsharded copy; None removes it."""
         return replace(self, gathered=None if copy is None else Gathered(copy, stack))
 
-    def gathered_by(self, **how: Any) -> Shard:
-        """The same shard, gathered otherwise: ``how`` are fields of :class:`Gathering`."""
-        return replace(self, gathering=replace(self.gathering, **how))
+    def with_gathering(self, **fields: Any) -> Shard:
+        """Replaces fields of ``gathering``."""
+        return replace(self, gathering=replace(self.gathering, **fields))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """A traced program as one list of operations: calls written out, loops with their runs.
 
-    program = Program.of(traced.jaxpr)
+    program = Program(traced.jaxpr)
     program.operations[0].times, program.live()
 
 Every value has a number. Values that a loop, a choice or a while hands in and out are linked with
@@ -16,18 +16,22 @@ from typing import Any, NamedTuple
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.primitives import ELEMENTWISE, GENERAL_SUMS, MOVES_OR_ROUNDS
+from zerojax.graph.regions import regions
+from zerojax.graph.search import runs_regions
 from zerojax.xla import jaxprs
 
 
 class Operation(NamedTuple):
-    """One equation that is no call, loop or choice.
+    """One equation that is not a call, a loop or a choice.
 
     Attributes:
       eqn: The equation.
       operands: The numbers of its operands; None for literals.
       results: The numbers of its results.
       times: How often it runs in a step.
-      exact: False within a loop whose iterations nobody knows; that loop counts once.
+      exact: False within a loop whose number of iterations is unknown; that loop counts once.
+      names: The names that it was traced in, those of calls around included.
     """
 
     eqn: Any
@@ -35,6 +39,7 @@ class Operation(NamedTuple):
     results: tuple[int, ...]
     times: int
     exact: bool
+    names: str
 
     @property
     def name(self) -> str:
@@ -42,9 +47,11 @@ class Operation(NamedTuple):
         return str(self.eqn.primitive.name)
 
     @property
-    def names(self) -> str:
-        """The names that it was traced in."""
-        return str(jaxprs.source(self.eqn).name_stack)
+    def by_element(self) -> bool:
+        """Whether it moves the elements of an array, or computes with each by itself."""
+        if self.name in GENERAL_SUMS:  # over dimensions of size 1
+            return self.eqn.invars[0].aval.size == self.eqn.outvars[0].aval.size
+        return self.name in ELEMENTWISE or self.name in MOVES_OR_ROUNDS
 
 
 class Program:
@@ -66,11 +73,11 @@ class Program:
         self._count = 0
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         self.arguments = self._new(len(jaxpr.invars))
-        self.results = self._add(jaxpr, self.arguments, 1, True)
+        self.results = self._add(jaxpr, self.arguments, 1, True, "")
 
     def live(self) -> set[int]:
         """Positions of the operations from which a result, or an effect, is computed. Of a barrier
-        each result needs its own operand alone, as XLA sees it."""
+        each result needs its own operand alone, as in XLA."""
         alive = {i for i, op in enumerate(self.operations) if op.eqn.effects}
         found: set[int] = set()
         left = [v for i in alive for v in self.operations[i].operands if v is not None]
@@ -127,7 +134,7 @@ class Program:
                 self.targets[source].append(target)
 
     def _add(
-        self, jaxpr: Any, given: Sequence[int | None], times: int, exact: bool
+        self, jaxpr: Any, given: Sequence[int | None], times: int, exact: bool, names: str
     ) -> list[int | None]:
         """Appends the operations of an open jaxpr, and returns the numbers of its results."""
         env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
@@ -137,25 +144,14 @@ class Program:
             return None if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
-            results: Sequence[int | None]
-            if eqn.primitive in jaxprs.CALLS:
-                (inner,) = jaxprs.bodies(eqn)
-                results = self._add(inner, operands, times, exact)
-            elif eqn.primitive is prims.scan_p:
-                results = self._scan(eqn, operands, times, exact)
-            elif eqn.primitive is prims.while_p:
-                results = self._while(eqn, operands, times)
-            elif eqn.primitive is prims.cond_p:
-                results = self._new(len(eqn.outvars))
-                for branch in jaxprs.bodies(eqn):
-                    self._links(self._add(branch, operands[1:], times, exact), results)
-                self._links([operands[0]] * len(results), results)
+            operands, within = [read(v) for v in eqn.invars], f"{names}/{_names(eqn)}"
+            if runs_regions(eqn):
+                results = self._enter(eqn, operands, times, exact, within)
             else:
                 results = self._new(len(eqn.outvars))
                 at = len(self.operations)
                 self.operations.append(
-                    Operation(eqn, tuple(operands), tuple(results), times, exact)
+                    Operation(eqn, tuple(operands), tuple(results), times, exact, within)
                 )
                 self.makers.update(dict.fromkeys(results, at))
                 for v in {v for v in operands if v is not None}:
@@ -163,30 +159,33 @@ class Program:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _scan(
-        self, eqn: Any, operands: list[int | None], times: int, exact: bool
-    ) -> list[int | None]:
-        a, n = jaxprs.scan_counts(eqn)
-        body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-        inside = self._new(len(body.invars))
-        self._links(operands, inside)
-        outs = self._add(body, inside, times * jaxprs.param(eqn, "length"), exact)
-        self._links(outs[:n], inside[a : a + n])
+    def _enter(
+        self, eqn: Any, operands: Sequence[int | None], times: int, exact: bool, names: str
+    ) -> Sequence[int | None]:
+        """Appends the operations of the programs that an equation runs; its results."""
+        inside = regions(eqn)
+        if eqn.primitive in jaxprs.CALLS:
+            return self._add(inside[0].jaxpr, operands, times, exact, names)
+        loops = eqn.primitive is prims.while_p
+        if eqn.primitive is prims.scan_p:
+            times *= jaxprs.param(eqn, "length")
         results = self._new(len(eqn.outvars))
-        self._links(outs, results)
-        return list(results)
+        for region in inside:
+            given = self._new(len(region.jaxpr.invars))
+            self._links([operands[at] for at in region.operands], given)
+            outs = self._add(region.jaxpr, given, times, exact and not loops, names)
+            carried = given[len(given) - len(results) :] if loops else []
+            if region.decides:
+                self._links(results, carried)
+                outs = outs * len(results)
+            for result, argument in region.carries:
+                self._links([outs[result]], [given[argument]])
+            self._links(outs, results)
+            self._links(carried, results[: len(carried)])  # of no iteration
+        if eqn.primitive is prims.cond_p:
+            self._links([operands[0]] * len(results), results)
+        return results
 
-    def _while(self, eqn: Any, operands: list[int | None], times: int) -> list[int | None]:
-        loop = jaxprs.while_parts(eqn)
-        a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        carry = self._new(len(operands) - b)
-        self._links(operands[b:], carry)
-        body, cond = jaxprs.open_jaxpr(loop.body)[0], jaxprs.open_jaxpr(loop.cond)[0]
-        outs = self._add(body, [*operands[a:b], *carry], times, False)
-        self._links(outs, carry)
-        going = self._add(cond, [*operands[:a], *carry], times, False)
-        self._links(going * len(carry), carry)
-        results = self._new(len(eqn.outvars))
-        self._links(outs, results)
-        self._links(carry, results)
-        return list(results)
+
+def _names(eqn: Any) -> str:
+    return str(jaxprs.source(eqn).name_stack)

@@ -7,20 +7,20 @@ primitive finds all that zerojax knows of it.
 COPIES = frozenset({"copy", "copy_p"})
 
 LABELS = COPIES | {"name", "sharding_constraint"}
-"""Say something about a value, and leave it as it is."""
+"""Annotate a value, or copy it."""
 
 LINEAR = frozenset({"convert_element_type", "neg"})
-"""Of one operand, element by element: a sum of results is the result of the sum."""
+"""Of one operand, element by element, and additive: f(a) + f(b) = f(a + b)."""
 
 ADDITIVE = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
-"""Of one operand: a sum of results is the result of the sum."""
+"""Of one operand, and additive: f(a) + f(b) = f(a + b)."""
 
 ADDS = frozenset({"add", "add_any"})
 SUMS = ADDS | {"sub"}
 """Add two operands, or subtract them."""
 
 ADDITIVE_TOGETHER = SUMS | {"concatenate", "stack"}
-"""Of several operands: a sum of results is the result of the operands' sums."""
+"""Of several operands, and additive in all of them together."""
 
 SCALES = frozenset({"mul", "div", "select_n"})
 """Scale each element, or choose it."""
@@ -85,7 +85,7 @@ ZERO_STAYS = LABELS | RESHAPES | LINEAR | ADDS | {
 REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
-"""Of an array in pieces each device reduces its own, and XLA the rest."""
+"""Each device reduces its shard, and XLA combines the results."""
 
 GENERAL_SUMS = frozenset({"reduce", "reduce_sum"})
 
@@ -126,7 +126,7 @@ KERNELS = frozenset({
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip
-"""Taken to work on each row by itself, and to add gradients up over rows."""
+"""Assumed to treat each row by itself, and to sum gradients over rows."""
 
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
 """Functions of Python, of which nothing is known."""
@@ -139,4 +139,4 @@ NOT_ON_LANES = DRAWS | BRANCHES | {
     "ragged_dot_general",
     "shard_map",  # has the lanes' axes in use
 }  # fmt: skip
-"""Would compute the same noise on all lanes, both branches, or more slowly side by side."""
+"""Not run side by side: the same noise on all lanes, both branches, or slower."""

@@ -7,22 +7,25 @@ from typing import Any
 
 import jax
 import optax
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from zerojax.xla import compat
 from zerojax.xla.unused import used_arguments
 
 
 class TracedUpdate:
-    """An optimizer's update, traced once to be looked into, and run without a second trace.
+    """Traces an optimizer's update once, to find the gradients that it uses, and applies it.
 
-    ``optax.set_to_zero`` makes neither of what ``optax.partition`` or ``optax.masked`` gives it. A
-    norm over all gradients uses all, and so do moments that are kept of a frozen parameter.
+    Neither updates nor moments depend on gradients that ``optax.partition`` or ``optax.masked``
+    gives to ``optax.set_to_zero``. A norm over all gradients uses all, and so do moments that are
+    kept of a frozen parameter.
 
     Args:
       update: The update as a function of the gradients alone.
       grads: The gradients; their values do not matter.
 
     Attributes:
-      uses: For each gradient, whether the optimizer makes an update, or a state, of it.
+      uses: For each gradient, whether an update, or the state, depends on it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,14 +42,14 @@ class TracedUpdate:
 
     def __init__(self, update: Callable[[optax.Updates], Any], grads: optax.Updates) -> None:
         self._update = update
-        self._traced = jax.jit(update, inline=True)  # its equations are copied into another trace
+        self._traced = jax.jit(update, inline=compat.INLINE)
         uses = used_arguments(self._traced.trace(grads).jaxpr)
         self.uses = uses[len(uses) - len(jax.tree.leaves(grads)) :]  # behind what it captures
 
     def __call__(self, grads: optax.Updates) -> Any:
         """The results of the update for these gradients."""
-        traced = any(isinstance(g, jax.core.Tracer) for g in jax.tree.leaves(grads))
-        return (self._traced if traced else self._update)(grads)
+        staged = all(isinstance(g, DynamicJaxprTracer) for g in jax.tree.leaves(grads))
+        return (self._traced if staged else self._update)(grads)  # else it would be compiled
 
 
 def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> list[bool]:

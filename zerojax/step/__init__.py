@@ -6,8 +6,7 @@
 - ``program``: what a step is compiled from, and the protocol of the two compiled steps.
 - ``resident``: the state lies on the devices; one program.
 - ``body``, ``view``: the user's function, and the optimizer that it sees.
-- ``entering``, ``evaluate_body``: the arrays of the state, and the function traced, checked, decided on
-  and emitted on shards.
+- ``entering``, ``evaluate_body``: the arrays of the state; the function, compiled for shards.
 - ``offloaded``, ``gradient_program``, ``optimizer_update``: the state lies elsewhere; several
   programs.
 - ``per_device``: a kernel within a step.

@@ -9,12 +9,10 @@ from typing import Any
 from zerojax.accumulation.lines import line
 from zerojax.collectives import decisions
 from zerojax.graph.operations import Operation, Program
-from zerojax.graph.primitives import ELEMENTWISE, GENERAL_SUMS, MOVES_OR_ROUNDS
+from zerojax.graph.primitives import GENERAL_SUMS, MOVES_OR_ROUNDS
 from zerojax.step.collectives_table import CollectiveRow
 from zerojax.step.program import TracedProgram
 from zerojax.xla import jaxprs
-
-_BY_ELEMENT = ELEMENTWISE | MOVES_OR_ROUNDS
 
 
 class Origins:
@@ -42,7 +40,7 @@ class Origins:
             paths, place = [], _line_of(op.eqn)
         return CollectiveRow(
             kind=decision.kind,
-            array=", ".join(paths),
+            arrays=tuple(paths),
             shape=decision.shape,
             dtype=decision.dtype,
             bytes=decision.bytes,
@@ -84,7 +82,7 @@ class Origins:
             name = other.name
             if forward:
                 return name in MOVES_OR_ROUNDS
-            return name in _BY_ELEMENT or (name in GENERAL_SUMS and _line_of(other.eqn) == own)
+            return other.by_element or (name in GENERAL_SUMS and _line_of(other.eqn) == own)
 
         program = self._program
         left = deque(op.results if forward else [v for v in op.operands if v is not None])
@@ -112,7 +110,7 @@ def _next(program: Program, op: Operation, v: int, *, forward: bool) -> Sequence
 
 
 def _is_same(op: Operation) -> bool:
-    return op.name in _BY_ELEMENT
+    return op.by_element
 
 
 def _line_of(eqn: Any) -> str | None:

@@ -13,23 +13,23 @@ class CollectiveRow:
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
-      array: The path of the parameter, or of the one whose gradient it is; several with commas
-        between; empty for a value of the step.
+      arrays: The paths of the parameter that is sent, or whose gradient is sent; several for values
+        that are computed from several; none for other values.
       shape: Of the array that is sent: gathered, or before it is scattered.
       dtype: Its dtype.
       bytes: Bytes that each device sends in one run, over a ring: (n - 1) / n of the array for n
         devices, twice that for an all-reduce.
-      times: Runs in a step, those of the loops around it.
-      exact: False in a loop whose iterations nobody knows, which counts once.
+      times: Runs in a step, those of the loops around it; each branch of a choice counts.
+      exact: False in a loop whose number of iterations is unknown, which counts once.
       where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
         "after the loop", "produced" or "update".
-      reason: Why there.
-      line: The line of the program, as "model.py:7", that uses the array, or that the gradient is
-        of; empty where unknown.
+      reason: The reason for the place.
+      line: The line of the program that uses the array, or whose gradient it is, as "model.py:7";
+        empty where unknown.
     """
 
     kind: str
-    array: str
+    arrays: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     bytes: int
@@ -38,6 +38,11 @@ class CollectiveRow:
     where: str
     reason: str
     line: str
+
+    @property
+    def array(self) -> str:
+        """The paths, with commas between."""
+        return ", ".join(self.arrays)
 
     @property
     def bytes_a_step(self) -> int:
@@ -50,7 +55,7 @@ class CollectivesTable:
     """The collectives of a step, in the order of its program.
 
     Attributes:
-      name: Of the step.
+      name: The name of the step.
       rows: One for each collective.
     """
 
@@ -79,13 +84,13 @@ HEADS = (
     "collective", "array", "shape", "dtype", "bytes a device", "times", "where", "line", "reason"
 )  # fmt: skip
 RIGHT = (4, 5)
-"""The columns that are flushed right."""
+"""The columns that are right-aligned."""
 
 
 def _cells(row: CollectiveRow) -> tuple[str, ...]:
     return (
         row.kind,
-        _arrays(row.array.split(", ")),
+        _arrays(row.arrays),
         "x".join(map(str, row.shape)) or "scalar",
         row.dtype,
         size(row.bytes),
@@ -96,7 +101,7 @@ def _cells(row: CollectiveRow) -> tuple[str, ...]:
     )
 
 
-def _arrays(paths: list[str]) -> str:
+def _arrays(paths: tuple[str, ...]) -> str:
     """The first of several paths, and how many more."""
     more = len(paths) - 1
-    return f"{paths[0]} and {more} more" if more else paths[0]
+    return f"{paths[0]} and {more} more" if more > 0 else "".join(paths)

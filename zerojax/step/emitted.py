@@ -10,7 +10,7 @@ from zerojax.collectives import decisions, wanted
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
 from zerojax.graph.operations import Operation, Program
-from zerojax.graph.primitives import ELEMENTWISE, LOOKUPS, MOVES_OR_ROUNDS
+from zerojax.graph.primitives import LOOKUPS
 from zerojax.optim.norm import NORM
 from zerojax.step.collective_origins import Origins
 from zerojax.step.collectives_table import CollectivesTable
@@ -18,7 +18,6 @@ from zerojax.step.program import TracedProgram
 from zerojax.trace import marks
 
 _REDUCTIONS = decisions.SCATTER, decisions.REDUCE
-_BY_ELEMENT = ELEMENTWISE | MOVES_OR_ROUNDS
 
 Decisions = tuple[Decision, ...]
 
@@ -134,7 +133,7 @@ class Emitted:
                     return True
                 continue
             made = self._program.operations[maker]
-            if made.name in _BY_ELEMENT:
+            if made.by_element:
                 left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
             elif v in self._by_rows and not self._adds_exchanged(made):
                 return True
@@ -145,7 +144,7 @@ class Emitted:
         if op.name != "reduce_sum":
             return False
         start = [v for v in op.operands if v is not None]
-        values = self._program.reached(start, lambda op: op.name in _BY_ELEMENT, forward=False)
+        values = self._program.reached(start, lambda op: op.by_element, forward=False)
         makers = (self._followed.get(self._program.makers.get(v, -1)) for v in values)
         return any(found and found[0].kind == decisions.EXCHANGE for found in makers)
 
@@ -162,9 +161,11 @@ class Emitted:
             if len(terms) != len(op.operands):
                 continue
             match op.name, terms:
-                case (("add" | "add_any"), [(one, sent), (_, other) as last]) if sent == other:
+                case (("add" | "add_any"), [(one, sent), (other, same)]) if (
+                    sent == same and one != other
+                ):
                     merged.add(one)
-                    reduced[op.results[0]] = last
+                    reduced[op.results[0]] = other, same
                 case (("transpose" | "reshape" | "squeeze"), [term]):
                     reduced[op.results[0]] = term
         return merged

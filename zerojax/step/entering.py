@@ -1,4 +1,4 @@
-"""How the arrays of a state enter the body of a step: as they lie, or gathered once."""
+"""The entry of a state's arrays into a step: as they are stored, or gathered once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def enter(
     *,
     by_partition: bool = True,
 ) -> list[Any]:
-    """What the inserter is given of a state's arrays, each from where the plan has it.
+    """Returns what the inserter is given of a state's arrays, each from where the plan has it.
 
     What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
     those that stay gathered over an update, and secondary shards (hpZ).
@@ -66,7 +66,7 @@ def enter(
 
 
 def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> list[Any]:
-    """The same of the state beside the parameters, in its order.
+    """Returns the same of the state beside the parameters, in its order.
 
     Small arrays are gathered field by field: those of a field that is not used whole, an average
     for one, are not gathered.

@@ -1,4 +1,4 @@
-"""The user's step as a compiler has it: traced and checked, decided on, and emitted on shards."""
+"""Compiles the user's step: traces and checks it, decides what is gathered, emits it on shards."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def evaluate_body(
         )
         return WithShards.of(closed, shards), shapes
 
-    # Trace the step on the whole batch, and refuse what would have other numbers.
+    # Trace the step on the whole batch, and refuse it where plain jit has other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, len(params))
@@ -100,7 +100,7 @@ def evaluate_body(
     if not by_micro_batch and setting.inserter.overlap:
         given = filled.defer(closed, given, setting.inserter)
     given = moved_stacks.move(closed, given, setting.inserter)
-    # What is wanted as a shard leaves for host memory there, where the parameters' gradients do.
+    # Gradients that leave for host memory do so where they are produced.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
@@ -139,7 +139,7 @@ def _micro_batches(
         return without_unused_gradients(closed), shapes
 
     sharded = config.stage >= 2 and feedback is None
-    # Quantized gradients are no sums of a lane's own.
+    # A lane's quantized gradients are not sums.
     alone = config.offload_param or (sharded and config.zero_quantized_gradients)
     return MicroBatches(
         trace_used,
@@ -165,7 +165,7 @@ def _warn_of_unquantized(setting: StepSetting) -> None:
         )
         log.warning(
             "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
-            "so that they are reduced as they are: %s.",
+            "so that they are reduced in their own dtype: %s.",
             setting.body.name,
             names,
         )

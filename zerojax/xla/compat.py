@@ -35,8 +35,11 @@ def warn_if_untested(version: str) -> None:
 warn_if_untested(jax.__version__)
 
 
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+"""For ``jax.jit``: the equations of the function are copied to where it is called."""
+
 ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else math.inf
-"""From how many GPUs on XLA's own all-reduce kernels end the process that compiles them."""
+"""The smallest number of GPUs for which XLA's all-reduce kernels end the process that compiles."""
 
 
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:

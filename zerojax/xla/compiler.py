@@ -59,7 +59,7 @@ def options(
     waiting = max(BUCKET, layer) // (shards or mesh.devices.size)
     ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
     if mesh.devices.size >= compat.ALL_REDUCE_KERNELS_FAIL:
-        ours["xla_gpu_experimental_use_collective_kernels"] = ""  # NCCL's serve
+        ours["xla_gpu_experimental_use_collective_kernels"] = ""  # NCCL's run instead
     if overlap:
         # Otherwise XLA waits for each collective where it starts, before Hopper.
         ours["xla_gpu_enable_latency_hiding_scheduler"] = True

@@ -1,4 +1,4 @@
-"""Traces functions without "hijax", JAX's calls that only JAX can open.
+"""Traces functions and expands "hijax", the calls of JAX that hold no jaxpr.
 
 Rematerialized blocks under ``jax_remat3``, functions with derivatives of their own under
 ``jax_custom_vjp3`` and ``jax_custom_jvp3``, and primitives that users derive from
@@ -23,18 +23,18 @@ from zerojax.xla import jaxprs
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """The closed jaxpr of ``function(*args)``, and the shapes that the function returns.
 
-    In the jaxpr, hijax is replaced by calls of what it runs, at any depth. Derivatives of their own
-    are lost, so that the jaxpr must not be differentiated.
+    In the jaxpr, hijax is replaced by calls of what it runs, at any depth. Custom derivatives are
+    lost: the jaxpr must not be differentiated.
 
     Raises:
-      NotImplementedError: A value is not an array.
+      NotImplementedError: An operand or a result is not an array.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return _Opener()(closed), shapes
 
 
 class _Opener:
-    """Replaces hijax in jaxprs. A jaxpr that several equations run stays one."""
+    """Replaces hijax in jaxprs. A jaxpr that several equations share stays shared."""
 
     def __init__(self) -> None:
         self._opened: dict[int, tuple[Any, Any]] = {}  # by identity; holds both, as ids are reused

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -204,15 +205,8 @@ class Step(Decorated[P, R]):
         A step is one program, called "step", unless something is offloaded. Then "gradients" runs
         the body, and each of the others takes sub-groups of the state through the device.
         """
-        call = self._arguments.sort(args, kwargs)
-        with automatic_context(self._states.mesh) as names:
-            explicit = Explicit.of(names, call.batch)
-            opened = self._states.open(call.objects)
-            program = self._program(opened, call.form, explicit)
-            layout = program.setting.layout
-            layout.check(call.batch)
-            layout.check_more(call.args, call.kwargs, call.batch)
-            yield from program.lowered(opened.parts, call.batch, call.args, call.kwargs)
+        with self._checked(args, kwargs, self._program) as (program, parts, call):
+            yield from program.lowered(parts, call.batch, call.args, call.kwargs)
 
     def collectives(self, *args: Any, **kwargs: Any) -> CollectivesTable:
         """The collectives that zerojax decides on for a step, without a compile.
@@ -244,17 +238,33 @@ class Step(Decorated[P, R]):
           reduce-scatter params['w'] float32 458752 1 produced
           all-reduce  float32 7 1 update
         """
+        with self._checked(args, kwargs, self._fresh) as (program, parts, call):
+            inserter = program.setting.inserter
+            inserter.ledger = Ledger(inserter.mesh, asked=True)
+            traced = program.traced(parts, call.batch, call.args, call.kwargs)
+        return collectives_of(self._arguments.name, traced, inserter.ledger)
+
+    def _fresh(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
+        """A program that no call shares, as its ledger is read."""
+        return self._make(opened, explicit, self._arguments.rearranged(form))
+
+    @contextlib.contextmanager
+    def _checked(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        make: Callable[[OpenedState, Form, Explicit | None], StepProgram],
+    ) -> Iterator[tuple[StepProgram, Parts, Call]]:
+        """The program for these arguments, which it takes, abstract or concrete; the state's parts;
+        and the arguments in order."""
         call = self._arguments.sort(args, kwargs)
         with automatic_context(self._states.mesh) as names:
             explicit = Explicit.of(names, call.batch)
             opened = self._states.open(call.objects)
-            program = self._make(opened, explicit, self._arguments.rearranged(call.form))
-            setting = program.setting
-            setting.layout.check(call.batch)
-            setting.layout.check_more(call.args, call.kwargs, call.batch)
-            ledger = setting.inserter.ledger = Ledger(setting.inserter.mesh, asked=True)
-            traced = program.traced(opened.parts, call.batch, call.args, call.kwargs)
-        return collectives_of(self._arguments.name, traced, ledger)
+            program = make(opened, call.form, explicit)
+            program.setting.layout.check(call.batch)
+            program.setting.layout.check_more(call.args, call.kwargs, call.batch)
+            yield program, opened.parts, call
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:

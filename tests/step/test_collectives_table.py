@@ -220,6 +220,16 @@ def test_as_text() -> None:
     assert str(CollectivesTable("step", ())) == "step: each device sends 0 B a step: nothing"
 
 
+def test_layers_that_are_written_out_are_one_line() -> None:
+    layers = [
+        dataclasses.replace(ROW, where="use", arrays=(f"params['layer{i}']",)) for i in range(4)
+    ]
+    _, _, first, other = str(CollectivesTable("step", (layers[0], ROW, *layers[1:]))).splitlines()
+    assert "params['layer0'] and 3 more" in first
+    assert " 12  use " in first
+    assert "params['a'] and 2 more" in other
+
+
 def step_of(change: Any, predict: Any) -> Any:
     """A step on ``{"w": [128, 128], "b": [128]}``, whose gradients ``change`` changes."""
 

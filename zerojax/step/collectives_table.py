@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 from zerojax.plan.table import columns, size
 
@@ -70,8 +71,9 @@ class CollectivesTable:
         return sums
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text, below their heads."""
-        return [HEADS, *(_cells(row) for row in self.rows)]
+        """The rows as text, below their heads; those that differ in the array alone, as in layers
+        that are written out, together."""
+        return [HEADS, *map(_cells, _together(self.rows))]
 
     def __str__(self) -> str:
         sums = self.bytes_by_kind()
@@ -85,6 +87,17 @@ HEADS = (
 )  # fmt: skip
 RIGHT = (4, 5)
 """The columns that are right-aligned."""
+
+
+def _together(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+    """Rows that differ in the array alone as one, which runs as often as they do together."""
+    alike: dict[CollectiveRow, list[CollectiveRow]] = {}
+    for row in rows:
+        alike.setdefault(dataclasses.replace(row, arrays=()), []).append(row)
+    for group in alike.values():
+        arrays = dict.fromkeys(path for row in group for path in row.arrays)
+        times = sum(row.times for row in group)
+        yield dataclasses.replace(group[0], arrays=tuple(arrays), times=times)
 
 
 def _cells(row: CollectiveRow) -> tuple[str, ...]:

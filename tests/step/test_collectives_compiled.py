@@ -61,8 +61,6 @@ EXPECTED: dict[str, str] = {
     "gradient_surgery-1-1": "gather 2,408 for 1,512",
     # Gradients of gradients, of which XLA reduces some elsewhere.
     "sharpness-3-1": "scatter 952 for 1,008",
-    "gradient_penalty-3-1": "scatter 560 for 532",
-    "gradient_penalty-2-1": "scatter 560 for 532",
     "meta_learning-3-1": "scatter 1,680 for 1,736",
     "penalty_wide-3-1": "reduce 7 for 2,702",
     "reused_curved-3-1": "reduce 7 for 114,709; scatter 64,512 for 35,840",

@@ -28,14 +28,11 @@ from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_whole, plain
 from zerojax.collectives.reduction import add_up
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
-from zerojax.graph.primitives import DRAWS, NOT_ON_LANES
+from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-
-# Noise would be the same on all lanes; a convolution's gradient becomes one of many groups.
-_NOWHERE = DRAWS | {"conv_general_dilated"}
 
 
 class Lanes(NamedTuple):
@@ -122,7 +119,7 @@ class Lanes(NamedTuple):
 
     def may_suit(self, program: Any) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
-        return not any(eqn.primitive.name in _NOWHERE for eqn in equations(program))
+        return not any(eqn.primitive.name in NEVER_ON_LANES for eqn in equations(program))
 
     def suit(self, split: Split, analysis: Analysis) -> bool:
         """Whether lanes make a step's numbers, and as fast."""

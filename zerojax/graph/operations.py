@@ -9,8 +9,8 @@ those that they come from, so that a search for the origin or the use of a value
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -60,13 +60,13 @@ class Program:
     Attributes:
       operations: All of them.
       arguments, results: The numbers of the program's own; None for a result that is a literal.
-      makers, users: By value, the positions of the operations that return it, or take it.
+      producers, users: By value, the positions of the operations that return it, or take it.
       sources, targets: By value, the values that it comes from, or goes to, through loops.
     """
 
     def __init__(self, closed: Any) -> None:
         self.operations: list[Operation] = []
-        self.makers: dict[int, int] = {}
+        self.producers: dict[int, int] = {}
         self.users: dict[int, list[int]] = defaultdict(list)
         self.sources: dict[int, list[int]] = defaultdict(list)
         self.targets: dict[int, list[int]] = defaultdict(list)
@@ -79,19 +79,10 @@ class Program:
         """Positions of the operations from which a result, or an effect, is computed. Of a barrier
         each result needs its own operand alone, as in XLA."""
         alive = {i for i, op in enumerate(self.operations) if op.eqn.effects}
-        found: set[int] = set()
-        left = [v for i in alive for v in self.operations[i].operands if v is not None]
-        left += [v for v in self.results if v is not None]
-        while left:
-            v = left.pop()
-            if v in found:
-                continue
-            found.add(v)
-            left += self.sources[v]
-            if (at := self.makers.get(v)) is not None:
-                alive.add(at)
-                left += self.needed(at, v)
-        return alive
+        start = [v for i in alive for v in self.operations[i].operands if v is not None]
+        start += [v for v in self.results if v is not None]
+        found = self.reached(start, lambda op: True, forward=False)
+        return alive | {self.producers[v] for v in found if v in self.producers}
 
     def needed(self, at: int, result: int) -> list[int]:
         """The operands of an operation that one of its results needs."""
@@ -104,24 +95,36 @@ class Program:
     def reached(
         self, start: Sequence[int], through: Callable[[Operation], bool], *, forward: bool
     ) -> set[int]:
-        """The values that a search finds, from values to what is computed from them, or to what
-        they are computed from, ``through`` operations of a kind."""
-        found: set[int] = set()
-        left = list(start)
+        """The values that :meth:`search` finds."""
+        return {v for v, _ in self.search(start, through, forward=forward)}
+
+    def search(
+        self, start: Iterable[int], through: Callable[[Operation], bool], *, forward: bool
+    ) -> Iterator[tuple[int, list[Operation]]]:
+        """From values to what is computed from them, or to what they are computed from, ``through``
+        operations of a kind: each value, nearest first, and the operations that end the search
+        there."""
+        links = self.targets if forward else self.sources
+        left, found = deque(start), set[int]()
         while left:
-            v = left.pop()
+            v = left.popleft()
             if v in found:
                 continue
             found.add(v)
-            left += self.targets[v] if forward else self.sources[v]
-            if forward:
-                for at in self.users[v]:
-                    op = self.operations[at]
-                    if through(op):
-                        left += [r for r in op.results if v in self.needed(at, r)]
-            elif (maker := self.makers.get(v)) is not None and through(self.operations[maker]):
-                left += self.needed(maker, v)
-        return found
+            left += links[v]
+            ends = []
+            for at in self.users[v] if forward else self._producer(v):
+                op = self.operations[at]
+                if not through(op):
+                    ends.append(op)
+                elif forward:
+                    left += [r for r in op.results if v in self.needed(at, r)]
+                else:
+                    left += self.needed(at, v)
+            yield v, ends
+
+    def _producer(self, v: int) -> list[int]:
+        return [self.producers[v]] if v in self.producers else []
 
     def _new(self, n: int) -> list[int]:
         self._count += n
@@ -153,7 +156,7 @@ class Program:
                 self.operations.append(
                     Operation(eqn, tuple(operands), tuple(results), times, exact, within)
                 )
-                self.makers.update(dict.fromkeys(results, at))
+                self.producers.update(dict.fromkeys(results, at))
                 for v in {v for v in operands if v is not None}:
                     self.users[v].append(at)
             env.update(zip(eqn.outvars, results, strict=True))

@@ -131,12 +131,14 @@ KERNELS = frozenset({
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
 """Functions of Python, of which nothing is known."""
 
-NOT_ON_LANES = DRAWS | BRANCHES | {
-    "conv_general_dilated",  # its gradient becomes one of many groups
+NEVER_ON_LANES = DRAWS | {"conv_general_dilated"}
+"""The same noise on all lanes; and the gradient of a convolution becomes one of many groups."""
+
+NOT_ON_LANES = NEVER_ON_LANES | BRANCHES | {
     "custom_partitioning",
     "pallas_call",
     "pure_callback",  # only as its vmap_method has it
     "ragged_dot_general",
     "shard_map",  # has the lanes' axes in use
 }  # fmt: skip
-"""Not run side by side: the same noise on all lanes, both branches, or slower."""
+"""Not run side by side: those, both branches, or slower."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from zerojax.accumulation.lines import line
@@ -84,29 +83,9 @@ class Origins:
                 return name in MOVES_OR_ROUNDS
             return other.by_element or (name in GENERAL_SUMS and _line_of(other.eqn) == own)
 
-        program = self._program
-        left = deque(op.results if forward else [v for v in op.operands if v is not None])
-        found: set[int] = set()
-        while left:
-            v = left.popleft()
-            if v in found:
-                continue
-            found.add(v)
-            left += program.targets[v] if forward else program.sources[v]
-            maker = program.makers.get(v)
-            at = program.users[v] if forward else [] if maker is None else [maker]
-            for other in (program.operations[i] for i in at):
-                if not passes(other):
-                    yield other
-                else:
-                    left += _next(program, other, v, forward=forward)
-
-
-def _next(program: Program, op: Operation, v: int, *, forward: bool) -> Sequence[int]:
-    at = program.makers[op.results[0]]
-    if not forward:
-        return program.needed(at, v)
-    return [r for r in op.results if v in program.needed(at, r)]
+        start = op.results if forward else [v for v in op.operands if v is not None]
+        for _, ends in self._program.search(start, passes, forward=forward):
+            yield from ends
 
 
 def _is_same(op: Operation) -> bool:

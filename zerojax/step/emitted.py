@@ -107,9 +107,9 @@ class Emitted:
         """The spec of a gradient that is constrained where the optimizer takes it; else None."""
         if op.name != "sharding_constraint" or op.operands[0] is None:
             return None
-        maker = self._program.makers.get(op.operands[0])
-        marked = maker is not None and marks.is_mark(
-            self._program.operations[maker].eqn, marks.GRADIENT
+        producer = self._program.producers.get(op.operands[0])
+        marked = producer is not None and marks.is_mark(
+            self._program.operations[producer].eqn, marks.GRADIENT
         )
         return wanted.spec_of(op.eqn) if marked else None
 
@@ -125,16 +125,16 @@ class Emitted:
                 continue
             found.add(v)
             left += self._program.sources[v]
-            maker = self._program.makers.get(v)
-            if maker is None:
+            producer = self._program.producers.get(v)
+            if producer is None:
                 continue
-            if followed := self._followed.get(maker):
+            if followed := self._followed.get(producer):
                 if followed[-1].partly:
                     return True
                 continue
-            made = self._program.operations[maker]
+            made = self._program.operations[producer]
             if made.by_element:
-                left += [x for x in self._program.needed(maker, v) if x not in self._numbers]
+                left += [x for x in self._program.needed(producer, v) if x not in self._numbers]
             elif v in self._by_rows and not self._adds_exchanged(made):
                 return True
         return False
@@ -145,8 +145,8 @@ class Emitted:
             return False
         start = [v for v in op.operands if v is not None]
         values = self._program.reached(start, lambda op: op.by_element, forward=False)
-        makers = (self._followed.get(self._program.makers.get(v, -1)) for v in values)
-        return any(found and found[0].kind == decisions.EXCHANGE for found in makers)
+        producers = (self._followed.get(self._program.producers.get(v, -1)) for v in values)
+        return any(found and found[0].kind == decisions.EXCHANGE for found in producers)
 
     def _merged(self) -> set[int]:
         """Positions of the reductions whose result is added to that of a like reduction, and to

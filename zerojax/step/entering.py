@@ -47,14 +47,14 @@ def enter(
             x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))
         if away and x is not None:
             x = unpadded(x, leaf.shape)
+        few = leaf.path in quantized
         cut = away or (leaf.sharded and x is not None)
         secondary = None
         if by_partition and not away and not inserter.share:
             secondary = plan.secondary_spec(leaf)
         if secondary is not None and x is not None:
-            x = inserter.secondary(x, spec, secondary, quantized=leaf.path in quantized)
+            x = inserter.secondary(x, spec, secondary, quantized=few)
             spec = secondary
-        few = leaf.path in quantized
         how = Gathering(host=away, quantized=few)
         entered.append(Shard(x, spec, gathering=how) if cut else x)
     stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway

@@ -1,6 +1,7 @@
 """GPT-2 weights of Hugging Face: loaded shard by shard, saved file by file, refused where wrong."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import math
@@ -318,8 +319,15 @@ def test_saving_holds_one_tensor_at_a_time(tmp_path: pathlib.Path) -> None:
 def host_bytes(run: Callable[[], Any]) -> tuple[int, int]:
     """Python's and NumPy's memory that a call took at the most, and what its result keeps of it.
 
-    On a CPU, JAX takes over NumPy's memory where it is aligned: that is the result's.
+    The least of three calls: other threads of this process, such as those that write compiled
+    programs to the cache, are counted too. On a CPU, JAX takes over NumPy's memory where it is
+    aligned: that is the result's.
     """
+    return min(_host_bytes(run) for _ in range(3))
+
+
+def _host_bytes(run: Callable[[], Any]) -> tuple[int, int]:
+    gc.collect()
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

@@ -18,9 +18,8 @@ from jaxprs import Spec, equations, gathers, the
 from swept import swept
 
 import zerojax
-from zerojax.collectives import Inserter, Shard
+from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.ahead import LEAST, Ahead
-from zerojax.collectives.rounding import round_in_advance
 from zerojax.collectives.shard import Gathering, HostStack
 from zerojax.plan import rule
 from zerojax.xla import jaxprs
@@ -179,8 +178,9 @@ def test_not_what_stays_gathered(dtype: str) -> None:
     def run(ws: Any, x: Any) -> Any:
         inserter = Inserter(MESH, "data", keep=False)
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
-        live = Shard(inserter.constrain(ws, SPEC), SPEC).with_copy(inserter.whole(ws, SPEC))
-        return tuple(inserter(closed, round_in_advance(closed, [live, x], inserter)))
+        given = [Shard(inserter.constrain(ws, SPEC), SPEC), x]
+        how = kept.decide(closed, given, kept.by_plan(given, inserter, [0]), inserter, fill=False)
+        return tuple(inserter(closed, kept.gather(given, how, inserter)))
 
     arrays = jnp.zeros((LAYERS, 512, 512)), jnp.zeros((8, 512))
     found = gathers(jax.make_jaxpr(run)(*arrays))

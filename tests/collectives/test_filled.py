@@ -14,7 +14,7 @@ from jax import lax
 from swept import swept
 
 import zerojax
-from zerojax.collectives import Inserter, Shard, filled
+from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.ahead import LEAST
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -81,9 +81,10 @@ def fills(loss: Loss, length: int = LEAST, gathered: bool = True) -> bool:
     """Whether the stack of parameters is left to the loops."""
     w = start(length).params["w"]
     closed = jax.make_jaxpr(jax.value_and_grad(loss))({"w": w}, X)
-    shard = Shard(w, (None, "data", None)).with_copy(w if gathered else None)
-    inserter = Inserter(zerojax.mesh(), "data", keep=True)
-    return filled.defer(closed, [shard, X], inserter)[0].gathering.by_loop
+    given = [Shard(w, (None, "data", None)), X]
+    inserter = Inserter(zerojax.mesh(), "data", keep=gathered)
+    (how, _) = kept.decide(closed, given, kept.by_plan(given, inserter), inserter, fill=True)
+    return how is not None and how.by_loop
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxprs import gathers
 from swept import swept
 
 import zerojax
-from zerojax.collectives import Shard, many
+from zerojax.collectives import Shard, kept, many
 from zerojax.collectives.insert import Inserter
 from zerojax.hlo.traffic import collectives
 
@@ -60,9 +60,8 @@ def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:
 
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(jax.grad(layers))(w, x)
-        shard = Shard(w, ("data", None))
-        (whole,) = inserter.in_advance([shard])
-        return inserter(closed, [shard.with_copy(whole), x])
+        shard = [Shard(w, ("data", None))]
+        return inserter(closed, [*kept.gather(shard, kept.by_plan(shard, inserter), inserter), x])
 
     found = gathers(jax.make_jaxpr(run)(np.ones((8, 8), "f4"), np.ones((ROWS, 8), "f2")))
     assert [move.inside for move in found] == [()]

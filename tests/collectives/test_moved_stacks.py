@@ -17,8 +17,7 @@ from swept import swept
 
 import zerojax
 from benchmarks.measure import Case, compile_case
-from zerojax.collectives import Inserter, Shard, moved_stacks
-from zerojax.collectives.rounding import round_in_advance
+from zerojax.collectives import Inserter, Shard, kept
 from zerojax.xla.unused import without_unused
 
 MESH = zerojax.mesh()
@@ -80,11 +79,9 @@ def inserted(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
 
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(function)(w, x)
-        shard = Shard(inserter.constrain(w, spec), spec)
-        whole = inserter.in_advance([shard])[0]
-        given = [shard.with_copy(whole), x]
-        given = moved_stacks.move(closed, round_in_advance(closed, given, inserter), inserter)
-        return inserter(closed, given)
+        given = [Shard(inserter.constrain(w, spec), spec), x]
+        how = kept.decide(closed, given, kept.by_plan(given, inserter), inserter, fill=False)
+        return inserter(closed, kept.gather(given, how, inserter))
 
     return run
 

@@ -43,3 +43,20 @@ def test_an_array_that_stands_in_the_state_twice(devices: int, options: dict[str
     state, want = step(state, batch), plain(want, batch)
     for a, b in zip(jax.tree.leaves(state.average), jax.tree.leaves(want.average), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_init_traces_create_state_once(device: str) -> None:
+    times = 0
+
+    def counted() -> Averaged:
+        nonlocal times
+        times += 1
+        return create()
+
+    zero = zerojax.zero(
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
+    )
+    state = zero.init(counted)
+    assert times == 1
+    np.testing.assert_array_equal(state.params["v"], np.ones((64, 8)))

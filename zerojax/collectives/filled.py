@@ -15,27 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import many
-from zerojax.collectives.ahead import Ahead, gathered_dtype
+from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.readers import Reader, readers
 from zerojax.collectives.shard import FilledStack, Shard
-from zerojax.collectives.uses import Uses
 from zerojax.plan import layout
-from zerojax.xla import jaxprs
-
-
-def defer(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
-    """``args`` of a jaxpr that runs once a step, without what was gathered in advance of stacks
-    that loops alone read, the first of them one layer ahead: that loop fills those."""
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
-    return [
-        x.with_copy(None).with_gathering(by_loop=True)
-        if _is_stack(x, gatherer.axis) and _fills(x, list(readers(jaxpr, v)), uses)
-        else x
-        for v, x in zip(jaxpr.invars, args, strict=True)
-    ]
 
 
 class Filling:
@@ -83,19 +66,3 @@ class Filling:
             x = self._xs[i]
             pairs.append((x, x.with_copy(moved.whole, moved).with_gathering(by_loop=False)))
         return pairs
-
-
-def _is_stack(x: Any, axis: str) -> bool:
-    """Whether ``x`` is gathered in advance, as it is, and may be a stack of layers."""
-    if not isinstance(x, Shard) or x.whole is None or many.is_whole(x, axis):
-        return False
-    return x.spec[0] is None and len(layout.dimensions(x.spec, axis)) == 1
-
-
-def _fills(x: Shard, loops: list[Reader | None], uses: Uses) -> bool:
-    """Whether the first of the loops over a stack gathers it one layer ahead, as it is."""
-    direct = [loop for loop in loops if loop is not None and not loop.cast]
-    if len(direct) < max(2, len(loops)):
-        return False
-    dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
-    return dtype is not None and dtype == x.value.dtype  # to numpy None is float64

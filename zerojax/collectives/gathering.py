@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zerojax.collectives import decisions, many
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.ledger import Ledger
@@ -24,7 +23,6 @@ from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import AS_THEY_ARE, Sent, block_of
-from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 
 # By the name of a mark: what stands in for it, given its value.
@@ -211,31 +209,6 @@ class Gatherer:
         with self.ledger.gathers(pinned, spec, partly):
             pinned = self.placed(pinned, partly)
         return self.placed(lax.optimization_barrier(pinned), partly)
-
-    def in_advance(
-        self, shards: Sequence[Any], live: Collection[int] = ()
-    ) -> list[jax.Array | None]:
-        """What is gathered once a step, before the body runs: each :class:`Shard` where ``keep``
-        is set, else the small ones and those at the positions ``live``; None for the others."""
-        wholes: list[jax.Array | None] = [None] * len(shards)
-        little: dict[int, Shard] = {}
-        for i, shard in enumerate(shards):
-            if not isinstance(shard, Shard) or shard.gathering.host:
-                continue
-            if is_small(shard.value.shape, shard.spec, self.axis):
-                little[i] = shard
-            elif self.keep or i in live:
-                with self.ledger.place(decisions.ENTRY, "gathered once a step and kept"):
-                    wholes[i] = self.whole(
-                        shard.value, shard.spec, quantized=shard.gathering.quantized
-                    )
-        with self.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
-            together = many.gather_together(
-                [*little.values()], self.mesh, self.constrain, self.ledger
-            )
-        for i, whole in zip(little, together, strict=True):
-            wholes[i] = whole
-        return wholes
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
         """One parameter whole, for a use beside the operands ``rest``.

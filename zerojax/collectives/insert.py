@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import (
     adjacent,
     convolutions,
+    copies,
     gradients,
     lookups,
     order,
@@ -31,7 +32,6 @@ from zerojax.collectives import (
     propagate,
     residuals,
     reuse,
-    rounding,
     wanted,
 )
 from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
@@ -267,7 +267,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; its result has this spec."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = rounding.follow(eqn, values, self.axis)
+        gathered = copies.follow(eqn, values, self.axis)
         narrow = None
         if isinstance(values[0], Shard) and (known := values[0].gathering.narrow) is not None:
             if known.is_cast and propagate.follows(eqn):

@@ -8,53 +8,14 @@ as it came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import decisions, many
-from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.readers import readers
 from zerojax.collectives.shard import MovedStack, Shard
-from zerojax.plan import layout
-from zerojax.xla import jaxprs
-
-
-def move(closed: Any, args: Sequence[Any], gatherer: Gatherer) -> list[Any]:
-    """``args`` of a jaxpr, of which loops alone read some stacks that are gathered in advance:
-    those are gathered as they will lie."""
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    return [
-        _moved(x, d, gatherer)
-        if (d := _dimension(x, gatherer)) is not None and None not in readers(jaxpr, v)
-        else x
-        for v, x in zip(jaxpr.invars, args, strict=True)
-    ]
-
-
-def _dimension(x: Any, gatherer: Gatherer) -> int | None:
-    """The dimension along which a stack of layers is sharded; None where it is no such stack, or is
-    not gathered in advance."""
-    axis = gatherer.axis
-    if not isinstance(x, Shard) or x.gathered is None:
-        return None
-    if many.is_whole(x, axis) or x.value.ndim < 3 or x.spec[0] is not None:
-        return None
-    parts = layout.dimensions(x.spec, axis)
-    return parts[0] if len(parts) == 1 else None
-
-
-def _moved(x: Shard, d: int, gatherer: Gatherer) -> Shard:
-    assert x.gathered is not None
-    order = (d, *(i for i in range(x.value.ndim) if i != d))
-    value = lax.transpose(x.value.astype(x.gathered.array.dtype), order)
-    spec = [x.spec[i] for i in order]
-    with gatherer.ledger.place(decisions.ENTRY, "gathered once a step and kept, read by loops"):
-        moved = MovedStack(gatherer.whole(value, spec, quantized=x.gathering.quantized), d)
-    return x.with_copy(jnp.moveaxis(moved.value, 0, d), moved)
 
 
 def of(x: Any) -> MovedStack | None:

@@ -58,7 +58,7 @@ class Gathered(NamedTuple):
 
     Attributes:
       array: In the dtype of the shard, or rounded to a narrower one, see
-        :mod:`zerojax.collectives.rounding`.
+        :mod:`zerojax.collectives.kept`.
       stack: The array in the layout that a loop reads, see :mod:`zerojax.collectives.moved_stacks`.
     """
 

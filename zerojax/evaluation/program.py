@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.pairs import Sizes
-from zerojax.collectives import Inserter
+from zerojax.collectives import Inserter, kept
 from zerojax.collectives.host import Fetchable
 from zerojax.collectives.layer import layer_bytes
 from zerojax.distributed import log
@@ -263,7 +263,8 @@ class EvaluationProgram:
             else x
             for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
         ]
-        state = enter(self._inserter, self._plan, self._leaves, given, self._reader)
+        entered = enter(self._inserter, self._plan, self._leaves, given, self._reader)
+        state = kept.gather(*entered, self._inserter)
         if execution.division is None:
             if (filled := execution.filled) is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)

@@ -216,19 +216,19 @@ class States:
                 check_memories(self.config, self.mesh)
                 parts = self.placer.born(make, args, plan, shapes)
             else:
-                born = jax.jit(
+                born = jax.jit(  # does not trace `make` again, a jitted function
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
                 )
                 parts = plan.shown(born(*args))
-            return opened[-1].close(parts, opened[-1].tx)
+            return opened[0].close(parts, opened[0].tx)
 
-    def _require_alike(self, make: Callable[..., Parts], args: Any) -> None:
+    def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
         """Refuses a state that is not the same in all processes."""
         if calls := lockstep(self.mesh):
             calls.note("zero.init")
             require_same(self.config, self.mesh)
             require_same_values("zero.init", _by_path(args, "argument "))
-            require_same_program("zero.init", [jax.jit(make).lower(*args)])
+            require_same_program("zero.init", [make.lower(*args)])
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
         """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
@@ -240,14 +240,15 @@ class States:
 
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
-    ) -> tuple[Callable[..., Parts], list[OpenedState]]:
+    ) -> tuple[jax.stages.Wrapped, list[OpenedState]]:
+        """The jitted function that makes a state, and from its trace all but the arrays."""
         if is_nnx(create) or not callable(create):
             raise TypeError(
                 f"zero.init and zero.abstract_state take a function that makes the state, and not "
                 f"a {type(create).__name__}: write zero.init(create_state, key), or pass the state "
                 "to the step, which places it."
             )
-        opened: list[OpenedState] = []  # all but the arrays is needed, of each trace
+        opened: list[OpenedState] = []
 
         def make(*args: Any) -> Parts:
             made = create(*args)
@@ -263,7 +264,7 @@ class States:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 
-        return make_there, opened
+        return jax.jit(make_there), opened
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
         """The state's arrays where the plan has them. Copies, unless the state comes from zerojax

@@ -1,19 +1,32 @@
-"""The entry of a state's arrays into a step: as they are stored, or gathered once."""
+"""The entry of a state's arrays into a step, as shards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.collectives import Inserter, Shard
+from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.host import unpadded
+from zerojax.collectives.kept import Kept
 from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.plan import Leaf, Plan
+
+
+class Entered(NamedTuple):
+    """Arrays as the body takes them.
+
+    Attributes:
+      values: A :class:`Shard` for each that is sharded or stored off the device.
+      kept: For each how it is gathered once a step, as far as the plan says.
+    """
+
+    values: list[Any]
+    kept: list[Kept | None]
 
 
 def enter(
@@ -24,11 +37,12 @@ def enter(
     reader: ParamReader | None = None,
     *,
     by_partition: bool = True,
-) -> list[Any]:
-    """Returns what the inserter is given of a state's arrays, each from where the plan has it.
+    field: str = "params",
+) -> Entered:
+    """Returns a field of the state as the inserter takes it, each array from where the plan has it.
 
-    What is gathered once is gathered here: at stages 1 and 2 everything, at stage 3 small arrays,
-    those that stay gathered over an update, and secondary shards (hpZ).
+    Secondary shards (hpZ) are gathered here; what else is gathered once a step,
+    :func:`zerojax.collectives.kept.gather` gathers.
 
     Args:
       inserter: Runs the body.
@@ -37,6 +51,7 @@ def enter(
       values: The arrays. None for one that lies on disk, and for one that the body does not use.
       reader: Reads arrays from the disk, by their position in ``leaves``.
       by_partition: Whether they have secondary shards (hpZ).
+      field: The field's name. Its small arrays are gathered together.
     """
     entered: list[Any] = []
     quantized = plan.quantized.paths
@@ -59,21 +74,19 @@ def enter(
         entered.append(Shard(x, spec, gathering=how) if cut else x)
     stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
     live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
-    return [
-        x if whole is None else x.with_copy(whole)
-        for x, whole in zip(entered, inserter.in_advance(entered, live), strict=True)
-    ]
+    return Entered(entered, kept.by_plan(entered, inserter, live, field))
 
 
-def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> list[Any]:
-    """Returns the same of the state beside the parameters, in its order.
+def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> Entered:
+    """Returns the state beside the parameters, in its order.
 
-    Small arrays are gathered field by field: those of a field that is not used whole, an average
-    for one, are not gathered.
+    Small arrays are gathered field by field: those of a field of which the step needs shards alone,
+    such as an average of the parameters, are not gathered.
     """
-    entered: list[Any] = []
-    for _, field in sorted(rest.items()):
-        values, first = jax.tree.leaves(field), len(entered)
-        leaves = plan.leaves["rest"][first : first + len(values)]
-        entered += enter(inserter, plan, leaves, values, by_partition=False)
+    entered = Entered([], [])
+    for name, values in sorted(rest.items()):
+        arrays, first = jax.tree.leaves(values), len(entered.values)
+        leaves = plan.leaves["rest"][first : first + len(arrays)]
+        more = enter(inserter, plan, leaves, arrays, by_partition=False, field=name)
+        entered = Entered(entered.values + more.values, entered.kept + more.kept)
     return entered

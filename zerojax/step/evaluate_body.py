@@ -11,11 +11,10 @@ from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.own_sums import Reducer
 from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
-from zerojax.collectives import filled, moved_stacks
+from zerojax.collectives import kept
 from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host
 from zerojax.collectives.one_bit import OneBitMomentum
-from zerojax.collectives.rounding import round_in_advance
 from zerojax.distributed import log
 from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -23,7 +22,7 @@ from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.plan import DTYPES
 from zerojax.step.call import join
-from zerojax.step.entering import enter_rest
+from zerojax.step.entering import Entered, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.program import StepSetting
@@ -40,7 +39,7 @@ def evaluate_body(
     setting: StepSetting,
     tx: Any,
     start: Parts,
-    params: Sequence[Any],
+    params: Entered,
     batch: Any,
     arrays: list[Any],
     further: FurtherArguments,
@@ -51,14 +50,14 @@ def evaluate_body(
     """The state and the results that the user's step makes.
 
     The step is traced on the whole batch, as if all its arrays lay on the device, and checked.
-    Then the trace is run on ``params``, each made whole where the stage has it, micro-batch by
+    Then the trace is run on ``params``, each gathered where the stage has it, micro-batch by
     micro-batch under accumulation.
 
     Args:
       setting: The step.
       tx: The optimizer that the user's step sees.
       start: The state that the user's step sees. Its parameters may be shapes.
-      params: The compute parameters, as :func:`enter` makes them.
+      params: The compute parameters, from :func:`zerojax.step.entering.enter`.
       batch: Leaves [rows, ...], under accumulation [k, rows, ...].
       arrays, further: The step's further arguments, see :class:`StepSetting`.
       replace, host: For the inserter, in a step without accumulation.
@@ -82,34 +81,35 @@ def evaluate_body(
     # Trace the step on the whole batch, and refuse it where plain jit has other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    body.check(jaxpr, len(params))
+    body.check(jaxpr, len(params.values))
     warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     closed = without_unused_gradients(closed)
 
-    # Decide what is gathered in advance, and in which form.
+    # Decide how the parameters are gathered that are kept.
     by_micro_batch = k > 1 or feedback is not None
     if by_micro_batch and k == 1:
         batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
     others = jax.tree.leaves((start.opt_state, start.step))
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
-    given = [*params, *others, *rest, *jax.tree.leaves(batch)]
-    given = round_in_advance(closed, given, setting.inserter)
-    if not by_micro_batch and setting.inserter.overlap:
-        given = filled.defer(closed, given, setting.inserter)
-    given = moved_stacks.move(closed, given, setting.inserter)
+    rows = jax.tree.leaves(batch)
+    given = [*params.values, *others, *rest.values, *rows]
+    choices = [*params.kept, *(None for _ in others), *rest.kept, *(None for _ in rows)]
+    fill = setting.inserter.overlap and not by_micro_batch
+    choices = kept.decide(closed, given, choices, setting.inserter, fill=fill)
     # Gradients that leave for host memory do so where they are produced.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
+    given = kept.gather(given, choices, setting.inserter)
     if by_micro_batch:
         roles = roles_of(body.name, start, batch, shapes)
         outs = _micro_batches(setting, trace, closed, batch, roles, want, feedback)(given, replace)
     else:
-        rows = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
-        count = rows.pop() if len(rows) == 1 else None
+        counts = {x.shape[0] for x in rows if x.shape}
+        count = counts.pop() if len(counts) == 1 else None
         outs = setting.inserter(closed, given, replace, want, host, count)
     _warn_of_unquantized(setting)
     made = jax.tree.unflatten(jax.tree.structure(shapes), outs)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.collectives import Inserter, Shard
+from zerojax.collectives import Inserter, Shard, kept
 from zerojax.devices.mesh import same_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -121,11 +121,8 @@ def enter_arguments(
     """By ``id`` of an array that lies as a parameter does: its shard."""
     chosen = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if spec is not None]
     shards = [Shard(x, spec) for x, spec in chosen]
-    wholes = inserter.in_advance(shards)
-    return {
-        id(x): shard.with_copy(whole)
-        for (x, _), shard, whole in zip(chosen, shards, wholes, strict=True)
-    }
+    shards = kept.gather(shards, kept.by_plan(shards, inserter), inserter)
+    return {id(x): shard for (x, _), shard in zip(chosen, shards, strict=True)}
 
 
 class WithShards(NamedTuple):

@@ -1,0 +1,39 @@
+"""Unsharded copies of what is computed from a parameter that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.collectives import many, propagate
+from zerojax.collectives.shard import Gathered, HostStack, Shard
+from zerojax.collectives.uses import CAST
+from zerojax.collectives.widening import whole_of
+from zerojax.xla import jaxprs
+
+
+def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
+    """The unsharded copy of the result of an equation on shards and numbers; None where unknown.
+
+    A cast, or a change of layout, of what has been gathered is done once more on the whole; so is
+    all work on small parameters. Other work is not: what it makes is gathered, and its operands
+    need not be.
+    """
+    shard, name = values[0], eqn.primitive.name
+    rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None
+    if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
+        return rounded
+    small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
+    follows = propagate.follows(eqn)
+    copies = [whole_of(v) if isinstance(v, Shard) else v for v in values]
+    if copies[0] is None and follows and rounded is not None:
+        copies[0] = rounded.array
+    if copies[0] is None or not (small or follows or name == CAST):
+        return None
+    return Gathered(jaxprs.bind(eqn, copies)[0])
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Shard | HostStack) and not jnp.ndim(value)

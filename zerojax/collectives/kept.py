@@ -1,0 +1,148 @@
+"""Parameters that are gathered once a step and kept until its end.
+
+At stages 1 and 2 all of them; at stage 3 small arrays, and those for which
+``stage3_max_live_parameters`` leaves room. The plan says which (:func:`by_plan`), the step's trace
+in which form (:func:`decide`), and :func:`gather` gathers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.collectives import decisions, many
+from zerojax.collectives.ahead import gathered_dtype
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.readers import Reader, readers
+from zerojax.collectives.shard import MovedStack, Shard
+from zerojax.collectives.uses import Uses
+from zerojax.plan import layout
+from zerojax.plan.rule import is_small
+from zerojax.xla import jaxprs
+
+
+class Kept(NamedTuple):
+    """How a parameter is gathered that is kept.
+
+    Attributes:
+      together: The field of the state with whose small arrays it is gathered, by one all-gather;
+        None for a large array.
+      dtype: The narrower dtype to which the step rounds it before each use, and in which it is
+        gathered; None for its own. flax casts a module's float32 parameters to its ``dtype`` where
+        they are used: behind the gather, the gather would send and hold float32.
+      by_loop: Whether the first loop over the stack of layers gathers it, one layer ahead, and
+        stacks what it has gathered, see :mod:`zerojax.collectives.filled`.
+      first: The dimension of a stack of layers that comes first once it is gathered, if loops alone
+        read the stack, see :mod:`zerojax.collectives.moved_stacks`; None for the stack's own order.
+    """
+
+    together: str | None = None
+    dtype: Any = None
+    by_loop: bool = False
+    first: int | None = None
+
+
+def by_plan(
+    shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = ""
+) -> list[Kept | None]:
+    """For each of these arrays how it is gathered, as far as the plan says; None for one that is
+    gathered where it is used, or not sharded.
+
+    Args:
+      shards: Arrays of one field of the state.
+      gatherer: Gathers parameters.
+      live: The positions of those that stay gathered at stage 3.
+      field: The field's name.
+    """
+
+    def kept(i: int, x: Any) -> Kept | None:
+        if not isinstance(x, Shard) or x.gathering.host:
+            return None
+        if is_small(x.value.shape, x.spec, gatherer.axis):
+            return Kept(together=field)
+        return Kept() if gatherer.keep or i in live else None
+
+    return [kept(i, x) for i, x in enumerate(shards)]
+
+
+def decide(
+    closed: Any, args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer, *, fill: bool
+) -> list[Kept | None]:
+    """How a step gathers the parameters that it keeps, as its trace has it.
+
+    Args:
+      closed: The step.
+      args: Its arguments, some of them a :class:`Shard`.
+      kept: For each argument what :func:`by_plan` says.
+      gatherer: Gathers parameters.
+      fill: Whether the step runs once, and loops gather ahead: they may gather stacks that are
+        kept.
+    """
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    return [
+        _decided(jaxpr, v, x, gatherer, fill) if how is not None and how.together is None else how
+        for v, x, how in zip(jaxpr.invars, args, kept, strict=True)
+    ]
+
+
+def _decided(jaxpr: Any, v: Any, x: Shard, gatherer: Gatherer, fill: bool) -> Kept:
+    """How a large array is gathered."""
+    dtypes = Uses(gatherer.mesh, gatherer.axis).dtypes(jaxpr, v, x.spec)
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
+    cut = layout.dimensions(x.spec, gatherer.axis)
+    if x.spec[0] is not None or len(cut) != 1:
+        return Kept(dtype=dtype)
+    loops = list(readers(jaxpr, v))
+    if fill and dtype is None and _fills(x, loops, gatherer):
+        return Kept(by_loop=True)
+    moved = x.value.ndim > 2 and None not in loops
+    return Kept(dtype=dtype, first=cut[0] if moved else None)
+
+
+def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool:
+    """Whether the first of the loops over a stack gathers it one layer ahead, in its own dtype."""
+    direct = [loop for loop in loops if loop is not None and not loop.cast]
+    if len(direct) < max(2, len(loops)):
+        return False
+    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
+    dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
+    return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
+
+
+def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer) -> list[Any]:
+    """``args``, with unsharded copies of those that are kept."""
+    given = [
+        x if how is None or how.together is not None else _gathered(x, how, gatherer)
+        for x, how in zip(args, kept, strict=True)
+    ]
+    for field in dict.fromkeys(how.together for how in kept if how is not None):
+        small = [i for i, how in enumerate(kept) if field is not None and how == Kept(field)]
+        with gatherer.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
+            copies = many.gather_together(
+                [args[i] for i in small], gatherer.mesh, gatherer.constrain, gatherer.ledger
+            )
+        for i, copy in zip(small, copies, strict=True):
+            given[i] = args[i].with_copy(copy)
+    return given
+
+
+def _gathered(x: Shard, how: Kept, gatherer: Gatherer) -> Shard:
+    """A large array with its unsharded copy."""
+    if how.by_loop:
+        return x.with_gathering(by_loop=True)
+    order = list(range(x.value.ndim))
+    if how.first is not None:
+        order.insert(0, order.pop(how.first))
+    value = x.value if how.dtype is None else x.value.astype(how.dtype)
+    value = value if how.first is None else lax.transpose(value, order)
+    reason = f"{'' if how.dtype is None else 'cast, '}gathered once a step and kept"
+    reason += "" if how.first is None else ", read by loops"
+    with gatherer.ledger.place(decisions.ENTRY, reason):
+        spec, quantized = [x.spec[i] for i in order], x.gathering.quantized
+        copy = gatherer.whole(value, spec, quantized=quantized)
+    if how.first is None:
+        return x.with_copy(copy)
+    return x.with_copy(jnp.moveaxis(copy, 0, how.first), MovedStack(copy, how.first))

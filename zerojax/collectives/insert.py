@@ -32,6 +32,7 @@ from zerojax.collectives import (
     propagate,
     residuals,
     reuse,
+    shrinking,
     wanted,
 )
 from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
@@ -130,6 +131,7 @@ class Inserter(Scans):
         scope.summed |= together.reduced
         wants = {v: spec for v, spec in wants.items() if v not in together.added}
         shared = {} if scope.share else adjacent.uses(jaxpr)
+        shrunk = shrinking.find(jaxpr, wants, scope.batch_rows, self)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.find_sums(jaxpr)
         env: dict[Any, Any] = dict(
@@ -144,6 +146,10 @@ class Inserter(Scans):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
+            if shrunk is not None and not shrunk.results.isdisjoint(eqn.outvars):
+                with jaxprs.traced_where(eqn):
+                    env[eqn.outvars[0]] = shrunk.run(eqn, values, wants, self)
+                continue
             if any(isinstance(v, PartialSum) for v in values):
                 if partial_sums.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)

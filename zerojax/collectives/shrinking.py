@@ -1,0 +1,148 @@
+"""Gradients that shrink after the sum over rows, and are reduced over the devices after that.
+
+A relative position bias is looked up in a small table for each pair of positions, and added to the
+scores of every row. Its cotangent is summed over the rows, [heads, positions, positions], and then
+added up in the table's gradient, [buckets, heads]. Every equation from that sum to the table is
+linear, so that each device runs them on the sum over its own rows, and the table's gradient alone
+is all-reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives import propagate
+from zerojax.collectives.gathering import Gatherer, plain
+from zerojax.collectives.reduction import add_up, pinned
+from zerojax.devices.mesh import sequence_size
+from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.primitives import LINEAR
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+LEAST = 4
+"""How many times the elements of a table's gradient must be added up in it."""
+
+_PASSES = LINEAR | {"add_any"}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSum:
+    """Each device's sum over its own rows: ``value`` [devices, *shape], each on its device."""
+
+    value: jax.Array
+
+
+class Shrinking(NamedTuple):
+    """The equations of a program that run on each device's own sum.
+
+    Attributes:
+      sums: By result, the dimension of rows over which an equation sums.
+      results: The results of all of them.
+      ends: Those that are reduced over the devices: gradients of tables.
+    """
+
+    sums: Mapping[Any, int]
+    results: frozenset[Any]
+    ends: frozenset[Any]
+
+    def run(
+        self, eqn: Any, values: Sequence[Any], wants: Mapping[Any, Spec], gatherer: Gatherer
+    ) -> Any:
+        """The result of one of the equations: an :class:`OwnSum`, or a reduced gradient."""
+        (out,) = eqn.outvars
+        values = [plain(x) for x in values]
+        if out in self.sums:
+            at, n = self.sums[out], gatherer.mesh.size
+            rows = jnp.moveaxis(values[0], at, 0)
+            rows = pinned(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
+            axes = [d for d in jaxprs.param(eqn, "axes") if d != at]
+            # Device, own rows, and then the dimensions but `at`.
+            own = add_up(rows, 1, *(d + 2 - (d > at) for d in axes))
+            return OwnSum(pinned(own, gatherer))
+        parts = [x.value if isinstance(x, OwnSum) else x for x in values]
+        own = jax.vmap(
+            lambda *operands: jaxprs.bind(eqn, list(operands))[0],
+            in_axes=[0 if isinstance(x, OwnSum) else None for x in values],
+        )(*parts)
+        own = pinned(own, gatherer)
+        return gatherer.scatter(add_up(own, 0), wants[out]) if out in self.ends else OwnSum(own)
+
+
+def find(
+    jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer
+) -> Shrinking | None:
+    """The gradients of tables that are reduced last; None for none.
+
+    Args:
+      jaxpr: An open jaxpr.
+      wants: See :func:`zerojax.collectives.wanted.trace_back`.
+      rows: Of the batch; None where unknown.
+      gatherer: Reduces gradients.
+    """
+    mesh = gatherer.mesh
+    if rows is None or rows % mesh.size or not gatherer.alone or sequence_size(mesh) > 1:
+        return None
+    graph = graph_of(jaxpr)
+    sums: dict[Any, int] = {}
+    results, ends = set[Any](), set[Any]()
+    for eqn in graph.named("scatter-add", "jit"):
+        if len(eqn.outvars) != 1 or (out := eqn.outvars[0]) not in wants:
+            continue
+        added = [v for v in jaxprs.variables(eqn.invars) if v.aval.size >= LEAST * out.aval.size]
+        added = [v for v in added if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        if len(added) != 1 or not _adds_up(eqn, eqn.invars.index(added[0]), graph):
+            continue
+        if (found := _sums(added[0], graph, rows)) is not None:
+            sums |= found[0]
+            results |= {out, *found[1]}
+            ends.add(out)
+    return Shrinking(sums, frozenset(results), frozenset(ends)) if ends else None
+
+
+def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
+    """Whether an equation, or the one of a jitted function that takes its operand ``at``, adds this
+    operand's entries up in zeros."""
+    if eqn.primitive is prims.scatter_add_p:
+        return at == 2 and graph.is_constant(eqn.invars[0])
+    if eqn.primitive is not prims.jit_p:
+        return False
+    (body,) = jaxprs.bodies(eqn)
+    inside, v = graph_of(body), body.invars[at]
+    while inside.times_used(v) == 1 and inside.users(v):
+        ((user, position),) = inside.users(v)
+        if not (user.primitive.name in LINEAR or propagate.reversible(user)):
+            last = body.outvars == user.outvars
+            return last and _adds_up(user, position, inside)
+        (v,) = user.outvars
+    return False
+
+
+def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | None:
+    """The sums over rows from which a value is computed, each with its dimension of rows, and all
+    values from there on; None where it is not linear in such sums, or one is used besides."""
+    sums, results, left = dict[Any, int](), set[Any](), [v]
+    while left:
+        v = left.pop()
+        eqn = graph.producer(v)
+        if eqn is None or graph.times_used(v) != 1:
+            return None
+        results.add(v)
+        operands = jaxprs.variables(eqn.invars)
+        if eqn.primitive.name in _PASSES or propagate.reversible(eqn):
+            if len(operands) != len(eqn.invars):
+                return None
+            left += operands
+            continue
+        axes = jaxprs.param(eqn, "axes") if eqn.primitive is prims.reduce_sum_p else ()
+        at = [d for d in axes if eqn.invars[0].aval.shape[d] == rows]
+        if not at:
+            return None
+        sums[v] = at[0]
+    return sums, results

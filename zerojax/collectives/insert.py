@@ -33,6 +33,7 @@ from zerojax.collectives import (
     residuals,
     reuse,
     shrinking,
+    tables,
     wanted,
 )
 from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
@@ -130,15 +131,19 @@ class Inserter(Scans):
         together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
         scope.summed |= together.reduced
         wants = {v: spec for v, spec in wants.items() if v not in together.added}
-        shared = {} if scope.share else adjacent.uses(jaxpr)
+        shared, equations = {}, tables.Order(jaxpr.eqns, {}, {})
+        if not scope.share:
+            equations = tables.order(jaxpr, args, self)
+            shared = {**adjacent.uses(jaxpr), **equations.shared}
         shrunk = shrinking.find(jaxpr, wants, scope.batch_rows, self)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.find_sums(jaxpr)
+        outer = scope.adjacent  # of the call that runs the jaxpr
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in jaxpr.eqns:
+        for eqn in equations.equations:
             if eqn.outvars and eqn.outvars[0] in sums:
                 (out,) = eqn.outvars
                 # The same object where the dtype allows: the step recognizes its own array.
@@ -157,7 +162,7 @@ class Inserter(Scans):
                 values = [
                     partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
                 ]
-            scope.adjacent = shared.get(id(eqn))
+            scope.adjacent = shared.get(id(eqn), outer)
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
@@ -174,6 +179,7 @@ class Inserter(Scans):
             env.update(
                 (v, goes_on.as_shard(v, x, wants)) for v, x in zip(eqn.outvars, outs, strict=True)
             )
+            equations.hold(eqn, env)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(

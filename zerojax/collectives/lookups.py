@@ -58,7 +58,8 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         columns = gatherer.constrain(rows, (None, None, gatherer.axis))
         rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
-    if scope.share or table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
+    own = table.value.size <= _looked_up(eqn, gatherer.mesh, 1)
+    if scope.share or own or scope.adjacent is not None:
         return None
     held = table
     if scope.rows is not None:

@@ -1,0 +1,142 @@
+"""Lookups in one table share its gather at stage 3."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jaxprs import gathers
+
+import zerojax
+from zerojax.collectives import Inserter, Shard
+from zerojax.hlo.traffic import collectives
+from zerojax.plan import rule
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+WORDS, WIDTH, TOKENS = 64, 16, 24
+MESH = zerojax.mesh()
+Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+def shifted(target: jax.Array) -> jax.Array:
+    return jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
+
+
+def translated(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """An encoder and a decoder with one table, tied to the output."""
+    x = jnp.tanh(jnp.take(p["table"], source, axis=0) @ p["encoder"])
+    y = jnp.take(p["table"], shifted(target), axis=0)
+    y = jnp.tanh((y + x.mean(1, keepdims=True)) @ p["decoder"])
+    return optax.softmax_cross_entropy_with_integer_labels(y @ p["table"].T, target).mean()
+
+
+def towers(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """One encoder for both, by NumPy's indexing."""
+
+    def encoded(tokens: jax.Array) -> jax.Array:
+        return jnp.tanh(p["table"][tokens] @ p["encoder"]).mean(1)
+
+    return jnp.mean((encoded(source) - encoded(target)) ** 2)
+
+
+def found_first(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """The second tokens follow from what was computed of the first."""
+    x = jnp.take(p["table"], source, axis=0) @ p["encoder"]
+    y = jnp.take(p["table"], jnp.argmax(x, -1), axis=0)
+    return jnp.mean((x + y) ** 2)
+
+
+def few(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """So few tokens that rows are sent, and not the table."""
+    x, y = (jnp.take(p["table"], tokens[:, :1], axis=0) for tokens in (source, target))
+    return jnp.mean(jnp.tanh(x @ p["encoder"]) * jnp.sin(y))
+
+
+LOSSES = pytest.mark.parametrize(
+    ("loss", "times"), [(translated, 3), (towers, 1), (found_first, 2), (few, 0)],
+    ids=lambda x: getattr(x, "__name__", None),
+)  # fmt: skip
+
+
+def create() -> TrainState:
+    draw = np.random.default_rng(0).normal
+    params = {
+        "table": draw(size=(WORDS, WIDTH)) / 4,
+        "encoder": draw(size=(WIDTH, WIDTH)),
+        "decoder": draw(size=(WIDTH, WIDTH)),
+    }
+    params = jax.tree.map(jnp.asarray, params)
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+
+def tokens(rows: int = 8) -> list[np.ndarray]:
+    return list(np.random.default_rng(1).integers(0, WORDS, (2, rows, TOKENS), np.int32))
+
+
+@LOSSES
+def test_how_often_the_table_is_gathered(loss: Loss, times: int) -> None:
+    """Forward; and once more for the output and its backward pass."""
+    inserter, spec = Inserter(MESH, "data", keep=False), ("data", None)
+
+    def run(params: Any, *batch: Any) -> Any:
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(params, *batch)
+        shards = [Shard(x, spec) for x in jax.tree.leaves(params)]
+        return inserter(closed, [*shards, *batch], rows=len(batch[0]))
+
+    found = gathers(jax.make_jaxpr(run)(create().params, *tokens()))
+    assert sum(sorted(move.shape) == [WIDTH, WORDS] for move in found) == times
+
+
+@LOSSES
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_numbers_of_plain_jit(
+    loss: Loss, times: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state.params, *batch)
+        return state.apply_gradients(grads=grads), value
+
+    with jax.enable_x64(True):
+        zero = zerojax.zero(
+            stage=3,
+            stage3_param_persistence_threshold=0,
+            gradient_accumulation_steps=accumulation,
+        )
+        batch = tokens(8 * accumulation)
+        got, want = zero(step)(create(), batch), jax.jit(step)(create(), batch)
+        pairs = (got[0].params, got[1]), (want[0].params, want[1])
+        for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_what_8_h100s_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table three times: for the lookups, for the output and for its backward pass."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    zero = zerojax.zero(
+        stage=3, mesh=zerojax.topology("h100", 8), stage3_param_persistence_threshold=0
+    )
+
+    @zero
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        value, grads = jax.value_and_grad(translated)(state.params, *batch)
+        return state.apply_gradients(grads=grads), value
+
+    batch = [jax.ShapeDtypeStruct((8, TOKENS), jnp.int32)] * 2
+    lowered = step.lower(zero.abstract_state(create), batch)
+    gathered = sum(
+        each.times * each.bytes_by_dtype.get("f32", 0)
+        for each in collectives(lowered.compile().as_text())
+        if each.kind == "all-gather"
+    )
+    matrices = 3 * WIDTH * WIDTH  # not for the first product's backward pass
+    assert gathered == pytest.approx(4 * (3 * WORDS * WIDTH + matrices), rel=0.1)

@@ -1,0 +1,137 @@
+"""Lookups in one table that share its gather.
+
+An encoder and a decoder look their tokens up in one table. Where so many are looked up that the
+table is gathered, it would be gathered for either at stage 3. The later lookup needs nothing but
+the table and the tokens, so it is done next to the first: its rows wait for the decoder, and the
+gathered table does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives.adjacent import Wholes
+from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.lookups import by_columns, spec_by_rows
+from zerojax.collectives.shard import Shard
+from zerojax.devices.mesh import batch_devices
+from zerojax.graph.graph import Graph, graph_of
+from zerojax.xla import jaxprs
+
+MOST = 32
+"""The most equations for the indices of a lookup that are moved with it."""
+
+
+class Lookup(NamedTuple):
+    """A lookup in a table: the equation, perhaps of a jitted function with the lookup in it, and
+    the lookup itself."""
+
+    equation: Any
+    gather: Any
+
+
+class Order(NamedTuple):
+    """The equations of a program, each next to those that share a gather with it.
+
+    Attributes:
+      equations: All, in order.
+      shared: By ``id`` of an equation, the gathers that it shares.
+      rows: By ``id`` of the last lookup of a group, the rows that all of them look up.
+    """
+
+    equations: Sequence[Any]
+    shared: Mapping[int, Wholes]
+    rows: Mapping[int, Sequence[Any]]
+
+    def hold(self, eqn: Any, env: dict[Any, Any]) -> None:
+        """Has the rows of a group looked up before one of them is used: XLA might otherwise keep
+        the table until the last is."""
+        if (rows := self.rows.get(id(eqn))) is not None:
+            held: list[jax.Array] = lax.optimization_barrier([env[v] for v in rows])
+            env.update(zip(rows, held, strict=True))
+
+
+def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
+    """The order in which a program's equations run.
+
+    Args:
+      jaxpr: An open jaxpr, each of whose uses of a parameter gathers it.
+      args: Its arguments, some of them a :class:`Shard`.
+      gatherer: Gathers parameters.
+    """
+    graph = graph_of(jaxpr)
+    shared: dict[int, Wholes] = {}
+    rows: dict[int, Sequence[Any]] = {}
+    behind: dict[int, list[Any]] = {}  # by id of the first lookup, what is moved behind it
+    for v, x in zip(jaxpr.invars, args, strict=True):
+        if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
+            continue
+        found = [_lookup(use.equation) for use in graph.users(v) if use.position == 0]
+        lookups = [each for each in found if each and _gathers(each, x, gatherer)]
+        if len(lookups) < 2:
+            continue
+        first, *others = lookups
+        group, moved = [first.equation], list[Any]()
+        for other in others:
+            before = _moved(other.equation, first.equation, graph, moved)
+            if before is not None:
+                moved += [*before, other.equation]
+                group.append(other.equation)
+        if len(group) > 1:
+            wholes: Wholes = {}
+            shared |= {id(eqn): wholes for eqn in group}
+            rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
+            behind[id(first.equation)] = moved
+    if not behind:
+        return Order(jaxpr.eqns, {}, {})
+    away = graph.without([eqn for moved in behind.values() for eqn in moved])
+    equations = [each for eqn in away for each in (eqn, *behind.get(id(eqn), ()))]
+    return Order(equations, shared, rows)
+
+
+def _lookup(eqn: Any) -> Lookup | None:
+    """The lookup that an equation is, in its first operand, or holds as a jitted function."""
+    if eqn.primitive is prims.gather_p:
+        return Lookup(eqn, eqn)
+    if eqn.primitive is not prims.jit_p or eqn.effects:
+        return None
+    (body,) = jaxprs.bodies(eqn)
+    uses = graph_of(body).users(body.invars[0])
+    if len(uses) != 1 or uses[0].position or uses[0].equation.primitive is not prims.gather_p:
+        return None
+    return Lookup(eqn, uses[0].equation)
+
+
+def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
+    """Whether a lookup gathers its table, and has no more rows a device than the table."""
+    eqn, where = lookup.gather, (table.spec, gatherer.mesh, gatherer.axis)
+    if spec_by_rows(eqn, *where) is not None or by_columns(eqn, *where):
+        return False
+    return eqn.outvars[0].aval.size <= table.value.size * batch_devices(gatherer.mesh)
+
+
+def _moved(eqn: Any, first: Any, graph: Graph, known: Sequence[Any]) -> list[Any] | None:
+    """The equations that compute the indices of a lookup after ``first``, in order, but for the
+    ``known`` ones; None where these are more than a few equations on integers."""
+    found: dict[int, Any] = {}
+    left = jaxprs.variables(eqn.invars)
+    have = {id(each) for each in known}
+    while left:
+        producer = graph.producer(left.pop())
+        if producer is None or graph.place(producer) < graph.place(first) or id(producer) in have:
+            continue
+        integers = all(
+            jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == jnp.bool_
+            for v in producer.outvars
+        )
+        if not integers or producer.effects or len(found) == MOST:
+            return None
+        found[graph.place(producer)] = producer
+        left += jaxprs.variables(producer.invars)
+    return [found[at] for at in sorted(found)]

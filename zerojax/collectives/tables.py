@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 
+from zerojax.collectives import propagate
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.lookups import by_columns, spec_by_rows
@@ -111,7 +112,8 @@ def _lookup(eqn: Any) -> Lookup | None:
 def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
     """Whether a lookup gathers its table, and has no more rows a device than the table."""
     eqn, where = lookup.gather, (table.spec, gatherer.mesh, gatherer.axis)
-    if spec_by_rows(eqn, *where) is not None or by_columns(eqn, *where):
+    is_layer = propagate.forward(eqn, table.spec, gatherer.mesh) is not None  # of a stack
+    if is_layer or spec_by_rows(eqn, *where) is not None or by_columns(eqn, *where):
         return False
     return eqn.outvars[0].aval.size <= table.value.size * batch_devices(gatherer.mesh)
 

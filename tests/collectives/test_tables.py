@@ -1,6 +1,7 @@
 """Lookups in one table share its gather at stage 3."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import jax
@@ -51,6 +52,19 @@ def found_first(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean((x + y) ** 2)
 
 
+def indices_first(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """A jitted lookup that returns indices alone, for the next lookup."""
+    found = jax.jit(lambda table, at: jnp.argmax(table[at], -1))(p["table"], source)
+    return jnp.mean(jnp.tanh(p["table"][source] * p["table"][found] @ p["encoder"]))
+
+
+def weighed(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """The rows are what a gradient of their shape is computed from."""
+    a, b = (p["table"][tokens[:2].reshape(-1)] for tokens in (source, target))
+    weights = jnp.sum(p["rows"] * a) + jnp.sum(p["rows"] * b * 2)
+    return weights + jnp.sum(jnp.tanh(a @ p["encoder"])) + jnp.sum(jnp.tanh(b @ p["encoder"]))
+
+
 def few(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
     """So few tokens that rows are sent, and not the table."""
     x, y = (jnp.take(p["table"], tokens[:, :1], axis=0) for tokens in (source, target))
@@ -58,7 +72,8 @@ def few(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
 
 
 LOSSES = pytest.mark.parametrize(
-    ("loss", "times"), [(translated, 3), (towers, 1), (found_first, 2), (few, 0)],
+    ("loss", "times"),
+    [(translated, 3), (towers, 1), (found_first, 2), (indices_first, 2), (weighed, 1), (few, 0)],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
 
@@ -69,6 +84,7 @@ def create() -> TrainState:
         "table": draw(size=(WORDS, WIDTH)) / 4,
         "encoder": draw(size=(WIDTH, WIDTH)),
         "decoder": draw(size=(WIDTH, WIDTH)),
+        "rows": draw(size=(2 * TOKENS, WIDTH)),
     }
     params = jax.tree.map(jnp.asarray, params)
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
@@ -92,10 +108,15 @@ def test_how_often_the_table_is_gathered(loss: Loss, times: int) -> None:
     assert sum(sorted(move.shape) == [WIDTH, WORDS] for move in found) == times
 
 
-@LOSSES
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "accumulation"),
+    [
+        *product([translated, towers, found_first, indices_first, few], [1, 2]),
+        (weighed, 1),  # takes rows apart
+    ],
+)
 def test_the_numbers_of_plain_jit(
-    loss: Loss, times: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
+    loss: Loss, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rule, "SMALL", 0)
 

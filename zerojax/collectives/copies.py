@@ -1,4 +1,4 @@
-"""Unsharded copies of what is computed from a parameter that has one."""
+"""Unsharded copies of values that are computed from gathered parameters."""
 
 from __future__ import annotations
 

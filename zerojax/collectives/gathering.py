@@ -49,7 +49,8 @@ class Scope:
       reduced: the gradients of each block of the backward pass, in order.
       used_whole: by ``id``, the shards that something else than lookups uses whole in here.
       rows: what was last looked up in a gathered table; the next such table waits for it.
-      adjacent: the gathers that an equation shares with those next to it; None where none does.
+      adjacent: the gathers that an equation shares with those next to it, and so do the equations
+        of a function that it calls; None where none does.
       summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
       cotangent: of the last block of the backward pass that was held back.

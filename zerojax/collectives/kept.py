@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 
 def by_plan(
-    shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = ""
+    shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = "params"
 ) -> list[Kept | None]:
     """For each of these arrays how it is gathered, as far as the plan says; None for one that is
     gathered where it is used, or not sharded.
@@ -118,8 +118,9 @@ def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer)
         x if how is None or how.together is not None else _gathered(x, how, gatherer)
         for x, how in zip(args, kept, strict=True)
     ]
-    for field in dict.fromkeys(how.together for how in kept if how is not None):
-        small = [i for i, how in enumerate(kept) if field is not None and how == Kept(field)]
+    fields = [None if how is None else how.together for how in kept]
+    for field in dict.fromkeys(field for field in fields if field is not None):
+        small = [i for i, other in enumerate(fields) if other == field]
         with gatherer.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
             copies = many.gather_together(
                 [args[i] for i in small], gatherer.mesh, gatherer.constrain, gatherer.ledger

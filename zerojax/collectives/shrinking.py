@@ -2,9 +2,9 @@
 
 A relative position bias is looked up in a small table for each pair of positions, and added to the
 scores of every row. Its cotangent is summed over the rows, [heads, positions, positions], and then
-added up in the table's gradient, [buckets, heads]. Every equation from that sum to the table is
-linear, so that each device runs them on the sum over its own rows, and the table's gradient alone
-is all-reduced.
+added up in the table's gradient, [buckets, heads]. Where every equation from that sum to the table
+is linear, each device runs them on the sum over its own rows, and the table's gradient alone is
+all-reduced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
@@ -29,12 +31,12 @@ from zerojax.xla import jaxprs
 LEAST = 4
 """How many times the elements of a table's gradient must be added up in it."""
 
-_PASSES = LINEAR | {"add_any"}
-
 
 @dataclass(frozen=True, eq=False)
 class OwnSum:
-    """Each device's sum over its own rows: ``value`` [devices, *shape], each on its device."""
+    """Each device's sum over its own rows: ``value`` [devices, *shape], each on its device. Unlike
+    a :class:`zerojax.collectives.partial_sums.PartialSum` it is computed with before it is reduced.
+    """
 
     value: jax.Array
 
@@ -96,7 +98,7 @@ def find(
         if len(eqn.outvars) != 1 or (out := eqn.outvars[0]) not in wants:
             continue
         added = [v for v in jaxprs.variables(eqn.invars) if v.aval.size >= LEAST * out.aval.size]
-        added = [v for v in added if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        added = [v for v in added if _is_floating(v)]
         if len(added) != 1 or not _adds_up(eqn, eqn.invars.index(added[0]), graph):
             continue
         if (found := _sums(added[0], graph, rows)) is not None:
@@ -110,14 +112,14 @@ def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
     """Whether an equation, or the one of a jitted function that takes its operand ``at``, adds this
     operand's entries up in zeros."""
     if eqn.primitive is prims.scatter_add_p:
-        return at == 2 and graph.is_constant(eqn.invars[0])
+        return at == 2 and _is_zeros(eqn.invars[0], graph)
     if eqn.primitive is not prims.jit_p:
         return False
     (body,) = jaxprs.bodies(eqn)
     inside, v = graph_of(body), body.invars[at]
     while inside.times_used(v) == 1 and inside.users(v):
         ((user, position),) = inside.users(v)
-        if not (user.primitive.name in LINEAR or propagate.reversible(user)):
+        if not _is_linear(user):
             last = body.outvars == user.outvars
             return last and _adds_up(user, position, inside)
         (v,) = user.outvars
@@ -135,14 +137,34 @@ def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | 
             return None
         results.add(v)
         operands = jaxprs.variables(eqn.invars)
-        if eqn.primitive.name in _PASSES or propagate.reversible(eqn):
-            if len(operands) != len(eqn.invars):
-                return None
+        if _is_linear(eqn) and len(operands) == len(eqn.invars):
             left += operands
             continue
-        axes = jaxprs.param(eqn, "axes") if eqn.primitive is prims.reduce_sum_p else ()
-        at = [d for d in axes if eqn.invars[0].aval.shape[d] == rows]
-        if not at:
+        if eqn.primitive is not prims.reduce_sum_p or not _is_floating(v):
             return None
-        sums[v] = at[0]
+        shape = operands[0].aval.shape
+        # Rows come first: another dimension of that size is of tokens, or of positions.
+        if rows not in shape or (at := shape.index(rows)) not in jaxprs.param(eqn, "axes"):
+            return None
+        sums[v] = at
     return sums, results
+
+
+def _is_linear(eqn: Any) -> bool:
+    """Whether an equation adds, moves or rounds floating values."""
+    linear = eqn.primitive.name in LINEAR or eqn.primitive.name == "add_any"
+    floats = all(map(_is_floating, (*eqn.invars, *eqn.outvars)))
+    return floats and (linear or propagate.reversible(eqn))
+
+
+def _is_floating(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+def _is_zeros(atom: Any, graph: Graph) -> bool:
+    """Whether a value is known to be zeros."""
+    if isinstance(atom, core.Literal):
+        return not np.any(atom.val)
+    eqn = graph.producer(atom)
+    moved = eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+    return moved and _is_zeros(eqn.invars[0], graph)

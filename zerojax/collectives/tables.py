@@ -18,15 +18,17 @@ from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
 from zerojax.collectives.adjacent import Wholes
-from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.gathering import Gatherer, plain
 from zerojax.collectives.lookups import by_columns, spec_by_rows
 from zerojax.collectives.shard import Shard
+from zerojax.collectives.widening import like
 from zerojax.devices.mesh import batch_devices
 from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
 
 MOST = 32
-"""The most equations for the indices of a lookup that are moved with it."""
+"""The most equations for the indices of a lookup that are moved with it; no loops."""
 
 
 class Lookup(NamedTuple):
@@ -43,7 +45,7 @@ class Order(NamedTuple):
     Attributes:
       equations: All, in order.
       shared: By ``id`` of an equation, the gathers that it shares.
-      rows: By ``id`` of the last lookup of a group, the rows that all of them look up.
+      rows: By ``id`` of the last lookup of a group, the first results of all of them.
     """
 
     equations: Sequence[Any]
@@ -54,8 +56,8 @@ class Order(NamedTuple):
         """Has the rows of a group looked up before one of them is used: XLA might otherwise keep
         the table until the last is."""
         if (rows := self.rows.get(id(eqn))) is not None:
-            held: list[jax.Array] = lax.optimization_barrier([env[v] for v in rows])
-            env.update(zip(rows, held, strict=True))
+            held: list[jax.Array] = lax.optimization_barrier([plain(env[v]) for v in rows])
+            env.update((v, like(env[v], x)) for v, x in zip(rows, held, strict=True))
 
 
 def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
@@ -93,11 +95,15 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
         return Order(jaxpr.eqns, {}, {})
     away = graph.without([eqn for moved in behind.values() for eqn in moved])
     equations = [each for eqn in away for each in (eqn, *behind.get(id(eqn), ()))]
-    return Order(equations, shared, rows)
+    once = {id(eqn): eqn for eqn in equations}  # indices of lookups in several tables
+    return Order([*once.values()], shared, rows)
 
 
 def _lookup(eqn: Any) -> Lookup | None:
-    """The lookup that an equation is, in its first operand, or holds as a jitted function."""
+    """The lookup of floating values that an equation is, in its first operand, or holds as a jitted
+    function."""
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        return None
     if eqn.primitive is prims.gather_p:
         return Lookup(eqn, eqn)
     if eqn.primitive is not prims.jit_p or eqn.effects:
@@ -132,7 +138,8 @@ def _moved(eqn: Any, first: Any, graph: Graph, known: Sequence[Any]) -> list[Any
             jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == jnp.bool_
             for v in producer.outvars
         )
-        if not integers or producer.effects or len(found) == MOST:
+        loops = regions(producer) and producer.primitive not in jaxprs.CALLS
+        if not integers or producer is first or loops or producer.effects or len(found) == MOST:
             return None
         found[graph.place(producer)] = producer
         left += jaxprs.variables(producer.invars)

@@ -39,7 +39,7 @@ from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla import jaxprs
+from zerojax.xla import compat, jaxprs
 
 LITTLE = 0.01
 """The share of a device's bytes at rest that it may hold twice without a warning."""
@@ -209,6 +209,7 @@ class States:
         with automatic_context(self.mesh) as explicit:
             args = relabelled(args, self.mesh)
             make, opened = self._maker(create, explicit)
+            make = jax.jit(make, inline=compat.INLINE)  # traced once, for the plan
             self._require_alike(make, args)
             shapes = jax.eval_shape(make, *args)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))

@@ -28,6 +28,7 @@ from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import streaming
+from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, named
 
 
@@ -109,6 +110,7 @@ class GradientProgram:
         given = self._setting.divide(args, kwargs)
         return self._jitted.trace(self._taken(parts), batch, *given)
 
+    @seldom_collected()
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
         """The program, lowered for abstract or concrete arguments."""
         traced = self._traced(parts, batch, args, kwargs)
@@ -121,6 +123,7 @@ class GradientProgram:
             opt_state=self._update.numbers(parts.opt_state),
         )
 
+    @seldom_collected()
     def _run(
         self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
     ) -> GradientResult:

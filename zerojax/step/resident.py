@@ -21,6 +21,7 @@ from zerojax.step.view import View, advancing, cast, constrainer, params_after, 
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import options
+from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, named
 
 
@@ -51,6 +52,7 @@ class ResidentStep:
             ),
         )
 
+    @seldom_collected()
     def _step(
         self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
     ) -> StepResult:
@@ -97,7 +99,8 @@ class ResidentStep:
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """The one program."""
         setting = self.setting
-        traced = self._traced(parts, batch, args, kwargs)
         reaches = reaches_host(setting.config)
-        program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
+        with seldom_collected():
+            traced = self._traced(parts, batch, args, kwargs)
+            program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

@@ -150,7 +150,7 @@ def test_which_ones(loss: Loss) -> None:
 
 
 @LOSSES
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sweep), 3])
 def test_the_numbers_of_plain_jit(loss: Loss, stage: int) -> None:
     with jax.enable_x64(True):
         x, state, step = rows(), create(), step_of(loss)

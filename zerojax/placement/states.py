@@ -209,7 +209,6 @@ class States:
         with automatic_context(self.mesh) as explicit:
             args = relabelled(args, self.mesh)
             make, opened = self._maker(create, explicit)
-            make = jax.jit(make, inline=compat.INLINE)  # traced once, for the plan
             self._require_alike(make, args)
             shapes = jax.eval_shape(make, *args)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
@@ -265,7 +264,7 @@ class States:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 
-        return jax.jit(make_there), opened
+        return jax.jit(make_there, inline=compat.INLINE), opened
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
         """The state's arrays where the plan has them. Copies, unless the state comes from zerojax

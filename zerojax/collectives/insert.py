@@ -131,10 +131,10 @@ class Inserter(Scans):
         together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
         scope.summed |= together.reduced
         wants = {v: spec for v, spec in wants.items() if v not in together.added}
-        shared, equations = {}, tables.Order(jaxpr.eqns, {}, {})
+        shared, ordered = {}, tables.Order(jaxpr.eqns, {}, {})
         if not scope.share:
-            equations = tables.order(jaxpr, args, self)
-            shared = {**adjacent.uses(jaxpr), **equations.shared}
+            ordered = tables.order(jaxpr, args, self)
+            shared = {**adjacent.uses(jaxpr), **ordered.shared}
         shrunk = shrinking.find(jaxpr, wants, scope.batch_rows, self)
         leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
         sums = changes.find_sums(jaxpr)
@@ -143,7 +143,7 @@ class Inserter(Scans):
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in equations.equations:
+        for eqn in ordered.equations:
             if eqn.outvars and eqn.outvars[0] in sums:
                 (out,) = eqn.outvars
                 # The same object where the dtype allows: the step recognizes its own array.
@@ -179,7 +179,7 @@ class Inserter(Scans):
             env.update(
                 (v, goes_on.as_shard(v, x, wants)) for v, x in zip(eqn.outvars, outs, strict=True)
             )
-            equations.hold(eqn, env)
+            ordered.hold(eqn, env)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(

@@ -58,8 +58,9 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         columns = gatherer.constrain(rows, (None, None, gatherer.axis))
         rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
-    own = table.value.size <= _looked_up(eqn, gatherer.mesh, 1)
-    if scope.share or own or scope.adjacent is not None:
+    if scope.share or scope.adjacent is not None:
+        return None
+    if table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None
     held = table
     if scope.rows is not None:

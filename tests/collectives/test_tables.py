@@ -71,9 +71,18 @@ def few(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ p["encoder"]) * jnp.sin(y))
 
 
+def printed(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """The table is the operand of a callback, which has no result."""
+    jax.debug.callback(lambda table: None, p["table"])
+    return towers(p, source, target)
+
+
 LOSSES = pytest.mark.parametrize(
     ("loss", "times"),
-    [(translated, 3), (towers, 1), (found_first, 2), (indices_first, 2), (weighed, 1), (few, 0)],
+    [
+        (translated, 3), (towers, 1), (found_first, 2), (indices_first, 2), (weighed, 1), (few, 0),
+        (printed, 2),
+    ],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
 

@@ -102,7 +102,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
 def _lookup(eqn: Any) -> Lookup | None:
     """The lookup of floating values that an equation is, in its first operand, or holds as a jitted
     function."""
-    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+    if not eqn.outvars or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return None
     if eqn.primitive is prims.gather_p:
         return Lookup(eqn, eqn)

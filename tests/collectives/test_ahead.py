@@ -19,7 +19,7 @@ from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.ahead import LEAST, Ahead
+from zerojax.collectives.ahead import LEAST, Ahead, decide
 from zerojax.collectives.shard import Gathering, HostStack
 from zerojax.plan import rule
 from zerojax.xla import jaxprs
@@ -214,7 +214,8 @@ class TestStacks:
         jaxpr = jax.make_jaxpr(
             lambda *xs: lax.scan(lambda c, x: (c, [y + 1 for y in x]), 0.0, xs, reverse=reverse)
         )(*stacks)
-        return Ahead(the(jaxpr, "scan"), xs, inserter, gathers=True)
+        scan = the(jaxpr, "scan")
+        return Ahead(scan, xs, decide(scan, xs, inserter, gathers=True), inserter)
 
     @pytest.mark.parametrize("reverse", [False, True])
     def test_each_iteration_has_its_entries(self, reverse: bool) -> None:

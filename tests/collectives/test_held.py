@@ -9,7 +9,7 @@ import pytest
 from collectives.test_loops import MESH, ROWS, STACK, N, layers, weight
 from jax import lax
 
-from zerojax.collectives import held, loops
+from zerojax.collectives import Shard, held, loops
 from zerojax.graph.graph import graph_of
 from zerojax.xla import jaxprs
 
@@ -20,7 +20,7 @@ LAYERS = (4, N, N)
 def is_held(function: Callable[..., Any], spec: Any, *shapes: tuple[int, ...]) -> bool:
     """Whether a body that takes a constant first needs it unsharded; the rest is carried."""
     jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes), 0)
-    return held.to_hold(jaxpr, [spec], MESH) == {0}
+    return held.decide(jaxpr, [Shard(weight(*shapes[0]), spec)], MESH) == {0}
 
 
 def test_what_an_iteration_needs() -> None:

@@ -8,7 +8,7 @@ is gathered, since the last iteration gathers its own again, which nobody uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,20 +35,16 @@ class Ahead:
       xs: What it reads, stacked along the first dimension, see
         :class:`zerojax.collectives.entries.Entries`. A :class:`Shard` or :class:`HostStack` in host
         memory is fetched ahead.
+      dtypes: By position, the dtype of what is gathered ahead, see :func:`decide`.
       gatherer: Gathers parameters.
-      gathers: Whether parameters on the devices are gathered ahead.
     """
 
-    def __init__(self, eqn: Any, xs: Sequence[Any], gatherer: Gatherer, *, gathers: bool) -> None:
-        self._xs, self._gatherer = xs, gatherer
+    def __init__(
+        self, eqn: Any, xs: Sequence[Any], dtypes: Mapping[int, jnp.dtype], gatherer: Gatherer
+    ) -> None:
+        self._xs, self._dtypes, self._gatherer = xs, dtypes, gatherer
         self._length, self._reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         self._holds = residuals.holds_block(eqn)
-        self._dtypes: dict[int, jnp.dtype] = {}  # by position, of what is gathered ahead
-        uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
-        for i, x in enumerate(xs):
-            chosen = self._is_shard(x) and (gathers or x.gathering.by_loop)
-            if chosen and (dtype := gathered_dtype(eqn, i, x, uses)) is not None:
-                self._dtypes[i] = dtype
 
     def order(self) -> jax.Array | None:
         """int [length], for each iteration the one that comes after it; its own for the last.
@@ -115,10 +111,33 @@ class Ahead:
         whole = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return whole[-1] if whole else None
 
-    def _is_shard(self, x: Any) -> bool:
-        """Whether it is a parameter on the devices, of which nothing is gathered yet."""
-        sharded = isinstance(x, Shard) and is_sharded(x.spec, self._gatherer.axis)
-        return sharded and not x.gathering.host and not x.is_rounded
+
+def decide(
+    eqn: Any, xs: Sequence[Any], gatherer: Gatherer, *, gathers: bool
+) -> dict[int, jnp.dtype]:
+    """The stacks whose layers a scan gathers one iteration ahead, by position: the dtype in which
+    it does.
+
+    Args:
+      eqn: The scan.
+      xs: What it reads, see :class:`Ahead`.
+      gatherer: Gathers parameters.
+      gathers: Whether all parameters on the devices are gathered ahead; otherwise those that the
+        loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
+    """
+    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
+    dtypes = {
+        i: gathered_dtype(eqn, i, x, uses)
+        for i, x in enumerate(xs)
+        if _is_shard(x, gatherer.axis) and (gathers or x.gathering.by_loop)
+    }
+    return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
+
+
+def _is_shard(x: Any, axis: str) -> bool:
+    """Whether it is a parameter on the devices, of which nothing is gathered yet."""
+    sharded = isinstance(x, Shard) and is_sharded(x.spec, axis)
+    return sharded and not x.gathering.host and not x.is_rounded
 
 
 def gathered_dtype(eqn: Any, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:

@@ -8,7 +8,7 @@ is reduced, since the first iteration has nothing to reduce yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,27 +32,23 @@ class Behind:
     Args:
       eqn: The scan.
       want: For each stack that it makes, the spec of an entry's shard; None for no gradient.
+      behind: By position of a stack, the sum that is reduced one iteration later, see
+        :func:`decide`.
       gatherer: Reduces gradients.
-      rows: In a batch; None where nothing is to be reduced behind.
     """
 
     def __init__(
-        self, eqn: Any, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
+        self,
+        eqn: Any,
+        want: Sequence[Spec | None],
+        behind: Mapping[int, RowSum],
+        gatherer: Gatherer,
     ) -> None:
         self._gatherer, self._length = gatherer, jaxprs.param(eqn, "length")
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
-        self._want = want
-        self._behind: dict[int, RowSum] = {}  # by position of the stack
+        self._want, self._behind = want, behind
         self._made: set[int] = set()  # those that were made so
-        if rows is None or not gatherer.alone or self._length < LEAST:
-            return
-        body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-        results = body.outvars[len(body.outvars) - len(want) :]
-        for i, (v, spec) in enumerate(zip(results, want, strict=True)):
-            found = None if spec is None else _row_sum(body, v, spec, gatherer, rows)
-            if found is not None:
-                self._behind[i] = found
 
     @property
     def row_sums(self) -> dict[Any, RowSum]:
@@ -127,6 +123,29 @@ class Behind:
             i: _put(stack, x.value, last) if i in self._made else stack
             for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
         }
+
+
+def decide(
+    eqn: Any, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
+) -> dict[int, RowSum]:
+    """The stacks of gradients that a scan reduces one iteration later, by position: the sum.
+
+    Args:
+      eqn: The scan.
+      want: See :class:`Behind`.
+      gatherer: Reduces gradients.
+      rows: Of a batch; None where nothing is to be reduced later.
+    """
+    if rows is None or not gatherer.alone or jaxprs.param(eqn, "length") < LEAST:
+        return {}
+    body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+    results = body.outvars[len(body.outvars) - len(want) :]
+    sums = {
+        i: _row_sum(body, v, spec, gatherer, rows)
+        for i, (v, spec) in enumerate(zip(results, want, strict=True))
+        if spec is not None
+    }
+    return {i: row_sum for i, row_sum in sums.items() if row_sum is not None}
 
 
 def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:

@@ -8,7 +8,7 @@ forward loop reads layer by layer is gathered by that loop instead, one layer ah
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives.ahead import Ahead
-from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import FilledStack, Shard
-from zerojax.plan import layout
 
 
 class Filling:
@@ -26,21 +24,16 @@ class Filling:
 
     Args:
       xs: What it reads.
+      dimensions: By position of a stack that it fills, the dimension along which it is sharded.
       ahead: What it gathers ahead.
       reverse: Whether it starts with the last layer.
-      gatherer: Gathers parameters.
     """
 
     def __init__(
-        self, xs: Sequence[Any], ahead: Ahead, *, reverse: bool, gatherer: Gatherer
+        self, xs: Sequence[Any], dimensions: Mapping[int, int], ahead: Ahead, *, reverse: bool
     ) -> None:
         self._ahead, self._reverse = ahead, reverse
-        self._dimensions = {
-            i: layout.dimensions(x.spec, gatherer.axis)[0]
-            for i, x in enumerate(xs)
-            if isinstance(x, Shard) and x.gathering.by_loop
-        }
-        self._xs = xs
+        self._dimensions, self._xs = dimensions, xs
 
     def layers(self, coming: Sequence[jax.Array]) -> list[jax.Array]:
         """What an iteration stacks, of what it has gathered for the next one: as the collective

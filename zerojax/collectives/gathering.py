@@ -51,7 +51,6 @@ class Scope:
       rows: what was last looked up in a gathered table; the next such table waits for it.
       adjacent: the gathers that an equation shares with those next to it, and so do the equations
         of a function that it calls; None where none does.
-      summed: gradients that are reduced once they are added up.
       window: what holds gathers back in a body; None where they are free.
       cotangent: of the last block of the backward pass that was held back.
       batch_rows: of the batch; None where unknown.
@@ -71,7 +70,6 @@ class Scope:
     used_whole: set[int] = field(default_factory=set)
     rows: jax.Array | None = None
     adjacent: Wholes | None = None
-    summed: set[Any] = field(default_factory=set)
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None

@@ -10,6 +10,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
+from zerojax.collectives.shard import Shard
 from zerojax.graph.graph import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.graph.reach import DEPENDS
@@ -24,16 +25,16 @@ DeepSpeed's default for stage3_max_live_parameters."""
 SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
-def to_hold(jaxpr: Any, specs: Sequence[Spec | None], mesh: Mesh) -> set[int]:
-    """The constants of a loop that are to be gathered before it: those that each iteration needs
-    unsharded; none where they are too many to hold.
+def decide(jaxpr: Any, consts: Sequence[Any], mesh: Mesh) -> set[int]:
+    """The positions of a loop's constants that are gathered before it: those that each iteration
+    needs unsharded; none where they are too many to hold.
 
     Args:
       jaxpr: The loop's body, or its condition.
-      specs: For each constant, the body's first operands, its spec; None for one that is not
-        sharded.
-      mesh: Of the specs.
+      consts: The constants, the body's first operands, some of them a :class:`Shard`.
+      mesh: Of their specs.
     """
+    specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
     if all(spec is None for spec in specs):
         return set()
     opened, _ = jaxprs.open_jaxpr(jaxpr)

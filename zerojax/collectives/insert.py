@@ -22,23 +22,22 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import (
-    adjacent,
     convolutions,
     copies,
     gradients,
+    held,
     lookups,
     order,
     partial_sums,
+    program_decisions,
     propagate,
     residuals,
-    reuse,
-    shrinking,
-    tables,
     wanted,
 )
 from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.partial_sums import PartialSum
+from zerojax.collectives.program_decisions import ProgramDecisions
 from zerojax.collectives.scans import Scans
 from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
 from zerojax.collectives.widening import arrived, like, narrow_of, travelling
@@ -49,7 +48,7 @@ from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import AS_THEY_ARE, Sent
-from zerojax.trace import changes, marks
+from zerojax.trace import marks
 from zerojax.xla import jaxprs
 
 
@@ -123,37 +122,27 @@ class Inserter(Scans):
         self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        want = want or [None] * len(jaxpr.outvars)
-        goes_on = reuse.GoesOn(jaxpr, args, self.axis)
-        others = {} if self.apart else goes_on.gradients
-        wants = wanted.trace_back(jaxpr, want, self.mesh, others)
-        scope.used_whole |= goes_on.used_whole
-        together = adjacent.sums(jaxpr, wants, self.mesh, of_layer=scope.of_layer)
-        scope.summed |= together.reduced
-        wants = {v: spec for v, spec in wants.items() if v not in together.added}
-        shared, ordered = {}, tables.Order(jaxpr.eqns, {}, {})
-        if not scope.share:
-            ordered = tables.order(jaxpr, args, self)
-            shared = {**adjacent.uses(jaxpr), **ordered.shared}
-        shrunk = shrinking.find(jaxpr, wants, scope.batch_rows, self)
-        leaving = set() if self.smallest is None else residuals.find(jaxpr, self.smallest)
-        sums = changes.find_sums(jaxpr)
+        decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
+        scope.used_whole |= decided.used_on.used_whole
         outer = scope.adjacent  # of the call that runs the jaxpr
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in ordered.equations:
-            if eqn.outvars and eqn.outvars[0] in sums:
+        for eqn in decided.order.equations:
+            if eqn.outvars and eqn.outvars[0] in decided.replaced:
                 (out,) = eqn.outvars
                 # The same object where the dtype allows: the step recognizes its own array.
-                new = plain(jaxprs.read(sums[out], env))
+                new = plain(jaxprs.read(decided.replaced[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
+            if eqn.outvars and (first := decided.order.copies.get(eqn.outvars[0])) is not None:
+                env[eqn.outvars[0]] = env[first]
+                continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
-            if shrunk is not None and not shrunk.results.isdisjoint(eqn.outvars):
+            if not decided.shrinking.results.isdisjoint(eqn.outvars):
                 with jaxprs.traced_where(eqn):
-                    env[eqn.outvars[0]] = shrunk.run(eqn, values, wants, self)
+                    env[eqn.outvars[0]] = decided.shrinking.run(eqn, values, decided.wants, self)
                 continue
             if any(isinstance(v, PartialSum) for v in values):
                 if partial_sums.links(eqn):
@@ -162,35 +151,36 @@ class Inserter(Scans):
                 values = [
                     partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
                 ]
-            scope.adjacent = shared.get(id(eqn), outer)
+            scope.adjacent = decided.shared.get(id(eqn), outer)
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
-                    or not wants.keys().isdisjoint(eqn.outvars)
+                    or decided.concern(eqn)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
                     or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices)
-                    or not leaving.isdisjoint(eqn.outvars)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
-                    outs = self._equation(eqn, values, scope, wants, leaving)
+                    outs = self._equation(eqn, values, scope, decided)
                 else:
                     outs = jaxprs.bind(eqn, values)
             env.update(
-                (v, goes_on.as_shard(v, x, wants)) for v, x in zip(eqn.outvars, outs, strict=True)
+                (v, decided.used_on.as_shard(v, x, decided.wants))
+                for v, x in zip(eqn.outvars, outs, strict=True)
             )
-            ordered.hold(eqn, env)
+            decided.order.hold(eqn, env)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
-        self, eqn: Any, values: list[Any], scope: Scope, wants: dict[Any, Spec], leaving: set[Any]
+        self, eqn: Any, values: list[Any], scope: Scope, decided: ProgramDecisions
     ) -> Sequence[Any]:
+        wants = decided.wants
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            return self.scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), leaving)
+            return self.scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), decided.leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT):
@@ -205,7 +195,7 @@ class Inserter(Scans):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
             values[0] = lax.optimization_barrier(values[0])
-        if wanted.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in scope.summed:
+        if wanted.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in decided.added_up:
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
@@ -377,9 +367,11 @@ class Inserter(Scans):
 
     def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: Scope) -> Sequence[Any]:
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        cond, body = (
-            self._closed(loop.cond, self.held(loop.cond, values[:a], scope), scope),
-            self._closed(loop.body, self.held(loop.body, values[a:b], scope), scope),
-        )
+
+        def closed(jaxpr: Any, consts: list[Any]) -> Callable[..., list[Any]]:
+            whole = held.decide(jaxpr, consts, self.mesh)
+            return self._closed(jaxpr, self.held(whole, consts, scope), scope)
+
+        cond, body = closed(loop.cond, values[:a]), closed(loop.body, values[a:b])
         carry = self.all_whole(values[b:], scope)
         return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)

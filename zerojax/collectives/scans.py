@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import decisions, held, loops, moved_stacks
+from zerojax.collectives import decisions, loop_decisions, moved_stacks
 from zerojax.collectives.ahead import Ahead
 from zerojax.collectives.behind import Behind
 from zerojax.collectives.entries import Entries
 from zerojax.collectives.filled import Filling
-from zerojax.collectives.gathering import Gatherer, Scope, is_sharded, plain
+from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import sent, unpadded
+from zerojax.collectives.loops import Sums
 from zerojax.collectives.shard import Gathering, HostGradient, HostStack, Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -59,34 +60,26 @@ class Scans(Gatherer):
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
         values = self.all_known(values, scope)
-        sums = loops.Sums(eqn, want[:n])
-        kept = [i for i in range(n) if i not in sums.terms]
+        prefetch = self.overlap and not self.keep
+        decided = loop_decisions.decide(eqn, values, want, self, scope, prefetch=prefetch)
+        sums, kept = decided.sums, decided.carried
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        own = [want[i] for i in kept if i not in sums.stacks]
-        specs = [spec for spec in own if spec is not None]
-        # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
-        if not any(is_sharded(spec, self.axis) for spec in specs):
-            consts = self.held(jaxprs.param(eqn, "jaxpr"), consts, scope, values)
+        consts = self.held(decided.held, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             carry = self.all_whole([start[i] for i in kept], scope)
-            # A stack sharded along its layers has to be whole before the loop can take one.
             xs = [
-                self.gather(x, scope, values) if isinstance(x, Shard) and x.spec[0] else x
-                for x in xs
+                self.gather(x, scope, values) if i in decided.whole else x for i, x in enumerate(xs)
             ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
-        ahead = Ahead(eqn, entries.read, self, gathers=self.overlap and not self.keep)
-        later = Behind(eqn, want[n:], self, scope.batch_rows if scope.behind else None)
+        ahead = Ahead(eqn, entries.read, decided.ahead, self)
+        later = Behind(eqn, want[n:], decided.behind, self)
+        filling = Filling(xs, decided.filled, ahead, reverse=reverse)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
-        inside = [*(want[i] for i in kept), *want[n:], *(None for _ in sums.roots)]
         gone: dict[int, Spec | None] = {}
-        filling = Filling(xs, ahead, reverse=reverse, gatherer=self)
-        layers = any(want[n:]) or bool(sums.stacks)  # whose gradients are stacked
-        layers = layers and not any(want[i] for i in range(n) if i not in sums.stacks)
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, before, rest, rounded) = state, at
@@ -97,9 +90,9 @@ class Scans(Gatherer):
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = [now.get(i) for i in range(n)]
-            within = scope.inner(later.row_sums, of_layer=layers)
+            within = scope.inner(later.row_sums, of_layer=decided.of_layer)
             with self.ledger.place(decisions.LOOP):
-                outs = self.run(jaxpr, (*consts, *carried, *sliced), within, inside)
+                outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
             given, outs = later.passed(given, reduced, outs, before)
             ys = outs[m:]
@@ -150,16 +143,14 @@ class Scans(Gatherer):
         return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
     def held(
-        self, jaxpr: Any, consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
+        self, whole: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
-        """Gathers those of a loop's constants that all of its iterations need whole."""
-        specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
-        whole = held.to_hold(jaxpr, specs, self.mesh)
+        """Gathers those of a loop's constants that all of its iterations need unsharded."""
         with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
             return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
 
     def _summed(
-        self, sums: loops.Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
+        self, sums: Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
     ) -> dict[int, jax.Array]:
         """Reduces over the devices, once, the carried values that a loop has added up.
 

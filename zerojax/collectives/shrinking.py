@@ -77,10 +77,8 @@ class Shrinking(NamedTuple):
         return gatherer.scatter(add_up(own, 0), wants[out]) if out in self.ends else OwnSum(own)
 
 
-def find(
-    jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer
-) -> Shrinking | None:
-    """The gradients of tables that are reduced last; None for none.
+def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer) -> Shrinking:
+    """The gradients of tables that are reduced last.
 
     Args:
       jaxpr: An open jaxpr.
@@ -90,7 +88,7 @@ def find(
     """
     mesh = gatherer.mesh
     if rows is None or rows % mesh.size or not gatherer.alone or sequence_size(mesh) > 1:
-        return None
+        return Shrinking({}, frozenset(), frozenset())
     graph = graph_of(jaxpr)
     sums: dict[Any, int] = {}
     results, ends = set[Any](), set[Any]()
@@ -105,7 +103,7 @@ def find(
             sums |= found[0]
             results |= {out, *found[1]}
             ends.add(out)
-    return Shrinking(sums, frozenset(results), frozenset(ends)) if ends else None
+    return Shrinking(sums, frozenset(results), frozenset(ends))
 
 
 def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:

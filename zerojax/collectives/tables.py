@@ -3,7 +3,8 @@
 An encoder and a decoder look their tokens up in one table. Where so many are looked up that the
 table is gathered, it would be gathered for either at stage 3. The later lookup needs nothing but
 the table and the tokens, so it is done next to the first: its rows wait for the decoder, and the
-gathered table does not.
+gathered table does not. A module that computes in another dtype casts the table at each lookup;
+one cast serves all of them.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Order(NamedTuple):
 
     Attributes:
       equations: All, in order.
+      copies: By result of a later cast of a table, the result of the first.
       shared: By ``id`` of an equation, the gathers that it shares.
       rows: By ``id`` of the last lookup of a group, the first results of all of them.
     """
 
     equations: Sequence[Any]
+    copies: Mapping[Any, Any]
     shared: Mapping[int, Wholes]
     rows: Mapping[int, Sequence[Any]]
 
@@ -69,34 +72,52 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
       gatherer: Gathers parameters.
     """
     graph = graph_of(jaxpr)
+    copies: dict[Any, Any] = {}
     shared: dict[int, Wholes] = {}
     rows: dict[int, Sequence[Any]] = {}
-    behind: dict[int, list[Any]] = {}  # by id of the first lookup, what is moved behind it
+    behind: dict[int, Sequence[Any]] = {}  # by id of an equation, what is moved behind it
     for v, x in zip(jaxpr.invars, args, strict=True):
         if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
             continue
-        found = [_lookup(use.equation) for use in graph.users(v) if use.position == 0]
-        lookups = [each for each in found if each and _gathers(each, x, gatherer)]
-        if len(lookups) < 2:
-            continue
-        first, *others = lookups
-        group, moved = [first.equation], list[Any]()
-        for other in others:
-            before = _moved(other.equation, first.equation, graph, moved)
-            if before is not None:
-                moved += [*before, other.equation]
-                group.append(other.equation)
-        if len(group) > 1:
-            wholes: Wholes = {}
-            shared |= {id(eqn): wholes for eqn in group}
-            rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
-            behind[id(first.equation)] = moved
+        for table, *casts in _forms(v, graph):
+            again = [graph.producer(cast) for cast in casts]
+            uses = [use for each in (table, *casts) for use in graph.users(each)]
+            uses.sort(key=lambda use: graph.place(use.equation))
+            found = [_lookup(use.equation) for use in uses if use.position == 0]
+            lookups = [each for each in found if each and _gathers(each, x, gatherer)]
+            if len(lookups) < 2:
+                continue
+            first, *others = lookups
+            group, moved = [first.equation], list[Any]()
+            for other in others:
+                before = _moved(other.equation, first.equation, graph, [*again, *moved])
+                if before is not None:
+                    moved += [*before, other.equation]
+                    group.append(other.equation)
+            if len(group) > 1:
+                wholes: Wholes = {}
+                shared |= {id(eqn): wholes for eqn in group}
+                rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
+                behind[id(first.equation)] = moved
+                if again:
+                    behind[id(graph.producer(table))] = again
+                    copies |= dict.fromkeys(casts, table)
     if not behind:
-        return Order(jaxpr.eqns, {}, {})
+        return Order(jaxpr.eqns, {}, {}, {})
     away = graph.without([eqn for moved in behind.values() for eqn in moved])
     equations = [each for eqn in away for each in (eqn, *behind.get(id(eqn), ()))]
     once = {id(eqn): eqn for eqn in equations}  # indices of lookups in several tables
-    return Order([*once.values()], shared, rows)
+    return Order([*once.values()], copies, shared, rows)
+
+
+def _forms(v: Any, graph: Graph) -> list[list[Any]]:
+    """A parameter, and for each dtype to which it is cast the results of the casts, in order."""
+    casts: dict[Any, list[Any]] = {}
+    for use in graph.users(v):
+        if use.equation.primitive is prims.convert_element_type_p:
+            (out,) = use.equation.outvars
+            casts.setdefault(out.aval, []).append(out)
+    return [[v], *casts.values()]
 
 
 def _lookup(eqn: Any) -> Lookup | None:

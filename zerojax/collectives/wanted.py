@@ -82,7 +82,7 @@ def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
     return spec is not None and bool(propagate.operand_specs(eqn, spec, mesh))
 
 
-def of_scan_body(eqn: Any, wants: dict[Any, Spec]) -> list[Spec | None]:
+def of_scan_body(eqn: Any, wants: Mapping[Any, Spec]) -> list[Spec | None]:
     """What is wanted of one iteration's results, given what is wanted of the whole scan's."""
     _, n = jaxprs.scan_counts(eqn)
     specs = [wants.get(v) for v in eqn.outvars]

@@ -1,0 +1,97 @@
+"""What is decided for a loop over stacks, before its first iteration runs on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.collectives import ahead, behind, held
+from zerojax.collectives.gathering import Gatherer, Scope, is_sharded
+from zerojax.collectives.loops import Sums
+from zerojax.collectives.partial_sums import RowSum
+from zerojax.collectives.shard import Shard
+from zerojax.collectives.widening import narrowest
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
+
+
+@dataclass(frozen=True, eq=False)
+class LoopDecisions:
+    """How a loop runs on shards. Positions count among operands, or results, of their own kind:
+    constants, carried values, stacks.
+
+    Attributes:
+      sums: The carried values that are added up on each device and reduced after the loop.
+      carried: Positions of the other carried values.
+      held: Positions of the constants that are gathered before the loop.
+      whole: Positions of the stacks that are gathered before the loop: no single layer of a stack
+        that is sharded along its layers can be gathered.
+      ahead: By position of a stack, the dtype in which its layers are gathered one iteration ahead.
+      filled: By position of a stack, its sharded dimension, for those that the loop gathers and
+        stacks for later loops.
+      behind: By position of a stack of gradients, the sum that is reduced one iteration later.
+      of_layer: Whether an iteration is one layer, whose gradients are stacked.
+      want: For each result of an iteration the spec of its shard if it is a gradient; None for
+        others.
+    """
+
+    sums: Sums
+    carried: Sequence[int]
+    held: set[int]
+    whole: set[int]
+    ahead: Mapping[int, jnp.dtype]
+    filled: Mapping[int, int]
+    behind: Mapping[int, RowSum]
+    of_layer: bool
+    want: Sequence[Spec | None]
+
+
+def decide(
+    eqn: Any,
+    values: Sequence[Any],
+    want: Sequence[Spec | None],
+    gatherer: Gatherer,
+    scope: Scope,
+    *,
+    prefetch: bool,
+) -> LoopDecisions:
+    """Decides how a loop runs on shards.
+
+    Args:
+      eqn: The scan.
+      values: Its operands, some of them a :class:`Shard`.
+      want: For each result the spec of an entry's shard if it is a gradient; None for others.
+      gatherer: Gathers parameters and reduces gradients.
+      scope: The stretch in which the loop runs.
+      prefetch: Whether the loop gathers parameters one iteration ahead.
+    """
+    a, n = jaxprs.scan_counts(eqn)
+    consts, xs = values[:a], values[a + n :]
+    sums = Sums(eqn, want[:n])
+    carried = [i for i in range(n) if i not in sums.terms]
+    # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
+    own = [spec for i in carried if i not in sums.stacks and (spec := want[i]) is not None]
+    micro_batches = any(is_sharded(spec, gatherer.axis) for spec in own)
+    jaxpr = jaxprs.param(eqn, "jaxpr")
+    whole = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
+    read = [None if i in whole else narrowest(x) for i, x in enumerate(xs)]
+    stacked = any(want[n:]) or bool(sums.stacks)
+    return LoopDecisions(
+        sums=sums,
+        carried=carried,
+        held=set() if micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
+        whole=whole,
+        ahead=ahead.decide(eqn, read, gatherer, gathers=prefetch),
+        filled={
+            i: layout.dimensions(x.spec, gatherer.axis)[0]
+            for i, x in enumerate(xs)
+            if i not in whole and isinstance(x, Shard) and x.gathering.by_loop
+        },
+        behind=behind.decide(eqn, want[n:], gatherer, scope.batch_rows if scope.behind else None),
+        of_layer=stacked and not any(want[i] for i in range(n) if i not in sums.stacks),
+        want=[*(want[i] for i in carried), *want[n:], *(None for _ in sums.roots)],
+    )

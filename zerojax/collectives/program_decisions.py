@@ -1,0 +1,89 @@
+"""What is decided for the equations of one program, before the first of them runs on shards.
+
+The step, a function that it calls, a branch, one iteration of a loop: each is a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax.collectives import adjacent, residuals, reuse, shrinking, tables, wanted
+from zerojax.collectives.adjacent import Wholes
+from zerojax.collectives.gathering import Gatherer, Scope
+from zerojax.plan.layout import Spec
+from zerojax.trace import changes
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramDecisions:
+    """How a program runs on shards.
+
+    Attributes:
+      order: The equations, in the order in which they run.
+      wants: By variable, the spec of its shard for each gradient, and each value that goes into
+        one. Terms that are added up before they are reduced are left out.
+      added_up: The gradients that are reduced once they are added up.
+      shared: By ``id`` of an equation, the gathers that it shares with others.
+      shrinking: The equations that run on each device's own sum.
+      leaving: The stacks that wait in host memory for the backward pass.
+      replaced: By variable, the variable that holds the same value already.
+      used_on: The gradients with which the program goes on.
+    """
+
+    order: tables.Order
+    wants: Mapping[Any, Spec]
+    added_up: set[Any]
+    shared: Mapping[int, Wholes]
+    shrinking: shrinking.Shrinking
+    leaving: set[Any]
+    replaced: Mapping[Any, Any]
+    used_on: reuse.GoesOn
+
+    def concern(self, eqn: Any) -> bool:
+        """Whether a result is a gradient, or leaves for host memory."""
+        return any(v in self.wants or v in self.leaving for v in eqn.outvars)
+
+
+def decide(
+    jaxpr: Any,
+    args: Sequence[Any],
+    want: Sequence[Spec | None],
+    gatherer: Gatherer,
+    scope: Scope,
+    smallest: int | None,
+) -> ProgramDecisions:
+    """Decides how a program runs on shards.
+
+    Args:
+      jaxpr: The program, an open jaxpr.
+      args: Its arguments, some of them a :class:`zerojax.collectives.shard.Shard`.
+      want: For each result the spec of its shard if it is a gradient; None for others. Empty where
+        no result is one.
+      gatherer: Gathers parameters and reduces gradients.
+      scope: The stretch in which the program runs.
+      smallest: The fewest elements, on all devices together, of a block's residual that waits in
+        host memory; None keeps all on the devices.
+    """
+    mesh = gatherer.mesh
+    used_on = reuse.GoesOn(jaxpr, args, gatherer.axis)
+    others = {} if gatherer.apart else used_on.gradients
+    wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
+    together = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
+    wants = {v: spec for v, spec in wants.items() if v not in together.added}
+    shared: Mapping[int, Wholes] = {}
+    order = tables.Order(jaxpr.eqns, {}, {}, {})
+    if not scope.share:
+        order = tables.order(jaxpr, args, gatherer)
+        shared = {**adjacent.uses(jaxpr), **order.shared}
+    return ProgramDecisions(
+        order=order,
+        wants=wants,
+        added_up=together.reduced,
+        shared=shared,
+        shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
+        leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
+        replaced=changes.find_sums(jaxpr),
+        used_on=used_on,
+    )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import check_step
 from flax.training.train_state import TrainState
 from jax import lax
 from swept import swept
@@ -95,13 +96,7 @@ def fills(loss: Loss, length: int = LEAST, gathered: bool = True) -> bool:
     ),
 )
 def test_the_numbers_of_plain_jit(name: str, way: str) -> None:
-    with jax.enable_x64(True):
-        state, step = start(), step_of(LOSSES[name])
-        got = zero_of(way)(step)(state, X)
-        want = jax.jit(step)(start(), X)
-    pairs = (got[0].params, got[1]), (want[0].params, want[1])
-    for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9)
+    check_step(zero_of(way), step_of(LOSSES[name]), start, X)
 
 
 @pytest.mark.parametrize("name", LOSSES)

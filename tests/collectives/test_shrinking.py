@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import check_step, zero_for
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -152,13 +153,7 @@ def test_which_ones(loss: Loss) -> None:
 @LOSSES
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sweep), 3])
 def test_the_numbers_of_plain_jit(loss: Loss, stage: int) -> None:
-    with jax.enable_x64(True):
-        x, state, step = rows(), create(), step_of(loss)
-        zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
-        got, want = zero(step)(state, x), jax.jit(step)(create(), x)
-        pairs = (got[0].params, got[1]), (want[0].params, want[1])
-        for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9)
+    check_step(zero_for(stage), step_of(loss), create, rows())
 
 
 @pytest.mark.slow

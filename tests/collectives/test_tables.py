@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import TOLERANCE, check_step, zero_for
 from flax.training.train_state import TrainState
 from jaxprs import gathers
 
@@ -145,17 +146,9 @@ def test_the_numbers_of_plain_jit(
         value, grads = jax.value_and_grad(loss)(state.params, *batch)
         return state.apply_gradients(grads=grads), value
 
-    with jax.enable_x64(True):
-        zero = zerojax.zero(
-            stage=3,
-            stage3_param_persistence_threshold=0,
-            gradient_accumulation_steps=accumulation,
-        )
-        batch = tokens(8 * accumulation)
-        got, want = zero(step)(create(), batch), jax.jit(step)(create(), batch)
-        pairs = (got[0].params, got[1]), (want[0].params, want[1])
-        for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4 if loss is cast else 1e-9)
+    tolerance = 1e-4 if loss is cast else TOLERANCE["float64"]
+    batch = tokens(8 * accumulation)
+    check_step(zero_for(k=accumulation), step, create, batch, tolerance)
 
 
 @pytest.mark.slow

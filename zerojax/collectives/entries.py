@@ -60,10 +60,7 @@ class Entries:
     def _operand(self, x: Any, entry: jax.Array, known: jax.Array | None) -> Any:
         if not isinstance(x, Shard):
             return entry
-        gathered = None if known is None else Gathered(known)
-        how = Gathering(quantized=x.gathering.quantized)
-        entered = Shard(entry, x.spec[1:], gathered, how)
-        shard = widened(entered, widenings(x))
+        shard = widened(x.with_value(entry, x.spec[1:]).with_copy(known), widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: Any) -> Any:

@@ -16,7 +16,7 @@ from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.collectives.shard import Gathering, ReducedGradient, Shard
+from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import REPLICA, batch_devices, sequence_size
 from zerojax.devices.network import near
@@ -299,8 +299,7 @@ class Gatherer:
         """Brings a parameter from host memory to the device: as a shard, or whole."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
-        value = self.constrain(fetched(v.value), v.spec)
-        return Shard(value, v.spec, gathering=Gathering(quantized=v.gathering.quantized))
+        return v.with_value(self.constrain(fetched(v.value), v.spec))
 
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Operands of one equation, the shards among them gathered."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.shard import Gathering, ReducedGradient, Shard
+from zerojax.collectives.shard import ReducedGradient, Shard
 
 
 def hold_until(
@@ -57,8 +57,7 @@ def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
 
 def _held(v: Any, wait: jax.Array, constrain: Callable[..., jax.Array]) -> Any:
     if isinstance(v, Shard):
-        value = constrain(_choose(wait, v.value), v.spec)
-        return Shard(value, v.spec, gathering=Gathering(quantized=v.gathering.quantized))
+        return v.with_value(constrain(_choose(wait, v.value), v.spec))
     return _choose(wait, v)
 
 

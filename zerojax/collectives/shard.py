@@ -112,6 +112,12 @@ class Shard:
         """Whether the unsharded copy has another dtype, a narrower one."""
         return self.gathered is not None and self.gathered.array.dtype != self.value.dtype
 
+    def with_value(self, value: jax.Array, spec: Spec | None = None) -> Shard:
+        """A shard of another array, which is on the devices and not gathered yet, and is sent
+        quantized if this one is; ``spec`` replaces this one's, if given."""
+        how = Gathering(quantized=self.gathering.quantized)
+        return Shard(value, self.spec if spec is None else spec, gathering=how)
+
     def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:
         """Replaces the unsharded copy; None removes it."""
         return replace(self, gathered=None if copy is None else Gathered(copy, stack))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives.loops import wider
-from zerojax.collectives.shard import Gathered, Gathering, Narrow, Shard
+from zerojax.collectives.shard import Narrow, Shard
 from zerojax.xla import jaxprs
 
 
@@ -41,9 +41,7 @@ def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     """A shard after these casts."""
     for dtype in dtypes:
         narrow = Narrow.cast(shard, dtype)
-        wide = narrow.widen(shard.value)
-        how = Gathering(quantized=shard.gathering.quantized, narrow=narrow)
-        shard = Shard(wide, shard.spec, gathering=how)
+        shard = shard.with_value(narrow.widen(shard.value)).with_gathering(narrow=narrow)
     return shard
 
 
@@ -70,8 +68,7 @@ def arrived(value: Any, new: Any) -> Any:
     if not isinstance(source, Shard):
         return new
     if source.gathered is not None:
-        how = Gathering(quantized=source.gathering.quantized)
-        new = Shard(source.value, source.spec, Gathered(new), how)
+        new = source.with_value(source.value).with_copy(new)
     return new if source is value else widened(new, widenings(value))
 
 
@@ -90,9 +87,7 @@ def _gathered(value: Any) -> jax.Array | None:
 
 def like(value: Any, new: jax.Array) -> Any:
     """A new array in place of that of a shard, or of an array."""
-    if not isinstance(value, Shard):
-        return new
-    return Shard(new, value.spec, gathering=Gathering(quantized=value.gathering.quantized))
+    return value.with_value(new) if isinstance(value, Shard) else new
 
 
 def widens_integers(eqn: Any) -> bool:

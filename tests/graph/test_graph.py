@@ -39,6 +39,14 @@ def test_producers_and_users() -> None:
     assert [e.primitive.name for e in graph.named("add", "sin")] == ["add", "sin", "sin"]
 
 
+def test_zeros() -> None:
+    jaxpr = opened(lambda x: (jnp.zeros(3) + x, jnp.ones(3) + x, x + 0, jnp.arange(3)), jnp.ones(3))
+    graph = graph_of(jaxpr)
+    terms = [v for eqn in graph.named("add") for v in eqn.invars]
+    assert [graph.is_zeros(v) for v in terms] == [True, False, False, False, False, True]
+    assert not graph.is_zeros(jaxpr.outvars[-1])
+
+
 def test_a_graph_is_made_once_and_freed_with_its_jaxpr() -> None:
     jaxpr = opened(lambda x: jnp.sin(x), X)  # jax keeps that of a function that lives on
     graph = weakref.ref(graph_of(jaxpr))

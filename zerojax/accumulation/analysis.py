@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
@@ -257,11 +256,7 @@ def _located(kind: RowKind, call: Any) -> RowKind:
 
 
 def _literal(atom: Any) -> RowKind:
-    return ZERO if np.ndim(atom.val) == 0 and not _is_key(atom.val) and atom.val == 0 else FIXED
-
-
-def _is_key(x: Any) -> bool:
-    return not isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
+    return ZERO if jaxprs.is_zero(atom) else FIXED
 
 
 def _constant(w: Any, m: Any) -> RowKind:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -124,7 +123,7 @@ class _Opener:
                 for known in (self._learned, self._batch):
                     if not known.isdisjoint(jaxprs.variables(values)):
                         known.update(outs)
-                if eqn.primitive is prims.broadcast_in_dim_p and _is_zero(values[0]):
+                if eqn.primitive is prims.broadcast_in_dim_p and jaxprs.is_zero(values[0]):
                     self._zeros.update(outs)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -193,10 +192,6 @@ def _small(eqn: Any, counted: Collection[Any]) -> bool:
     """Whether it makes one number of each of those ``counted`` that it is given."""
     given = [v.aval.size for v in jaxprs.variables(eqn.invars) if v in counted]
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, core.Literal) and not np.ndim(atom.val) and bool(atom.val == 0)
 
 
 def _apart(eqn: Any) -> Any:

@@ -201,4 +201,4 @@ def _is_layer(jaxpr: Any, v: Any) -> bool:
     graph = graph_of(jaxpr)
     eqn = graph.producer(v)
     written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"
-    return written and v.aval.ndim > 2 and graph.is_constant(eqn.invars[0])
+    return written and v.aval.ndim > 2 and graph.is_zeros(eqn.invars[0])

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
@@ -110,7 +108,7 @@ def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
     """Whether an equation, or the one of a jitted function that takes its operand ``at``, adds this
     operand's entries up in zeros."""
     if eqn.primitive is prims.scatter_add_p:
-        return at == 2 and _is_zeros(eqn.invars[0], graph)
+        return at == 2 and graph.is_zeros(eqn.invars[0])
     if eqn.primitive is not prims.jit_p:
         return False
     (body,) = jaxprs.bodies(eqn)
@@ -157,12 +155,3 @@ def _is_linear(eqn: Any) -> bool:
 
 def _is_floating(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)
-
-
-def _is_zeros(atom: Any, graph: Graph) -> bool:
-    """Whether a value is known to be zeros."""
-    if isinstance(atom, core.Literal):
-        return not np.any(atom.val)
-    eqn = graph.producer(atom)
-    moved = eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
-    return moved and _is_zeros(eqn.invars[0], graph)

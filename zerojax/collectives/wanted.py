@@ -69,8 +69,9 @@ def trace_back(
                     wants.setdefault(v, wants[out])
         else:
             for at, spec in propagate.operand_specs(eqn, wants[out], mesh).items():
-                if not graph.is_constant(eqn.invars[at]):
-                    wants.setdefault(eqn.invars[at], spec)
+                v = eqn.invars[at]
+                if not isinstance(v, core.Literal) and not graph.is_zeros(v):
+                    wants.setdefault(v, spec)
     return wants
 
 

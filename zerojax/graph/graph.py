@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.xla import jaxprs
 
 
 class Use(NamedTuple):
@@ -65,12 +66,13 @@ class Graph:
         """The equation that produces a value; None for an argument, a constant or a literal."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
-    def is_constant(self, atom: Any) -> bool:
-        """Whether an atom is a literal, or an array computed from no variable, such as zeros."""
+    def is_zeros(self, atom: Any) -> bool:
+        """Whether an atom is a literal zero, or zeros computed from one by broadcasts and casts."""
         producer = self.producer(atom)
         if producer is None:
-            return isinstance(atom, core.Literal)
-        return all(isinstance(v, core.Literal) for v in producer.invars)
+            return jaxprs.is_zero(atom)
+        moves = producer.primitive.name in ("broadcast_in_dim", "convert_element_type")
+        return moves and self.is_zeros(producer.invars[0])
 
     def users(self, v: Any) -> Sequence[Use]:
         """The uses of a variable by equations, in order."""

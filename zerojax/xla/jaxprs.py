@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import partial_eval
@@ -194,6 +195,14 @@ def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The atoms that are no literals, in order."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def is_zero(atom: Any) -> bool:
+    """Whether an atom is a literal zero."""
+    if not isinstance(atom, core.Literal):
+        return False
+    aval: Any = atom.aval
+    return not (jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or np.any(atom.val))
 
 
 def read(atom: Any, env: Mapping[Any, Any]) -> Any:

@@ -137,7 +137,7 @@ class Analysis(EquationAnalysis):
         if any(k.name == "row" for k in kinds):
             return self.of_row(eqn, kinds)
         in_rows = any(k.rows for k in kinds)
-        if _has_body(eqn) and (in_rows or grows(pair) or any(k.name == "own" for k in kinds)):
+        if jaxprs.programs(eqn) and (in_rows or grows(pair) or any(k.name == "own" for k in kinds)):
             return self._within(pair, kinds, path, backward)
         if in_rows or grows(pair):
             return self.of_rows(pair, kinds, path, backward)
@@ -262,11 +262,6 @@ def _literal(atom: Any) -> RowKind:
 def _constant(w: Any, m: Any) -> RowKind:
     dims = scaled(w.aval, m.aval) if w.aval.ndim == m.aval.ndim else []
     return mixed(BRINGS, f"shape {w.aval.shape}, {dims}")
-
-
-def _has_body(eqn: Any) -> bool:
-    loops = (prims.scan_p, prims.while_p, prims.cond_p)
-    return eqn.primitive in loops or eqn.primitive in jaxprs.CALLS
 
 
 def _shape_of(kind: RowKind) -> RowKind:

@@ -106,16 +106,11 @@ class Lanes(NamedTuple):
     def obstacle(self, program: Any) -> Any:
         """The innermost equation that cannot run on all lanes side by side, in loops and calls too;
         None where all can."""
-        found, inside = None, [program]
-        while (first := self._first_obstacle(inside)) is not None:
-            found, inside = first, [*jaxprs.inner(first)]
+        found, inside = None, equations(program)
+        while (first := next(filter(self._is_obstacle, inside), None)) is not None:
+            found = first
+            inside = (eqn for body in jaxprs.inner(first) for eqn in equations(body))
         return found
-
-    def _first_obstacle(self, programs: Sequence[Any]) -> Any:
-        for program in programs:
-            if (first := next(filter(self._is_obstacle, equations(program)), None)) is not None:
-                return first
-        return None
 
     def may_suit(self, program: Any) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""

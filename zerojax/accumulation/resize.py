@@ -97,8 +97,8 @@ class Resize:
 
     def _body(self, whole: Any, few: Any, at: str) -> Any:
         (w, _), (f, consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(few)
-        if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and not any(
-            self._grows(a, b) for a, b in zip(w.eqns, f.eqns, strict=False)
+        if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and all(
+            map(alike_in_shape, map(EquationPair, w.eqns, f.eqns))
         ):
             return few
         given = [
@@ -112,10 +112,6 @@ class Resize:
         if left:
             raise UnevenError(at)
         return inner
-
-    def _grows(self, whole: Any, few: Any) -> bool:
-        values = zip((*whole.invars, *whole.outvars), (*few.invars, *few.outvars), strict=False)
-        return any(getattr(a.aval, "shape", ()) != getattr(b.aval, "shape", ()) for a, b in values)
 
     def _run(self, whole: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Evaluates a program within an equation on arguments of one row."""

@@ -14,6 +14,7 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_numbers_of_whole
+from zerojax.graph.graph import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -86,9 +87,8 @@ def split(
       prefer: Where gradients have the form of their parameters. Those are taken as early as they
         are among these.
     """
-    producers = {v: i for i, pair in enumerate(analysis.pairs) for v in pair.whole.outvars}
-    early = [v for v in producers if v in first]
-    chosen = _Once(whole, analysis, producers, {*early}, {*carry.values()}, wants, prefer)
+    early = [v for eqn in whole.eqns for v in eqn.outvars if v in first]
+    chosen = _Once(whole, analysis, {*early}, {*carry.values()}, wants, prefer)
     done = [i for i in range(len(whole.outvars)) if i not in {*stacked}]
     chosen.need(whole.outvars[i] for i in done)
     chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
@@ -136,20 +136,14 @@ class _Once:
         self,
         whole: Flat,
         analysis: Analysis,
-        producers: Mapping[Any, int],
         early: set[Any],
         passed: set[Any],
         wants: Mapping[Any, Spec],
         prefer: Collection[Any],
     ) -> None:
-        self._analysis, self._producers, self._wants = analysis, producers, wants
-        self._prefer = prefer
+        self._analysis, self._wants, self._prefer = analysis, wants, prefer
         self._available = {*whole.invars, *whole.constvars, *early}
-        self._passed, self._outvars = passed, whole.outvars
-        self._users: dict[Any, list[Any]] = {}
-        for pair in analysis.pairs:
-            for v in jaxprs.variables(pair.whole.invars):
-                self._users.setdefault(v, []).append(pair.whole)
+        self._passed, self._graph = passed, graph_of(whole)
         self.eqns: set[int] = set()
         self.crossing: dict[Any, None] = {}
         self.last: dict[Any, None] = {}
@@ -173,11 +167,11 @@ class _Once:
 
     def _take(self, v: Any) -> list[Any]:
         """Makes the equation of a variable one of these; its operands."""
-        i = self._producers[v]
-        if i in self.eqns:
+        eqn = self._graph.producer(v)
+        if (i := self._graph.place(eqn)) in self.eqns:
             return []
         self.eqns.add(i)
-        return list(self._analysis.pairs[i].whole.invars)
+        return list(eqn.invars)
 
     def _cross(self, v: Any) -> list[Any]:
         """Takes a number as early as it is one per element, so that all uses share it."""
@@ -192,9 +186,8 @@ class _Once:
 
     def _one_to_one(self, v: Any) -> Any:
         """The number that an equation makes this one of, element by element."""
-        if v not in self._producers:
+        if (eqn := self._graph.producer(v)) is None:
             return None
-        eqn = self._analysis.pairs[self._producers[v]].whole
         operands = jaxprs.variables(eqn.invars)
         numbers = [x for x in operands if self._analysis.kind(x).reduced]
         own = any(self._analysis.kind(x).name == "own" for x in operands)
@@ -206,11 +199,10 @@ class _Once:
 
     def taken_wide(self, v: Any) -> bool:
         """Whether everything that runs once on it converts it to a wider dtype first."""
-        if any(v is out for out in self._outvars):
+        if self._graph.returned(v):
             return False
-        once = {id(self._analysis.pairs[i].whole) for i in self.eqns}
-        for eqn in self._users.get(v, ()):
-            if id(eqn) not in once:
+        for eqn, _ in self._graph.users(v):
+            if self._graph.place(eqn) not in self.eqns:
                 continue
             if eqn.primitive.name == "convert_element_type":
                 new = eqn.outvars[0].aval.dtype

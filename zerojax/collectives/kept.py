@@ -16,9 +16,8 @@ from jax import lax
 from zerojax.collectives import decisions, many
 from zerojax.collectives.ahead import gathered_dtype
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.readers import Reader, readers
 from zerojax.collectives.shard import MovedStack, Shard
-from zerojax.collectives.uses import Uses
+from zerojax.collectives.uses import Reader, Uses, readers
 from zerojax.plan import layout
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs

@@ -1,9 +1,9 @@
-"""In which dtypes what follows needs a parameter whole."""
+"""In which dtypes what follows needs a parameter whole, and which loops take it layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
@@ -18,7 +18,6 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 CAST = "convert_element_type"
-_ON_SHARDS = REDUCTIONS | {"shard_map"}
 _NOT_SURE = BRANCHES | {"concatenate"}
 _Dtypes = frozenset[Any]
 _NONE: _Dtypes = frozenset()
@@ -67,7 +66,7 @@ class Uses:
             return self._dtypes(body, body.invars[i], spec, of_result)
         if eqn.primitive is prims.scan_p:
             return self._in_loop(eqn, i, spec, of_result)
-        if name in _ON_SHARDS or (self._surely and self._is_unsure(eqn, i, spec)):
+        if name == "shard_map" or (self._surely and self._is_unsure(eqn, i, spec)):
             return _NONE
         if name == "optimization_barrier":
             return of_result(i, spec)
@@ -81,9 +80,7 @@ class Uses:
             return own
         if name == CAST:
             return _of_cast(v.aval.dtype, eqn.outvars[0].aval.dtype, of_result(0, spec))
-        # What is made element by element is gathered itself.
-        on_shards = name in ELEMENTWISE and eqn.outvars[0].aval.shape == v.aval.shape
-        return _NONE if on_shards else own
+        return _NONE if _on_shards(eqn, i) else own
 
     def _is_unsure(self, eqn: Any, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
@@ -111,3 +108,54 @@ def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
         return _NONE
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
     return frozenset([new if floats and new.itemsize < old.itemsize else old])
+
+
+class Reader(NamedTuple):
+    """A loop that takes a stack layer by layer.
+
+    Attributes:
+      eqn: The scan.
+      at: The position of the stack among those that the scan reads.
+      cast: Whether the stack is cast before.
+    """
+
+    eqn: Any
+    at: int
+    cast: bool
+
+
+def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
+    """What needs ``v`` whole, in order: loops that take it layer by layer; None for another use.
+
+    Args:
+      jaxpr: A jaxpr.
+      v: One of its variables.
+      cast: Whether ``v`` is the result of a cast.
+    """
+    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
+    graph = graph_of(jaxpr)
+    for use in graph.users(v):
+        yield from _of_use(jaxpr, *use, cast)
+    if graph.returned(v):
+        yield None
+
+
+def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]:
+    if eqn.primitive is prims.scan_p:
+        at = i - sum(jaxprs.scan_counts(eqn))
+        yield Reader(eqn, at, cast) if at >= 0 else None
+    elif eqn.primitive in jaxprs.CALLS and eqn.primitive is not prims.remat_p:
+        (body,) = jaxprs.bodies(eqn)
+        yield from readers(body, body.invars[i], cast)
+    elif eqn.primitive.name == CAST:
+        yield from readers(jaxpr, eqn.outvars[0], cast=True)
+    elif not _on_shards(eqn, i):
+        yield None
+
+
+def _on_shards(eqn: Any, i: int) -> bool:
+    """Whether an equation needs nothing gathered of its operand ``i``: what is made element by
+    element is gathered itself."""
+    name = eqn.primitive.name
+    same = name in ELEMENTWISE and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
+    return same or name in REDUCTIONS

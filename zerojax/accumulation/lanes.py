@@ -26,7 +26,6 @@ from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.split import Split
 from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_whole, plain
-from zerojax.collectives.reduction import add_up
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations
@@ -98,10 +97,6 @@ class Lanes(NamedTuple):
         rest = [PartitionSpec.UNCONSTRAINED] * (value.ndim - 1) if spec is None else spec
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *rest))
         return lax.with_sharding_constraint(value, sharding)
-
-    def summed(self, value: jax.Array) -> jax.Array:
-        """The sum [...] of the lanes' own [lanes, ...], in their dtype."""
-        return add_up(value, 0)
 
     def obstacle(self, program: Any) -> Any:
         """The innermost equation that cannot run on all lanes side by side, in loops and calls too;

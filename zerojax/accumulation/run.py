@@ -32,7 +32,7 @@ from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
-from zerojax.collectives.reduction import is_quantized, of_all
+from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -385,10 +385,10 @@ class MicroBatches:
                 one = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
                 cut = spec or (None,) * one.ndim
                 with ledger.reduces(one, cut, cut, over=self.lanes.number):
-                    total = self.lanes.summed(low)
+                    total = add_up(low, 0)
                 total = total if spec is None else self._inserter.constrain(total, spec)
             else:
-                total = self._inserter.scatter_parts(self.lanes.summed(low), spec)
+                total = self._inserter.scatter_parts(add_up(low, 0), spec)
         return total.astype(totals.dtype)
 
 

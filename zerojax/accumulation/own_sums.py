@@ -23,18 +23,11 @@ class Reducer(Protocol):
 
     Attributes:
       key: The key that asks for it.
-      after: By parameter, the errors after the update.
+      after: By parameter, the errors after the update; none where its gradient is not sent so.
     """
 
     key: str
     after: list[tuple[jax.Array, ...]]
-
-    @property
-    def parameters(self) -> int:
-        """How many there are."""
-
-    def has(self, parameter: int) -> bool:
-        """Whether the gradient of a parameter is sent so."""
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""

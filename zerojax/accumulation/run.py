@@ -205,8 +205,8 @@ class MicroBatches:
           ValueError: The devices cannot run the step apart.
         """
         name, paths = self._roles.name, self._roles.paths
-        chosen = [i for i in range(feedback.parameters) if feedback.has(i)]
-        names = paths[: feedback.parameters]
+        chosen = [i for i, errors in enumerate(feedback.after) if errors]
+        names = paths[: len(feedback.after)]
         self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
         remedy = own_sums.remedy(feedback.key)
         apart = f"{feedback.key} has each device sum up its own rows of {name}, and"

@@ -59,15 +59,6 @@ class ErrorFeedback:
         self._ends = (updates + 1) % loco.reset_T == 0
         self._errors, self.after = list(errors), list(errors)
 
-    @property
-    def parameters(self) -> int:
-        """How many there are."""
-        return len(self._errors)
-
-    def has(self, parameter: int) -> bool:
-        """Whether the gradient of a parameter has errors."""
-        return bool(self._errors[parameter])
-
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """The sum over the devices of their parts [devices, *shape] of a parameter's gradient, cut
         as ``spec`` says, float32."""

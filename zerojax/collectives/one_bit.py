@@ -62,15 +62,6 @@ class OneBitMomentum:
         ]
         self.after = list(self._errors)
 
-    @property
-    def parameters(self) -> int:
-        """How many there are."""
-        return len(self._errors)
-
-    def has(self, parameter: int) -> bool:
-        """Whether the momentum of a parameter is sent in 1 bit."""
-        return bool(self._errors[parameter])
-
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
         parts = pinned(parts.astype(jnp.float32), self._gatherer)

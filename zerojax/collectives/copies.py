@@ -7,10 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.collectives import many, propagate
+from zerojax.collectives import propagate
+from zerojax.collectives.gathering import is_whole
 from zerojax.collectives.shard import Gathered, HostStack, Shard
 from zerojax.collectives.uses import CAST
 from zerojax.collectives.widening import whole_of
+from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 
 
@@ -25,7 +27,9 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
     rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None
     if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
         return rounded
-    small = all(many.is_whole(v, axis) or _is_number(v) for v in values)
+    small = all(
+        _is_number(v) or (is_whole(v) and is_small(v.value.shape, v.spec, axis)) for v in values
+    )
     follows = propagate.follows(eqn)
     copies = [whole_of(v) if isinstance(v, Shard) else v for v in values]
     if copies[0] is None and follows and rounded is not None:

@@ -9,7 +9,6 @@ sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,6 @@ from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.shard import Shard
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.rule import is_small
-
-
-def is_whole(value: Any, axis: str) -> bool:
-    """Whether ``value`` is a small shard that has been made whole."""
-    return (
-        isinstance(value, Shard)
-        and value.whole is not None
-        and is_small(value.value.shape, value.spec, axis)
-    )
 
 
 def gather_together(
@@ -41,7 +30,7 @@ def gather_together(
     """The shards made whole, by one all-gather for those of a dtype and axis.
 
     Args:
-      shards: Of any shapes and dtypes; :func:`is_small` holds for each.
+      shards: Of any shapes and dtypes; :func:`zerojax.plan.rule.is_small` holds for each.
       mesh: The devices.
       constrain: Constrains an array to a spec.
       ledger: Notes the gathers, if given.

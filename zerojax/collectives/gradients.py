@@ -50,7 +50,7 @@ def bind_summed(
             with gatherer.ledger.reduces(table, none, spec, over=within, partly=True):
                 parts = gatherer.constrain(parts, (REPLICA, *spec))
             with gatherer.ledger.reduces(table, spec, spec, over=groups):
-                return [total(table, parts)]
+                return [table + add_up(parts, 0)]
         even = layout.padded(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even) if even != shape else None
         if padded is not None:
@@ -154,8 +154,3 @@ def by_group(eqn: Any, values: Sequence[jax.Array], groups: int) -> jax.Array:
         return jaxprs.bind(eqn, [jnp.zeros_like(table), indices, updates])[0]
 
     return jax.vmap(added, in_axes=(0, row))(split(indices, 0), split(updates, row))
-
-
-def total(table: jax.Array, parts: jax.Array) -> jax.Array:
-    """The table and the parts of all groups, added up in the table's dtype."""
-    return table + add_up(parts, 0)

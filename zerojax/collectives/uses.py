@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, wanted
+from zerojax.collectives.loops import wider
 from zerojax.collectives.widening import widens_integers
 from zerojax.graph.graph import graph_of
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
@@ -79,7 +79,7 @@ class Uses:
         if name == CAST and widens_integers(eqn):
             return own
         if name == CAST:
-            return _of_cast(v.aval.dtype, eqn.outvars[0].aval.dtype, of_result(0, spec))
+            return _of_cast(v, eqn.outvars[0], of_result(0, spec))
         return _NONE if _on_shards(eqn, i) else own
 
     def _is_unsure(self, eqn: Any, i: int, spec: Spec) -> bool:
@@ -106,8 +106,7 @@ def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
     """The dtypes in which the operand of a cast is needed whole, given those of the result."""
     if not needed:
         return _NONE
-    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
-    return frozenset([new if floats and new.itemsize < old.itemsize else old])
+    return frozenset([(new if wider(old, new) else old).aval.dtype])
 
 
 class Reader(NamedTuple):

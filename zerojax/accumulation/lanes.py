@@ -21,9 +21,7 @@ from jax.extend.core import primitives as prims
 from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.kinds import RowKind
-from zerojax.accumulation.split import Split
 from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_whole, plain
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
@@ -110,11 +108,6 @@ class Lanes(NamedTuple):
     def may_suit(self, program: Any) -> bool:
         """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
         return not any(eqn.primitive.name in NEVER_ON_LANES for eqn in equations(program))
-
-    def suit(self, split: Split, analysis: Analysis) -> bool:
-        """Whether lanes make a step's numbers, and as fast."""
-        alone = split.carry or split.n_last or analysis.owners or analysis.drawn
-        return not alone and self.obstacle(split.micro) is None
 
     def _is_obstacle(self, eqn: Any) -> bool:
         if eqn.effects or eqn.primitive.name in NOT_ON_LANES or not _is_batched(eqn):

@@ -193,8 +193,15 @@ class MicroBatches:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
         except (UnevenError, ValueError):
             return None
-        rows = all(kind.rows for kind in divided.kinds.values())
-        return divided if rows and lanes.suit(divided.split, divided.analysis) else None
+        return divided if self._obstacle(divided, lanes) is None else None
+
+    def _obstacle(self, divided: _Divided, lanes: Lanes) -> str | None:
+        """Why lanes cannot make a step's numbers, or not as fast; None where they can."""
+        split, own = divided.split, [i for i, kind in divided.kinds.items() if not kind.rows]
+        why = own_sums.obstacle(split, divided.analysis, lanes.obstacle(split.micro))
+        if why is None and own:
+            return f"{self._roles.paths[own[0]]} would be a number of each device's own"
+        return why
 
     def _divide_for(
         self, feedback: own_sums.Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
@@ -224,11 +231,7 @@ class MicroBatches:
                 f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean "
                 f"over rows, {remedy}."
             ) from e
-        own = [str(paths[i]) for i, kind in divided.kinds.items() if not kind.rows]
-        why = own_sums.obstacle(
-            divided.split, divided.analysis, lanes.obstacle(divided.split.micro)
-        ) or (f"{own[0]} would be a number of each device's own" if own else None)
-        if why is not None:
+        if (why := self._obstacle(divided, lanes)) is not None:
             raise ValueError(f"{apart} {why}: leave it out of the step, {remedy}.")
         own_sums.check_sums(
             divided.split, flat, divided.analysis, names, self._parameters, feedback.key

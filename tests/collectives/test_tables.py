@@ -58,6 +58,19 @@ def towers(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean((encoded(source) - encoded(target)) ** 2)
 
 
+def cast_to_integers(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Rows of a table of codes, one of which is an index of another table."""
+
+    def row(codes: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.jit(lambda codes, at: codes[at].astype(p["table"].dtype))(codes, at)
+
+    x = p["table"][source]
+    codes = p["rows"].astype(jnp.int32)
+    again = p["rows"].astype(jnp.int32)
+    y = row(codes, source[:, :2]) * row(again, target[:, :2])
+    return jnp.mean(jnp.tanh(x * p["table"][again[target % 2, 0] % WORDS])) + jnp.mean(y)
+
+
 def found_first(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
     """The second tokens follow from what was computed of the first."""
     x = jnp.take(p["table"], source, axis=0) @ p["encoder"]
@@ -94,7 +107,7 @@ LOSSES = pytest.mark.parametrize(
     ("loss", "times"),
     [
         (translated, 3), (cast, 3), (towers, 1), (found_first, 2), (indices_first, 2), (weighed, 1),
-        (few, 0), (printed, 2),
+        (few, 0), (printed, 2), (cast_to_integers, 1),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
@@ -175,3 +188,21 @@ def test_what_8_h100s_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     matrices = 3 * WIDTH * WIDTH  # not for the first product's backward pass
     assert gathered == pytest.approx(4 * (3 * WORDS * WIDTH + matrices), rel=0.1)
+
+
+def test_two_tables_are_sent_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as each is gathered for its lookup."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    zero = zero_for(zero_quantized_weights=True)
+
+    def loss(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+        return jnp.mean((p["table"][source] @ p["encoder"] + p["rows"][target]) ** 2)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state.params, *batch)
+        return state.apply_gradients(grads=grads), value
+
+    rows = zero(step).collectives(zero.abstract_state(create), tokens()).rows
+    tables = {"params['table']", "params['rows']"}
+    sent = {row.array: row.dtype for row in rows if row.kind == "all-gather" and row.bytes > 300}
+    assert {array: sent[array] for array in tables} == dict.fromkeys(tables, "int8")

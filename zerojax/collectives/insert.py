@@ -123,7 +123,7 @@ class Inserter(Scans):
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
-        scope.used_whole |= decided.used_on.used_whole
+        scope.used_whole |= decided.reused.used_whole
         outer = scope.adjacent  # of the call that runs the jaxpr
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
@@ -135,9 +135,6 @@ class Inserter(Scans):
                 # The same object where the dtype allows: the step recognizes its own array.
                 new = plain(jaxprs.read(decided.replaced[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
-                continue
-            if eqn.outvars and (first := decided.order.copies.get(eqn.outvars[0])) is not None:
-                env[eqn.outvars[0]] = env[first]
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if not decided.shrinking.results.isdisjoint(eqn.outvars):
@@ -155,7 +152,7 @@ class Inserter(Scans):
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
-                    or decided.concern(eqn)
+                    or decided.places(eqn)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
                     or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices)
@@ -165,10 +162,10 @@ class Inserter(Scans):
                 else:
                     outs = jaxprs.bind(eqn, values)
             env.update(
-                (v, decided.used_on.as_shard(v, x, decided.wants))
+                (v, decided.reused.as_shard(v, x, decided.wants))
                 for v, x in zip(eqn.outvars, outs, strict=True)
             )
-            decided.order.hold(eqn, env)
+            decided.order.follow(eqn, env)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(

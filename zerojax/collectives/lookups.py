@@ -65,7 +65,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     held = table
     if scope.rows is not None:
         value, _ = lax.optimization_barrier((stored.value, scope.rows))
-        held = Shard(value, stored.spec)
+        held = stored.with_value(value)
     whole = gatherer.gather(held, scope, indices).astype(table.value.dtype)
     scope.seen[id(table)] = table
     (scope.rows,) = jaxprs.bind(eqn, [whole, *indices])

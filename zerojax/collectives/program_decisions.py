@@ -25,11 +25,12 @@ class ProgramDecisions:
       wants: By variable, the spec of its shard for each gradient, and each value that goes into
         one. Terms that are added up before they are reduced are left out.
       added_up: The gradients that are reduced once they are added up.
-      shared: By ``id`` of an equation, the gathers that it shares with others.
+      shared: By ``id`` of an equation, where it shares gathers with others: empty until one of
+        them runs.
       shrinking: The equations that run on each device's own sum.
       leaving: The stacks that wait in host memory for the backward pass.
       replaced: By variable, the variable that holds the same value already.
-      used_on: The gradients with which the program goes on.
+      reused: The gradients from which the program computes more than its results.
     """
 
     order: tables.Order
@@ -39,10 +40,10 @@ class ProgramDecisions:
     shrinking: shrinking.Shrinking
     leaving: set[Any]
     replaced: Mapping[Any, Any]
-    used_on: reuse.GoesOn
+    reused: reuse.GoesOn
 
-    def concern(self, eqn: Any) -> bool:
-        """Whether a result is a gradient, or leaves for host memory."""
+    def places(self, eqn: Any) -> bool:
+        """Whether a result goes into a gradient, or leaves for host memory."""
         return any(v in self.wants or v in self.leaving for v in eqn.outvars)
 
 
@@ -59,16 +60,16 @@ def decide(
     Args:
       jaxpr: The program, an open jaxpr.
       args: Its arguments, some of them a :class:`zerojax.collectives.shard.Shard`.
-      want: For each result the spec of its shard if it is a gradient; None for others. Empty where
-        no result is one.
+      want: For each result the spec of its shard if it is a gradient; None for others. May
+        be empty where no result is one.
       gatherer: Gathers parameters and reduces gradients.
       scope: The stretch in which the program runs.
       smallest: The fewest elements, on all devices together, of a block's residual that waits in
         host memory; None keeps all on the devices.
     """
     mesh = gatherer.mesh
-    used_on = reuse.GoesOn(jaxpr, args, gatherer.axis)
-    others = {} if gatherer.apart else used_on.gradients
+    reused = reuse.GoesOn(jaxpr, args, gatherer.axis)
+    others = {} if gatherer.apart else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
     together = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
     wants = {v: spec for v, spec in wants.items() if v not in together.added}
@@ -85,5 +86,5 @@ def decide(
         shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
         replaced=changes.find_sums(jaxpr),
-        used_on=used_on,
+        reused=reused,
     )

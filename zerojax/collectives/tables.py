@@ -44,27 +44,31 @@ class Order(NamedTuple):
     """The equations of a program, each next to those that share a gather with it.
 
     Attributes:
-      equations: All, in order.
-      copies: By result of a later cast of a table, the result of the first.
+      equations: All but repeated casts of a table, in order. The indices of lookups in several
+        tables stand where the first of them needs these.
+      copies: By result of the first cast of a table, the results of the repeated ones.
       shared: By ``id`` of an equation, the gathers that it shares.
       rows: By ``id`` of the last lookup of a group, the first results of all of them.
     """
 
     equations: Sequence[Any]
-    copies: Mapping[Any, Any]
+    copies: Mapping[Any, Sequence[Any]]
     shared: Mapping[int, Wholes]
     rows: Mapping[int, Sequence[Any]]
 
-    def hold(self, eqn: Any, env: dict[Any, Any]) -> None:
-        """Has the rows of a group looked up before one of them is used: XLA might otherwise keep
-        the table until the last is."""
+    def follow(self, eqn: Any, env: dict[Any, Any]) -> None:
+        """Completes ``env`` after an equation: one cast gives the results of all that repeat it,
+        and no row of a group is used before all are looked up. XLA might otherwise keep the table
+        until the last row is."""
+        for v in eqn.outvars:
+            env.update(dict.fromkeys(self.copies.get(v, ()), env[v]))
         if (rows := self.rows.get(id(eqn))) is not None:
             held: list[jax.Array] = lax.optimization_barrier([plain(env[v]) for v in rows])
             env.update((v, like(env[v], x)) for v, x in zip(rows, held, strict=True))
 
 
 def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
-    """The order in which a program's equations run.
+    """The order in which a program's equations run, and the casts of tables that it leaves out.
 
     Args:
       jaxpr: An open jaxpr, each of whose uses of a parameter gathers it.
@@ -72,16 +76,16 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
       gatherer: Gathers parameters.
     """
     graph = graph_of(jaxpr)
-    copies: dict[Any, Any] = {}
+    copies: dict[Any, Sequence[Any]] = {}
     shared: dict[int, Wholes] = {}
     rows: dict[int, Sequence[Any]] = {}
-    behind: dict[int, Sequence[Any]] = {}  # by id of an equation, what is moved behind it
+    behind: dict[int, list[Any]] = {}  # by id of the first lookup, what is moved behind it
     for v, x in zip(jaxpr.invars, args, strict=True):
         if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
             continue
-        for table, *casts in _forms(v, graph):
-            again = [graph.producer(cast) for cast in casts]
-            uses = [use for each in (table, *casts) for use in graph.users(each)]
+        for table, *repeated in _forms(v, graph):
+            casts = [graph.producer(each) for each in repeated]
+            uses = [use for each in (table, *repeated) for use in graph.users(each)]
             uses.sort(key=lambda use: graph.place(use.equation))
             found = [_lookup(use.equation) for use in uses if use.position == 0]
             lookups = [each for each in found if each and _gathers(each, x, gatherer)]
@@ -90,7 +94,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
             first, *others = lookups
             group, moved = [first.equation], list[Any]()
             for other in others:
-                before = _moved(other.equation, first.equation, graph, [*again, *moved])
+                before = _moved(other.equation, first.equation, graph, [*casts, *moved])
                 if before is not None:
                     moved += [*before, other.equation]
                     group.append(other.equation)
@@ -99,24 +103,25 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
                 shared |= {id(eqn): wholes for eqn in group}
                 rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
                 behind[id(first.equation)] = moved
-                if again:
-                    behind[id(graph.producer(table))] = again
-                    copies |= dict.fromkeys(casts, table)
+                copies[table] = repeated
     if not behind:
         return Order(jaxpr.eqns, {}, {}, {})
-    away = graph.without([eqn for moved in behind.values() for eqn in moved])
+    casts = [graph.producer(each) for repeated in copies.values() for each in repeated]
+    away = graph.without([*casts, *(eqn for moved in behind.values() for eqn in moved)])
     equations = [each for eqn in away for each in (eqn, *behind.get(id(eqn), ()))]
     once = {id(eqn): eqn for eqn in equations}  # indices of lookups in several tables
     return Order([*once.values()], copies, shared, rows)
 
 
 def _forms(v: Any, graph: Graph) -> list[list[Any]]:
-    """A parameter, and for each dtype to which it is cast the results of the casts, in order."""
+    """A parameter, and for each floating dtype to which it is cast the results of the casts, in
+    order."""
     casts: dict[Any, list[Any]] = {}
     for use in graph.users(v):
         if use.equation.primitive is prims.convert_element_type_p:
             (out,) = use.equation.outvars
-            casts.setdefault(out.aval, []).append(out)
+            if jnp.issubdtype(out.aval.dtype, jnp.floating):
+                casts.setdefault(out.aval, []).append(out)
     return [[v], *casts.values()]
 
 

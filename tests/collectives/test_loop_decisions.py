@@ -1,4 +1,4 @@
-"""What a loop gathers and reduces, and where, as rows: nothing is emitted or compiled."""
+"""The decisions on a loop: what it gathers and reduces, and where. Nothing is compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_loop_that_fills_a_stack_gathers_it_ahead() -> None:
 
 def test_a_stack_that_is_sharded_along_its_layers_is_gathered_before() -> None:
     found = layers(LEAST, ("data", None, None))
-    assert found.whole == {0}
+    assert found.gathered == {0}
     assert not found.ahead
 
 

@@ -1,4 +1,4 @@
-"""What is decided for a loop over stacks, before its first iteration runs on shards."""
+"""Decisions on a loop over stacks, taken before its first iteration runs on shards."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from zerojax.xla import jaxprs
 
 @dataclass(frozen=True, eq=False)
 class LoopDecisions:
-    """How a loop runs on shards. Positions count among operands, or results, of their own kind:
+    """The decisions on one loop. Positions count among operands, or results, of one kind:
     constants, carried values, stacks.
 
     Attributes:
       sums: The carried values that are added up on each device and reduced after the loop.
       carried: Positions of the other carried values.
       held: Positions of the constants that are gathered before the loop.
-      whole: Positions of the stacks that are gathered before the loop: no single layer of a stack
-        that is sharded along its layers can be gathered.
+      gathered: Positions of the stacks that are gathered before the loop: a single layer cannot be
+        gathered of a stack that is sharded along its layers.
       ahead: By position of a stack, the dtype in which its layers are gathered one iteration ahead.
       filled: By position of a stack, its sharded dimension, for those that the loop gathers and
         stacks for later loops.
@@ -42,7 +42,7 @@ class LoopDecisions:
     sums: Sums
     carried: Sequence[int]
     held: set[int]
-    whole: set[int]
+    gathered: set[int]
     ahead: Mapping[int, jnp.dtype]
     filled: Mapping[int, int]
     behind: Mapping[int, RowSum]
@@ -77,19 +77,19 @@ def decide(
     own = [spec for i in carried if i not in sums.stacks and (spec := want[i]) is not None]
     micro_batches = any(is_sharded(spec, gatherer.axis) for spec in own)
     jaxpr = jaxprs.param(eqn, "jaxpr")
-    whole = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
-    read = [None if i in whole else narrowest(x) for i, x in enumerate(xs)]
+    gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
+    read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
     stacked = any(want[n:]) or bool(sums.stacks)
     return LoopDecisions(
         sums=sums,
         carried=carried,
         held=set() if micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
-        whole=whole,
+        gathered=gathered,
         ahead=ahead.decide(eqn, read, gatherer, gathers=prefetch),
         filled={
             i: layout.dimensions(x.spec, gatherer.axis)[0]
             for i, x in enumerate(xs)
-            if i not in whole and isinstance(x, Shard) and x.gathering.by_loop
+            if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
         behind=behind.decide(eqn, want[n:], gatherer, scope.batch_rows if scope.behind else None),
         of_layer=stacked and not any(want[i] for i in range(n) if i not in sums.stacks),

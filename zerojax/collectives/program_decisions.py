@@ -1,4 +1,4 @@
-"""What is decided for the equations of one program, before the first of them runs on shards.
+"""Decisions on the equations of one program, taken before the first of them runs on shards.
 
 The step, a function that it calls, a branch, one iteration of a loop: each is a program of its own.
 """
@@ -18,7 +18,7 @@ from zerojax.trace import changes
 
 @dataclass(frozen=True, eq=False)
 class ProgramDecisions:
-    """How a program runs on shards.
+    """The decisions on one program.
 
     Attributes:
       order: The equations, in the order in which they run.

@@ -68,7 +68,8 @@ class Scans(Gatherer):
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             carry = self.all_whole([start[i] for i in kept], scope)
             xs = [
-                self.gather(x, scope, values) if i in decided.whole else x for i, x in enumerate(xs)
+                self.gather(x, scope, values) if i in decided.gathered else x
+                for i, x in enumerate(xs)
             ]
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(
@@ -143,11 +144,13 @@ class Scans(Gatherer):
         return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
     def held(
-        self, whole: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
+        self, positions: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
         """Gathers those of a loop's constants that all of its iterations need unsharded."""
         with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
-            return [self.gather(c, scope, rest) if i in whole else c for i, c in enumerate(consts)]
+            return [
+                self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
+            ]
 
     def _summed(
         self, sums: Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope

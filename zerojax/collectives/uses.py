@@ -1,4 +1,5 @@
-"""In which dtypes what follows needs a parameter whole, and which loops take it layer by layer."""
+"""The dtypes in which a program needs a parameter unsharded, and the loops that take it layer by
+layer."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ class Reader(NamedTuple):
 
 
 def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
-    """What needs ``v`` whole, in order: loops that take it layer by layer; None for another use.
+    """Yields the uses that need ``v`` unsharded, in order: a loop that takes it layer by layer, or
+    None for another use.
 
     Args:
       jaxpr: A jaxpr.
@@ -153,8 +155,8 @@ def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]
 
 
 def _on_shards(eqn: Any, i: int) -> bool:
-    """Whether an equation needs nothing gathered of its operand ``i``: what is made element by
-    element is gathered itself."""
+    """Whether an equation needs nothing gathered of its operand ``i``: in place of the operand, the
+    result of element-wise work is gathered."""
     name = eqn.primitive.name
     same = name in ELEMENTWISE and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
     return same or name in REDUCTIONS

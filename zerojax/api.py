@@ -75,6 +75,7 @@ class Zero:
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        state_argnums: int | Sequence[int] | None = None,
     ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
@@ -87,6 +88,8 @@ class Zero:
             ``jax.jit``.
           batch_argnums: The arguments that are the batch, checked, laid out and divided together:
             ``(1, 2)`` for ``(state, x, y)``. The first argument after the state by default.
+          state_argnums: The arguments that are the state, where they cannot be found: by default
+            those that come back among the results.
 
         Returns:
           The decorated step, with the signature of ``train_step``.
@@ -95,7 +98,9 @@ class Zero:
           ValueError: The step has no such arguments, or its jit has an option that zerojax cannot
             follow.
         """
-        arguments = Arguments(train_step, static_argnums, static_argnames, batch_argnums)
+        arguments = Arguments(
+            train_step, static_argnums, static_argnames, batch_argnums, state_argnums
+        )
         guard = Guard(self.config, self.mesh, self._other)
         return Step(arguments, self.states, self._donate, guard if self._check_memory else None)
 
@@ -139,7 +144,9 @@ class Zero:
           >>> predict(state, np.ones((13, 8))).shape
           (13, 4)
         """
-        arguments = Arguments(function, static_argnums, static_argnames, batch_argnums)
+        arguments = Arguments(
+            function, static_argnums, static_argnames, batch_argnums, returns_state=False
+        )
         return Evaluation(arguments, self.states)
 
     def _other(

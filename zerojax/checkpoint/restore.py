@@ -132,9 +132,14 @@ def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
+
+    def close(arrays: list[Any]) -> Any:
+        closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
+        return closed if form == "nnx" else closed[0]
+
     return _Wanted(
         {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
-        lambda arrays: opened.close(jax.tree.unflatten(tree, arrays), opened.tx),
+        close,
         _on_disk(paths, opened, zero),
     )
 

@@ -13,9 +13,10 @@ from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, Rearranged, returned
+from zerojax.step.call import Call, Form, Rearranged
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
+from zerojax.train_state.results import put_back
 from zerojax.xla.lowered import LoweredProgram
 
 
@@ -46,7 +47,7 @@ class Evaluation(Decorated[P, R]):
             if any(x is not None for x in changed):
                 subject.update(changed)
             program.function.bring_up_to_date(call)
-            out = returned(out, call.objects)
+            out = put_back(out, call.objects)
         if watchdog:
             watchdog.ran(out)
         if names:

@@ -61,7 +61,7 @@ def _of_state(state: Any) -> Subject:
     opened = open_state(state)
 
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
-        return function(opened.close(parts, REFUSING), batch, *args, **kwargs), []
+        return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []
 
     return Subject(opened, call, lambda changed: None)
 

@@ -36,8 +36,9 @@ from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
 from zerojax.plan.stored import StoredArray, stored
 from zerojax.trace.explicit import evaluate
-from zerojax.train_state.linen import open_state
+from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
+from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import compat, jaxprs
 
@@ -101,7 +102,9 @@ class States:
           ValueError: The state has no parameters, or its optimizer is wrapped otherwise.
         """
         opened = take_apart(objects)
-        if not jax.tree.leaves(opened.parts.params):
+        if opened.any_pytree:
+            _refuse_features(self.config)
+        elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
                 "pass TrainState.create the params of model.init(...)."
@@ -220,7 +223,7 @@ class States:
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
                 )
                 parts = plan.shown(born(*args))
-            return opened[0].close(parts, opened[0].tx)
+            return _as_made(opened[0], parts)
 
     def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
         """Refuses a state that is not the same in all processes."""
@@ -236,7 +239,7 @@ class States:
             make, opened = self._maker(create, explicit)
             shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
-        return opened[0].close(abstract(shapes, plan), opened[0].tx)
+        return _as_made(opened[0], abstract(shapes, plan))
 
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
@@ -252,7 +255,7 @@ class States:
 
         def make(*args: Any) -> Parts:
             made = create(*args)
-            parts = self.open(made if isinstance(made, tuple) else (made,))
+            parts = self.open(made if type(made) is tuple else (made,))
             # Without the arrays, which are the trace's own.
             shapes = jax.tree.map(jaxprs.like, parts.parts)
             opened.append(dataclasses.replace(parts, parts=shapes))
@@ -319,6 +322,25 @@ class States:
                 )
 
 
+def _refuse_features(config: ZeroConfig) -> None:
+    """Refuses what needs to know the parameters, or the optimizer, of a state."""
+    asked = {
+        "bf16 or fp16": config.compute_dtype is not None,
+        "offload_optimizer": config.offload_optimizer is not None,
+        "offload_param": config.offload_param is not None,
+        "zero_quantized_weights": config.zero_quantized_weights,
+        "zero_quantized_gradients": config.zero_quantized_gradients,
+        "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
+        "zeropp_loco_param": config.zeropp_loco_param is not None,
+    }
+    if names := [name for name, yes in asked.items() if yes]:
+        raise ValueError(
+            f"{' and '.join(names)}: of a state that is no flax TrainState zerojax does not know "
+            "which arrays are parameters. Pass TrainState.create(apply_fn=..., params=..., tx=...),"
+            " or take the key out of the config."
+        )
+
+
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     """Whether an array lies where the plan has it."""
     if leaf.plain == isinstance(x, StoredArray):
@@ -340,12 +362,15 @@ def take_apart(objects: tuple[Any, ...]) -> OpenedState:
     """
     if any(map(is_nnx, objects)):
         return open_objects(objects)
-    if len(objects) != 1:
-        raise TypeError(
-            f"a tuple of {', '.join(type(x).__name__ for x in objects)} is no training state: it "
-            "is one flax TrainState, or NNX objects, a model and its nnx.Optimizer among them."
-        )
-    return open_state(*objects)
+    if len(objects) == 1 and is_train_state(*objects):
+        return open_state(*objects)
+    return open_pytree(objects)
+
+
+def _as_made(opened: OpenedState, parts: Parts) -> Any:
+    """The state as the user's function made it: one object, or a tuple of several."""
+    objects = opened.close(parts, opened.tx)
+    return objects[0] if len(objects) == 1 else objects
 
 
 def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:

@@ -21,7 +21,9 @@ import jax
 import numpy as np
 
 from zerojax.step.call import Call, Constant, Form, Rearranged, is_array, is_key
+from zerojax.step.find_state import find_state, summary
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
+from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 
 
@@ -34,6 +36,8 @@ class Arguments:
       static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
       batch_argnums: The arguments that are the batch, where that is not the first one after the
         state: a position, or several whose tuple is the batch.
+      state_argnums: The arguments that are the state, where they cannot be found.
+      returns_state: Whether the function returns the new state.
 
     Attributes:
       function: The function without its jit.
@@ -51,6 +55,8 @@ class Arguments:
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        state_argnums: int | Sequence[int] | None = None,
+        returns_state: bool = True,
     ) -> None:
         self.function, static, donated = open_jit(function)
         self.name = name_of(self.function)
@@ -63,6 +69,9 @@ class Arguments:
         self._static = self._both((*nums, *names, *static))
         self._donated = self._both(donated)
         self._batch = self._positions("batch_argnums", batch_argnums)
+        self._state = self._positions("state_argnums", state_argnums)
+        self._returns_state = returns_state
+        self._found: dict[Any, tuple[list[Slot], Any]] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
             if position in self._static:
@@ -82,26 +91,18 @@ class Arguments:
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
         free = [slot for slot in given if slot not in self._static]
-        objects = [slot for slot in free if is_nnx(given[slot])] or free[:1]
+        objects = self._objects(given, free)
         batch = self._slots_of_batch(given, [slot for slot in free if slot not in objects])
         if not objects or not batch:
             raise TypeError(
                 f"{self.name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
                 f"but was called with {len(given)} arguments."
             )
-        first = [slot for slot in (*free[:1], *batch) if slot not in objects]
-        others = [slot for slot in first if is_train_state(given[slot])]
-        if others and not is_train_state(given[objects[0]]) and not is_nnx(given[objects[0]]):
+        if others := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
-                f"{self.name} was called with the state as {self._told(others)}, behind "
-                f"{self._told(objects)}: write the state first, {self.name}(state, batch, ...), in "
-                "the definition too."
-            )
-        if others:
-            raise TypeError(
-                f"{self.name} was called with a TrainState as {self._told(others)} beside "
-                f"{self._told(objects)}: a decorated step trains one state. Write a step for "
-                "each, with what it reads of the other (other.params) behind the batch."
+                f"{self.name} was called with a TrainState as {self._told(others)}, which it does "
+                "not return with the tree, shapes and dtypes that it had: return its new value, or "
+                "write it behind the batch if the step only reads it."
             )
         arrays = [
             slot for slot in free if slot not in (*objects, *batch) and _has_rows(given[slot])
@@ -141,11 +142,41 @@ class Arguments:
         made._static = frozenset(without_self(self._static - gone))
         made._donated = frozenset(without_self(self._donated - gone))
         made._batch = tuple(n - 1 for n in self._batch if n)
+        made._state = tuple(n - 1 for n in self._state if n)
+        made._found = {}
         return made
 
     def rearranged(self, form: Form) -> Rearranged:
         """The function in the order of :class:`Call`."""
         return Rearranged(self.function, self.name, form)
+
+    def _objects(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
+        """The arguments that are the state."""
+        if objects := [slot for slot in free if is_nnx(given[slot])]:
+            return objects
+        if self._state:
+            names = self._positional()
+            slots = [n if n in given or n >= len(names) else names[n] for n in self._state]
+            if missing := [slot for slot in slots if slot not in free]:
+                raise TypeError(
+                    f"{self.name}: state_argnums names {self._told(missing)}, which is no argument "
+                    "of this call that is not static."
+                )
+            return slots
+        states = [slot for slot in free if is_train_state(given[slot])]
+        if len(states) == 1 or not self._returns_state:
+            return states[:1] or free[:1]
+        key = tuple(free), tuple(jax.tree.structure(given[slot]) for slot in free)
+        if key not in self._found:
+            self._found[key] = find_state(self.function, given, free)
+        found, results = self._found[key]
+        if not found:
+            raise TypeError(
+                f"{self.name} returns {summary(results)}, and none of its arguments "
+                f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
+                "has: return the new state, or name the state's arguments with state_argnums."
+            )
+        return found
 
     def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
         if not self._batch:
@@ -233,8 +264,3 @@ class Arguments:
 
 def _has_rows(x: Any) -> bool:
     return any(is_array(leaf) and np.ndim(leaf) for leaf in jax.tree.leaves(x))
-
-
-def is_train_state(x: Any) -> bool:
-    """Whether an object is a flax ``TrainState``, or acts like one."""
-    return hasattr(x, "opt_state") and hasattr(x, "apply_gradients")

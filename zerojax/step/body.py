@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 
@@ -11,12 +11,9 @@ from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
+from zerojax.train_state.results import take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import hijax
-
-
-class Alone(NamedTuple):
-    """Stands for the results of a step that returns the state alone."""
 
 
 class Body:
@@ -35,11 +32,13 @@ class Body:
         self.function, self.once, self.types = function, once, types
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
+        self._matches, self._any_pytree = opened.matches, opened.any_pytree
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Parts, Any]:
-        """The state after the step, and what else the step returns.
+        """The state after the step, and the step's results, each object of the state among them a
+        :class:`zerojax.train_state.results.Passed`.
 
         Args:
           parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.
@@ -53,8 +52,8 @@ class Body:
         if self.types is not None:
             tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
         state = self.close(parts, tx)
-        if isinstance(state, tuple):  # NNX: updated in place
-            out = self.function(*state, batch, *args, **kwargs)
+        out = self.function(*state, batch, *args, **kwargs)
+        if not self._matches:  # NNX: updated in place
             made = self.split(*state)
             pairs = zip(*map(jax.tree.leaves, (made.params, parts.params)), strict=False)
             if len(state) > 2 and all(new is old for new, old in pairs):
@@ -63,8 +62,16 @@ class Body:
                     "object of the same form: pass the model that is trained before it."
                 )
         else:
-            new, out = self._state_and_rest(state, self.function(state, batch, *args, **kwargs))
-            made = take_apart((new,)).parts
+            found, out = take_out(out, self._matches)
+            if len(found) < len(state):
+                raise self._not_returned(state, found, out)
+            new = tuple(found[i] for i in range(len(state)))
+            if self._any_pytree:
+                opt = parts.opt_state.opt
+                view = parts.opt_state._replace(opt=opt._replace(steps=opt.steps + 1))
+                made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
+            else:
+                made = take_apart(new).parts
         before: Any = jax.tree.structure(parts)
         after: Any = jax.tree.structure(made)
         if before != after:
@@ -81,15 +88,14 @@ class Body:
             return self.types.trace(run, parts, batch)
         return hijax.trace(run, parts, batch)
 
-    def _state_and_rest(self, state: Any, returned: Any) -> tuple[Any, Any]:
-        pair = isinstance(returned, tuple) and len(returned) == 2
-        if pair and isinstance(returned[0], type(state)):
-            return returned  # type: ignore[no-any-return]
-        if isinstance(returned, type(state)):
-            return returned, Alone()
-        raise TypeError(
-            f"{self.name} returned {_kind(returned)}: a decorated step returns the pair "
-            f"(state, metrics), with a {type(state).__name__} first, or the state alone."
+    def _not_returned(
+        self, state: Sequence[Any], found: Collection[int], returned: Any
+    ) -> TypeError:
+        kinds = [type(x).__name__ for i, x in enumerate(state) if i not in found]
+        return TypeError(
+            f"{self.name} returned {_kind(returned)}, without the new state ({', '.join(kinds)}) "
+            "among it: return what the step makes of the state, alone or among other results, with "
+            "the tree, shapes and dtypes that it had."
         )
 
     def check(self, jaxpr: Any, leaves: int) -> None:
@@ -102,6 +108,8 @@ class Body:
         Raises:
           ValueError: The step updates never, or more often than it may.
         """
+        if self._any_pytree:  # its updates have no marks
+            return
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves
         if not n + looped:

@@ -6,7 +6,6 @@ Of the further arguments arrays are traced; everything else is part of the progr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 
 from zerojax.step.jitted import Slot
 from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
+from zerojax.train_state.results import Passed
 
 
 class Constant:
@@ -116,27 +116,6 @@ class Rearranged:
         if any(self.changed.values()):
             static = divide(call.args, call.kwargs)[1]
             apply_settings(call.objects, self.changed[static])
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Passed:
-    """Stands in the results of a function for an NNX object that was passed to it.
-
-    Attributes:
-      position: The object's position among the objects of the call.
-    """
-
-    position: int
-
-
-def returned(out: Any, objects: tuple[Any, ...]) -> Any:
-    """The results of a call, with the caller's own objects where the function returned them."""
-    return jax.tree.map(
-        lambda x: objects[x.position] if isinstance(x, Passed) else x,
-        out,
-        is_leaf=lambda x: isinstance(x, Passed),
-    )
 
 
 def _value(x: Any) -> Any:

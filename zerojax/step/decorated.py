@@ -19,9 +19,10 @@ from zerojax.distributed.row_agreement import RowAgreement
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
-from zerojax.step.arguments import Arguments, is_train_state
+from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Constant, Form, Rearranged
 from zerojax.trace.explicit import Explicit
+from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla.lowered import LoweredProgram

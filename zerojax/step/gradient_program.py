@@ -25,6 +25,7 @@ from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepSetting, TracedProgram
 from zerojax.step.view import View, collecting, constrainer
 from zerojax.trace.marks import GRADIENT
+from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import streaming
@@ -186,7 +187,7 @@ class GradientProgram:
             step=made.step,
             out=plan.results(out),
             done=done,
-            signals=setting.signals(after, out),
+            signals=setting.signals(after, beside(out)),
         )
 
     def _params(self, make: Any, dtypes: Sequence[Any]) -> Any:

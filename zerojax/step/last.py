@@ -42,6 +42,32 @@ class LastState:
         return Recognized(self._split(*objects), None) if self._state() is objects[0] else None
 
 
+class LastArrays:
+    """Arguments that a step returned as its state, recognized by their arrays, which are not kept
+    alive.
+
+    Args:
+      objects: The arguments.
+      parts: Their arrays, beside zerojax's own count of steps.
+      split: Takes such arguments apart.
+    """
+
+    def __init__(self, objects: tuple[Any, ...], parts: Parts, split: Callable[..., Parts]) -> None:
+        leaves, tree = jax.tree.flatten(objects)
+        self._tree: Any = tree
+        self._arrays = [weakref.ref(x) for x in leaves]
+        self._own, self._split = {"opt_state": parts.opt_state, "step": parts.step}, split
+
+    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
+        """The state, if ``objects`` have the arrays of the last step; else None."""
+        leaves, tree = jax.tree.flatten(objects)
+        if tree != self._tree:
+            return None
+        if any(known() is not x for known, x in zip(self._arrays, leaves, strict=True)):
+            return None
+        return Recognized(self._split(*objects)._replace(**self._own), None)
+
+
 class LastObjects:
     """NNX objects as a step left them; neither objects nor arrays are kept alive.
 

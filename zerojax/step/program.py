@@ -43,7 +43,7 @@ class StepSetting:
       body: The user's step on a state taken apart.
       inserter: Makes parameters whole where the body uses them.
       divide: Divides further arguments into arrays and the rest.
-      tx, split, close, write_back: See :class:`OpenedState`.
+      tx, split, close, write_back, any_pytree: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
 
@@ -59,7 +59,7 @@ class StepSetting:
         self.function, self.states, self.config = function, states, states.config
         self.donate, self.signals = donate, signals
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
-        self.write_back = opened.write_back
+        self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config

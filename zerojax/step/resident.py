@@ -18,6 +18,7 @@ from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
+from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import options
@@ -76,7 +77,7 @@ class ResidentStep:
             rest=unless_skipped(done, made.rest, parts.rest),
         )
         return StepResult(
-            plan.at_rest(made), plan.results(out), setting.signals(made.opt_state, out)
+            plan.at_rest(made), plan.results(out), setting.signals(made.opt_state, beside(out))
         )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:

@@ -18,17 +18,17 @@ from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
-from zerojax.step.body import Alone
-from zerojax.step.call import Call, Form, Rearranged, returned
+from zerojax.step.call import Call, Form, Rearranged
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
-from zerojax.step.last import LastObjects, LastState, Recognized
+from zerojax.step.last import LastArrays, LastObjects, LastState, Recognized
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
+from zerojax.train_state.results import beside, put_back
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
 
@@ -36,7 +36,7 @@ from zerojax.xla.lowered import LoweredProgram
 class LastStep(NamedTuple):
     """The last step: what it left, how it was called, and the program that ran."""
 
-    left: LastState | LastObjects
+    left: LastState | LastObjects | LastArrays
     form: Form
     explicit: Explicit | None
     program: StepProgram
@@ -74,24 +74,19 @@ class Step(Decorated[P, R]):
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            state, out = self._run(call, explicit)
+            objects, out = self._run(call, explicit)
         if watchdog:
             watchdog.ran(out)
         if explicit:
             out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
-        result: Any = (state, out)
-        if state is None:  # NNX: updated in place
-            result = out
-        elif isinstance(out, Alone):
-            result = state
-        return result  # type: ignore[no-any-return]
+        return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _run(self, call: Call, explicit: Explicit | None) -> tuple[Any, Any]:
-        """The state after the step, None for NNX objects, and what else the step returns."""
+    def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
+        """The state's objects after the step, and the results, without those objects."""
         program, parts, recognized = self._begin(call, explicit)
         layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
-        if parts.step.is_deleted():
+        if jax.tree.leaves((parts.params, parts.rest))[0].is_deleted():
             raise ValueError(
                 "this state was passed to an earlier step, which took over its memory: go on with "
                 "the state that the step returned, or keep both with "
@@ -118,11 +113,11 @@ class Step(Decorated[P, R]):
         if self._reports:
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
-        state, out, left = self._finish(call, program, recognized, result)
+        objects, left = self._finish(call, program, recognized, result)
         if left is not None:
             self._last = LastStep(left, call.form, explicit, program)
-        watch.note(result.signals, result.out, layout.rows(call.batch))
-        return state, out
+        watch.note(result.signals, beside(result.out), layout.rows(call.batch))
+        return objects, result.out
 
     def _begin(
         self, call: Call, explicit: Explicit | None
@@ -147,20 +142,22 @@ class Step(Decorated[P, R]):
 
     def _finish(
         self, call: Call, program: StepProgram, recognized: Recognized | None, result: StepResult
-    ) -> tuple[Any, Any, LastState | LastObjects | None]:
-        """The state after the step, None for NNX objects, which are brought up to date; what else
-        the step returns; and what the next step may recognize, None where that is known."""
+    ) -> tuple[tuple[Any, ...], LastState | LastObjects | LastArrays | None]:
+        """The state's objects after the step, those of NNX brought up to date; and what the next
+        step may recognize, None where that is known."""
         setting, parts = program.setting, result.parts
         if setting.write_back is None:
-            state = setting.close(parts, setting.tx)
-            return state, result.out, LastState(state, setting.split)
+            objects = setting.close(parts, setting.tx)
+            if setting.any_pytree:
+                return objects, LastArrays(objects, parts, setting.split)
+            return objects, LastState(objects[0], setting.split)
         if recognized is not None and recognized.write_back is not None:
             recognized.write_back(parts)
         else:
             setting.write_back(call.objects, parts, setting.tx)
         setting.function.bring_up_to_date(call)
         left = LastObjects.of(call.objects, parts) if recognized is None else None
-        return None, returned(result.out, call.objects), left
+        return call.objects, left
 
     def _program(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, explicit)

@@ -42,10 +42,13 @@ def open_state(state: Any) -> OpenedState:
         state, params=None, opt_state=None, step=None, tx=None, **dict.fromkeys(carried)
     )
 
-    def close(parts: Parts, tx: Any) -> Any:
-        return empty.replace(
+    def close(parts: Parts, tx: Any) -> tuple[Any]:
+        closed = empty.replace(
             params=parts.params, opt_state=parts.opt_state, step=parts.step, tx=tx, **parts.rest
         )
+        return (closed,)
+
+    kind = type(state)
 
     return OpenedState(
         parts=split(state),
@@ -54,7 +57,13 @@ def open_state(state: Any) -> OpenedState:
         close=close,
         key=jax.tree.structure(empty),
         specs=own_specs(state.params),
+        matches=[lambda x: isinstance(x, kind)],
     )
+
+
+def is_train_state(x: Any) -> bool:
+    """Whether an object is a flax ``TrainState``, or acts like one."""
+    return hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:

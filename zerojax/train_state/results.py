@@ -1,0 +1,72 @@
+"""A state's objects among the results of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Passed:
+    """Stands in the results of a function for an object of the state: for an NNX object that was
+    passed to it, or for the new state.
+
+    Attributes:
+      position: The object's position among the objects of the call.
+    """
+
+    position: int
+
+
+def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[dict[int, Any], Any]:
+    """Takes the new state out of a step's results.
+
+    Args:
+      results: What the step returned.
+      matches: For each object of the state, whether a node of the results is its new value.
+
+    Returns:
+      By position of an object its new value, and the results with a :class:`Passed` in its place.
+      Each object is found once, the outermost and first node that matches.
+
+    Example:
+      >>> found, rest = take_out(({"w": 1.0}, 2.0), [lambda x: isinstance(x, dict)])
+      >>> found, rest
+      ({0: {'w': 1.0}}, (Passed(position=0), 2.0))
+    """
+    found: dict[int, Any] = {}
+
+    def below(node: Any) -> Any:
+        for i, is_new in enumerate(matches):
+            if i not in found and is_new(node):
+                found[i] = node
+                return Passed(i)
+        children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        if len(children) == 1 and children[0] is node:
+            return node
+        return jax.tree.unflatten(tree, [below(child) for child in children])
+
+    return found, below(results)
+
+
+def put_back(results: Any, objects: Sequence[Any]) -> Any:
+    """The results with the objects in their places."""
+    return jax.tree.map(
+        lambda x: objects[x.position] if isinstance(x, Passed) else x,
+        results,
+        is_leaf=lambda x: isinstance(x, Passed),
+    )
+
+
+def beside(results: Any) -> Any:
+    """What a step returns beside the state: of a tuple, what is left of it; of two, the other."""
+    if isinstance(results, Passed):
+        return ()
+    if type(results) is not tuple:
+        return results
+    left = tuple(x for x in results if not isinstance(x, Passed))
+    return left[0] if len(left) == 1 < len(results) else left

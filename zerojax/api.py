@@ -189,7 +189,7 @@ class Zero:
           Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of the plan
           is a table with bytes per device and reasons.
         """
-        objects = state[0] if len(state) == 1 and isinstance(state[0], tuple) else state
+        objects = state[0] if len(state) == 1 and type(state[0]) is tuple else state
         return self.states.plan(self.states.open(tuple(objects)))
 
     def optimizer(self, *, weight_decay_mask: Any = None) -> ZeroTransformation:

@@ -291,7 +291,7 @@ def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int)
                 ),
                 0,
             ),
-            ["state.rest['average']", "rows of the batch themselves"],
+            ["state.average", "rows of the batch themselves"],
         ),
         (
             lambda s, b: (

@@ -259,10 +259,8 @@ class TestBatchArguments:
             return train_step(state, batch)
 
         zero = zerojax.zero(stage=1)
-        with pytest.raises(ValueError, match="batch_argnums names another"):
-            zero(step)(make_state(), jax.random.key(0), (X, Y))
-        named = zero(step, batch_argnums=2)
-        same(named(make_state(), jax.random.key(0), (X, Y))[1], update(make_state(), X, Y)[1])
+        for run in (zero(step), zero(step, batch_argnums=2)):  # a key is no batch
+            same(run(make_state(), jax.random.key(0), (X, Y))[1], update(make_state(), X, Y)[1])
 
     def test_that_are_static_too(self) -> None:
         with pytest.raises(ValueError, match="argument 1 is in batch_argnums and static_argnums"):
@@ -449,7 +447,7 @@ class TestRefused:
 
     def test_two_states(self) -> None:
         step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
-        with pytest.raises(TypeError, match=r"a TrainState as 1 \(second\).*trains one state"):
+        with pytest.raises(TypeError, match=r"a TrainState as 1 \(second\).*does not return"):
             step(make_state(), make_state(), (X, Y))
 
 

@@ -64,9 +64,11 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
     """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
     rest = range(ends[2], ends[3])
+    fields = {**results[0]._asdict(), **dict(sorted(results[0].rest.items()))}
+    del fields["rest"]
     paths = [
-        "state." + field + jax.tree_util.keystr(path)
-        for field, part in zip(Parts._fields, results[0], strict=True)
+        (field if field.startswith("state") else f"state.{field}") + jax.tree_util.keystr(path)
+        for field, part in fields.items()
         for path, _ in jax.tree_util.tree_leaves_with_path(part)
     ]
     paths += [

@@ -41,7 +41,8 @@ def progress(
         parts.append(f"mom=[{momentum}]")
     if LOSS in figures:
         parts.append(f"loss={float(figures[LOSS]):.6g}")
-    parts.append(f"grad_norm={float(report['grad_norm']):.6g}")
+    if is_known(norm := float(report["grad_norm"])):
+        parts.append(f"grad_norm={norm:.6g}")
     if fp16:
         parts.append(f"loss_scale={float(report['loss_scale']):.10g}")
     return ", ".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim.wrap import UNKNOWN, ZeroOptState
+from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 
 
 def telemetry(state: Any) -> dict[str, jax.Array]:
@@ -16,7 +16,7 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
     Args:
       state: A ``TrainState`` that zerojax placed, an ``nnx.Optimizer``, a tuple of NNX objects
-        that contains one, or the optimizer state.
+        that contains one, or a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
@@ -30,7 +30,8 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     """
     several = isinstance(state, tuple) and not isinstance(state, ZeroOptState)
     candidates = [getattr(x, "opt_state", x) for x in (state if several else (state,))]
-    opt_state = next((x for x in candidates if isinstance(x, ZeroOptState)), None)
+    wrapped = (x for x in candidates if isinstance(x, ZeroOptState))
+    opt_state = next(wrapped, None) or find_zero_state(state)
     if opt_state is None:
         raise TypeError(
             f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "

@@ -19,7 +19,8 @@ from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
 
 UNKNOWN = float(np.finfo(np.float32).min)
-"""The learning rate of an optimizer that tells none. No NaN, on which ``jax_debug_nans`` stops."""
+"""The learning rate of an optimizer that tells none, and the norm of gradients that zerojax does not
+see. No NaN, on which ``jax_debug_nans`` stops."""
 
 
 class ZeroOptState(NamedTuple):
@@ -30,7 +31,7 @@ class ZeroOptState(NamedTuple):
       steps: int32 [], steps taken, skipped ones included.
       skipped: int32 [], steps that changed nothing, because a gradient was not finite.
       grad_norm: float32 [], global L2 norm of the last gradient, unscaled, before clipping and
-        without frozen parameters; inf if the step was skipped.
+        without frozen parameters; inf if the step was skipped, ``UNKNOWN`` where it is.
       learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` where it is.
       loss_scale: The state of the loss scale; None without one.
       error: What quantized gradients left out, in the form of the parameters, see
@@ -204,6 +205,15 @@ def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
     return grad if loss_scale is None else grad * (1 / loss_scale.scale).astype(grad.dtype)
 
 
+def find_zero_state(tree: Any) -> ZeroOptState | None:
+    """The first state of a wrapped transformation in a tree; None without one."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, ZeroOptState)
+
+    return next(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)), None)
+
+
 def features(config: ZeroConfig) -> dict[str, Any]:
     """The keywords of :func:`wrap` for a config."""
     return {
@@ -214,7 +224,10 @@ def features(config: ZeroConfig) -> dict[str, Any]:
 
 
 def adopt(
-    inner: optax.OptState, steps: Any = 0, loss_scale: LossScale | None = None
+    inner: optax.OptState,
+    steps: Any = 0,
+    loss_scale: LossScale | None = None,
+    grad_norm: float = 0.0,
 ) -> ZeroOptState:
     """The wrapped state around an existing optimizer state."""
     # Separate arrays: a state that is donated may contain a buffer only once.
@@ -222,7 +235,7 @@ def adopt(
         inner=inner,
         steps=jnp.asarray(steps, jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
-        grad_norm=jnp.zeros((), jnp.float32),
+        grad_norm=jnp.full((), grad_norm, jnp.float32),
         learning_rate=jnp.full((), UNKNOWN, jnp.float32),
         loss_scale=None if loss_scale is None else loss_scale.init(),
     )

@@ -21,10 +21,12 @@ from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
+    UNKNOWN,
     ZeroOptState,
     ZeroTransformation,
     adopt,
     features,
+    find_zero_state,
     full_precision,
     wrap,
 )
@@ -102,8 +104,9 @@ class States:
           ValueError: The state has no parameters, or its optimizer is wrapped otherwise.
         """
         opened = take_apart(objects)
+        has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
-            _refuse_features(self.config)
+            _refuse_features(self.config, wrapped=has_own)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
@@ -122,7 +125,9 @@ class States:
                 parts = _full_precision_masters(parts, opened.tx)
             if not wrapped:
                 loss_scale = features(self.config)["loss_scale"]
-                parts = parts._replace(opt_state=adopt(parts.opt_state, parts.step, loss_scale))
+                norm = UNKNOWN if opened.any_pytree else 0.0
+                adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
+                parts = parts._replace(opt_state=adopted)
             return with_errors(parts, opened.specs, self.mesh, self.axis, self.config)
 
         leaves = jax.tree.leaves(opened.parts)
@@ -130,7 +135,12 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if wrapped:
             return dataclasses.replace(opened, parts=parts)
-        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
+        if not opened.any_pytree:
+            return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
+        if has_own:  # the config's optimizer is in use
+            self._wrapped.setdefault(opened.tx, wrap(opened.tx))
+        # Its arrays are taken over where they lie as planned.
+        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx))
 
     def observed(self, opened: OpenedState) -> OpenedState:
         """The state for an evaluation, which needs no wrapped optimizer."""
@@ -281,12 +291,15 @@ class States:
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
         where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
         lies = [not opened.plain and is_placed(*each) for each in where]
-        if all(lies) and len({*map(id, leaves)}) == len(leaves):
+        # zerojax's own numbers are new each time where the state has no place for them.
+        own = len(jax.tree.leaves(parts)) - len(jax.tree.leaves(parts.rest))
+        own = own if opened.any_pytree else 0
+        if not own and all(lies) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self.check_mesh(parts)
         if lockstep(self.mesh):
             require_same_values("the state", _by_path(parts))
-        kept = {id(x) for x in leaves} if all(lies) else set()
+        kept = {id(x) for x in leaves[own:]} if all(lies[own:]) else set()
         made = [self._owned(kept, *each) for each in where]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
 
@@ -322,8 +335,19 @@ class States:
                 )
 
 
-def _refuse_features(config: ZeroConfig) -> None:
-    """Refuses what needs to know the parameters, or the optimizer, of a state."""
+def _refuse_features(config: ZeroConfig, *, wrapped: bool) -> None:
+    """Refuses what needs to know the parameters, or the optimizer, of a state.
+
+    Args:
+      config: The config.
+      wrapped: Whether the state has that of ``zero.optimizer()`` or ``zero.wrap()`` in it.
+    """
+    if config.gradient_clipping and not wrapped:
+        raise ValueError(
+            f"gradient_clipping = {config.gradient_clipping:g}: the step updates by an optimizer "
+            "of its own. Make the optimizer with zero.wrap(tx) or zero.optimizer(), which clip, "
+            "and its state with it; or take the key out of the config."
+        )
     asked = {
         "bf16 or fp16": config.compute_dtype is not None,
         "offload_optimizer": config.offload_optimizer is not None,

@@ -85,8 +85,7 @@ class Arguments:
 
         Raises:
           TypeError: The call has no state or no batch.
-          ValueError: The batch is a random key, or the function's own jit donates something else
-            than the state.
+          ValueError: The function's own jit donates something else than the state.
         """
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
@@ -103,15 +102,6 @@ class Arguments:
                 f"{self.name} was called with a TrainState as {self._told(others)}, which it does "
                 "not return with the tree, shapes and dtypes that it had: return its new value, or "
                 "write it behind the batch if the step only reads it."
-            )
-        arrays = [
-            slot for slot in free if slot not in (*objects, *batch) and _has_rows(given[slot])
-        ]
-        if not self._batch and arrays and is_key(given[batch[0]]):
-            raise ValueError(
-                f"{self.name} was called with a random key as {self._told(batch)}: the batch is "
-                "the first argument after the state, unless batch_argnums names another. Write "
-                f"the key behind the batch, or zero({self.name}, batch_argnums={arrays[0]!r})."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:
@@ -179,8 +169,9 @@ class Arguments:
         return found
 
     def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
-        if not self._batch:
-            return left[:1]
+        if not self._batch:  # the first argument that is no random key, where there is another
+            rows = [slot for slot in left if _has_rows(given[slot])]
+            return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
         names = self._positional()
         slots = [n if n in given or n >= len(names) else names[n] for n in self._batch]
         missing = [slot for slot in slots if slot not in left]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from zerojax.optim.wrap import ZeroOptState, find_zero_state
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
@@ -67,8 +68,7 @@ class Body:
                 raise self._not_returned(state, found, out)
             new = tuple(found[i] for i in range(len(state)))
             if self._any_pytree:
-                opt = parts.opt_state.opt
-                view = parts.opt_state._replace(opt=opt._replace(steps=opt.steps + 1))
+                view = parts.opt_state._replace(opt=_counted(parts.opt_state.opt, new))
                 made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
             else:
                 made = take_apart(new).parts
@@ -121,6 +121,16 @@ class Body:
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
+
+
+def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
+    """zerojax's own numbers after a step of any pytree, with those of a wrapped optimizer in it."""
+    own = own._replace(steps=own.steps + 1)
+    if (found := find_zero_state(objects)) is None:
+        return own
+    return own._replace(
+        skipped=found.skipped, grad_norm=found.grad_norm, learning_rate=found.learning_rate
+    )
 
 
 def _change(before: Parts, after: Parts) -> str:

@@ -12,6 +12,8 @@ import optax
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _ONE = "state"
+_NOTHING = optax.identity()
+"""The optimizer of a state whose updates are the step's own."""
 
 
 def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
@@ -45,7 +47,7 @@ def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
 
     return OpenedState(
         parts=split(*objects),
-        tx=optax.identity(),
+        tx=_NOTHING,
         split=split,
         close=close,
         key=jax.tree.structure(objects),

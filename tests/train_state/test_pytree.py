@@ -1,0 +1,302 @@
+"""Any pytree is a state: plain jit's numbers, sharded as the stage says, or an error that says what
+to write."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equal import TOLERANCE, assert_near, host, zero_for
+from flax import struct
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.plan import rule
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, WIDTH, HIDDEN = 32, 8, 32
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+BATCH = dict(zip("xy", np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)), strict=True))
+
+
+def network(seed: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed))
+    return {
+        "in": jax.random.normal(keys[0], (WIDTH, HIDDEN)) / 3,
+        "out": jax.random.normal(keys[1], (HIDDEN, WIDTH)) / 6,
+    }
+
+
+def output(params: Any, x: Any) -> jax.Array:
+    return jnp.tanh(x @ params["in"]) @ params["out"]
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((output(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def updated(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+class Learner(NamedTuple):
+    params: Any
+    opt_state: Any
+    steps: Any
+
+
+@struct.dataclass
+class Pair:
+    """Two networks, as a class holds them."""
+
+    generator: TrainState
+    critic: TrainState
+
+
+def train_state(seed: int) -> TrainState:
+    return TrainState.create(apply_fn=output, params=network(seed), tx=TX)
+
+
+def as_arguments(params: Any, opt_state: Any, batch: Any) -> Any:
+    return updated(params, opt_state, batch)
+
+
+def as_one_tuple(state: Any, batch: Any) -> Any:
+    params, opt_state, loss = updated(*state, batch)
+    return (params, opt_state), loss
+
+
+def as_dict(state: Any, batch: Any) -> Any:
+    params, opt_state, loss = updated(state["params"], state["opt"], batch)
+    return {"params": params, "opt": opt_state, "step": state["step"] + 1}, {"loss": loss}
+
+
+def as_named_tuple(state: Learner, batch: Any) -> Any:
+    params, opt_state, loss = updated(state.params, state.opt_state, batch)
+    return loss, Learner(params, opt_state, state.steps + 1)
+
+
+def batch_first(batch: Any, params: Any, opt_state: Any) -> Any:
+    params, opt_state, loss = updated(params, opt_state, batch)
+    return {"loss": loss, "new": [params, opt_state]}
+
+
+def with_average(params: Any, average: Any, opt_state: Any, batch: Any) -> Any:
+    params, opt_state, loss = updated(params, opt_state, batch)
+    return params, optax.incremental_update(params, average, 0.1), opt_state, loss
+
+
+def adversaries(generator: TrainState, critic: TrainState, batch: Any) -> Any:
+    """The critic's update reads the generator's new parameters."""
+
+    def fooled(params: Any) -> jax.Array:
+        return jnp.mean(output(critic.params, output(params, batch["x"])) ** 2)
+
+    first, grads = jax.value_and_grad(fooled)(generator.params)
+    generator = generator.apply_gradients(grads=grads)
+
+    def told(params: Any) -> jax.Array:
+        made = output(generator.params, batch["x"])
+        return jnp.mean((output(params, made) - output(params, batch["y"]) - 1) ** 2)
+
+    second, grads = jax.value_and_grad(told)(critic.params)
+    return generator, critic.apply_gradients(grads=grads), {"g": first, "c": second}
+
+
+def in_a_class(pair: Pair, batch: Any) -> Any:
+    generator, critic, losses = adversaries(pair.generator, pair.critic, batch)
+    return Pair(generator, critic), losses
+
+
+def pair() -> tuple[TrainState, TrainState]:
+    return train_state(0), train_state(1)
+
+
+def params_and_opt_state() -> tuple[Any, Any]:
+    params = network(0)
+    return params, TX.init(params)
+
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "arguments": (as_arguments, params_and_opt_state),
+    "one tuple": (as_one_tuple, lambda: (params_and_opt_state(),)),
+    "dict": (
+        as_dict,
+        lambda: (dict(zip(("params", "opt"), params_and_opt_state(), strict=True)) | {"step": 0},),
+    ),
+    "NamedTuple": (as_named_tuple, lambda: (Learner(*params_and_opt_state(), jnp.zeros(())),)),
+    "batch first": (batch_first, params_and_opt_state),
+    "average": (with_average, lambda: (network(0), network(0), TX.init(network(0)))),
+    "TrainStates": (adversaries, pair),
+    "class": (in_a_class, lambda: (Pair(*pair()),)),
+}
+
+
+def arrays(tree: Any) -> Any:
+    return [host(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 1), (2, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_numbers_of_plain_jit(
+    form: str, stage: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three steps, the first of which places the state."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    step, create = FORMS[form]
+    if k > 1 and form in ("TrainStates", "class"):
+        with pytest.raises(ValueError, match=r"cannot be accumulated.*critic|state\[1\]\.params"):
+            zero_for(stage, k)(step)(*create(), BATCH)
+        return
+    with jax.enable_x64(True):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        results = []
+        for run in (zero_for(stage, k)(step), jax.jit(step)):
+            state, results_of_run = create(), []
+            for _ in range(3):
+                given = (batch, *state) if form == "batch first" else (*state, batch)
+                out = run(*given)
+                state = new_state(form, out, len(state))
+                results_of_run.append(arrays(out))
+            results.append(results_of_run)
+    assert_near(*results, TOLERANCE["float64"])
+
+
+def new_state(form: str, out: Any, n: int) -> tuple[Any, ...]:
+    if form == "batch first":
+        return tuple(out["new"])
+    return (out[1],) if form == "NamedTuple" else tuple(out[:n])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stage_shards_what_it_says(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+    create = FORMS[form][1]
+
+    def sharded(stage: int) -> tuple[int, int]:
+        made = zero_for(stage).init(create)
+        leaves = jax.tree.leaves(made)
+        big = [x for x in leaves if x.size > WIDTH]
+        return sum(not x.sharding.is_fully_replicated for x in big), len(big)
+
+    networks = 2 if form in ("TrainStates", "class", "average") else 1
+    of_optimizers = 4 * (1 if form == "average" else networks)
+    assert sharded(0)[0] == 0
+    assert sharded(1)[0] == of_optimizers  # two moments of two matrices
+    assert sharded(3) == (of_optimizers + 2 * networks,) * 2
+
+
+def test_a_key_that_comes_back_is_no_batch() -> None:
+    """A step as EasyLM has it."""
+
+    def step(state: TrainState, key: jax.Array, batch: Any) -> Any:
+        key, noise = jax.random.split(key)
+        shift = jax.random.normal(noise, (WIDTH,))
+
+        def loss(params: Any) -> jax.Array:
+            return loss_of(params, {"x": batch["x"] + shift, "y": batch["y"]})
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), key, {"loss": value}
+
+    state, key, metrics = zero_for(3)(step)(train_state(0), jax.random.key(1), BATCH)
+    plain, plain_key, plain_metrics = jax.jit(step)(train_state(0), jax.random.key(1), BATCH)
+    assert isinstance(state, TrainState)
+    assert key == plain_key
+    got, want = (state.params, metrics), (plain.params, plain_metrics)
+    assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+
+class TestTheState:
+    def test_is_planned_lowered_and_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rule, "SMALL", 0)
+        zero = zero_for(3)
+        step, state = zero(as_arguments), zero.abstract_state(params_and_opt_state)
+        assert "state[0]['in']" in str(zero.plan(state))
+        assert "all-gather" in step.lower(*state, BATCH).compile().as_text()
+        rows = step.collectives(*state, BATCH).rows
+        gathered = [row.array for row in rows if row.kind == "all-gather"]
+        assert "state[0]['in']" in gathered
+        scattered = {row.array for row in rows if row.kind == "reduce-scatter"}
+        assert scattered
+
+    def test_is_used_up(self) -> None:
+        step, state = zero_for(3)(as_arguments), params_and_opt_state()
+        *state, _ = step(*state, BATCH)  # of copies of the caller's arrays
+        step(*state, BATCH)
+        with pytest.raises(ValueError, match="passed to an earlier step"):
+            step(*state, BATCH)
+
+    def test_is_kept(self) -> None:
+        step = zero_for(3, donate=False)(as_arguments)
+        *state, first = step(*params_and_opt_state(), BATCH)
+        (*_, one), (*_, other) = step(*state, BATCH), step(*state, BATCH)
+        assert one == other != first
+
+    def test_is_named_where_it_cannot_be_found(self) -> None:
+        def step(params: Any, opt_state: Any, batch: Any, lr: Any) -> Any:
+            params, opt_state, loss = updated(params, opt_state, batch)
+            return params, opt_state, loss * lr
+
+        *state, loss = zero_for(1)(step, state_argnums=(0, 1))(*params_and_opt_state(), BATCH, 2.0)
+        assert loss == pytest.approx(2 * float(loss_of(network(0), BATCH)))
+        with pytest.raises(TypeError, match=r"without the new state \(dict\)"):
+            zero_for(1)(step, state_argnums=2)(*params_and_opt_state(), BATCH, 2.0)
+
+    def test_that_does_not_come_back_is_refused(self) -> None:
+        def step(params: Any, opt_state: Any, batch: Any) -> Any:
+            params, opt_state, loss = updated(params, opt_state, batch)
+            return loss
+
+        with pytest.raises(TypeError, match=r"none of its arguments \(0 \(params\), 1 \(opt_state"):
+            zero_for(1)(step)(*params_and_opt_state(), BATCH)
+
+    def test_has_arrays_alone(self) -> None:
+        def step(state: Any, batch: Any) -> Any:
+            return state, loss_of(state["params"], batch)
+
+        with pytest.raises(TypeError, match=r"a str at \['name'\].*pytree of arrays"):
+            zero_for(1)(step, state_argnums=0)({"params": network(0), "name": "mlp"}, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"bf16": True}, "bf16 or fp16: of a state that is no flax TrainState"),
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer: of a state"),
+        ({"gradient_clipping": 1.0}, r"gradient_clipping = 1.*zero\.wrap\(tx\)"),
+    ],
+)
+def test_what_needs_to_know_the_parameters_is_refused(config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        zero_for(2, **config)(as_arguments)(*params_and_opt_state(), BATCH)
+
+
+def test_an_optimizer_of_the_config() -> None:
+    """It clips, and its figures are those of the step."""
+    zero = zero_for(
+        2,
+        gradient_clipping=0.01,
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+    )
+    tx = zero.optimizer()
+
+    @zero
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        grads = jax.grad(loss_of)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = zero.init(lambda: (network(0), tx.init(network(0))))
+    params, opt_state = step(params, opt_state, BATCH)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, params, network(0))
+    assert float(optax.global_norm(moved)) == pytest.approx(0.01, rel=1e-3)
+    figures = zerojax.telemetry((params, opt_state))
+    assert figures["grad_norm"] > 0.01
+    assert figures["step"] == 1

@@ -28,6 +28,7 @@ from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
 from zerojax.distributed.roll_call import by_value
 from zerojax.distributed.watchdog import paused
+from zerojax.train_state.pytree import is_array
 
 
 class Checkpointer:
@@ -364,10 +365,12 @@ class Checkpointer:
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
-        if state_tree.form_of(state) is None:
+        leaves = jax.tree.leaves(state)
+        arrays = bool(leaves) and all(map(is_array, leaves))
+        if state_tree.form_of(state) == "pytree" and not arrays:
             raise CheckpointError(
-                f"save takes a TrainState, or a tuple (model, optimizer, ...) of NNX, not "
-                f"{type(state).__name__}"
+                f"save takes a state: a TrainState, a tuple (model, optimizer, ...) of NNX, or "
+                f"another pytree of arrays, not {state!r:.100}"
             )
         later = [s for s in self.all_steps() if s >= step]
         if later:

@@ -79,13 +79,11 @@ class PendingSave:
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
             for name, x in leaves.items()
         }
-        form = state_tree.form_of(state)
-        assert form is not None
         self._record = Record(
             step=step,
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions={name: _version(name) for name in _PACKAGES},
-            form=form,
+            form=state_tree.form_of(state),
             stage=zero.config.stage,
             compute_dtype=zero.config.compute_dtype,
             mesh=dict(zero.mesh.shape),

@@ -81,7 +81,8 @@ class Record(_Strict):
       step: Updates done, as the caller counts.
       saved: The time, ISO 8601 in UTC.
       versions: Of zerojax, jax, flax, optax, orbax.
-      form: A flax ``TrainState``, or a tuple of ``nnx.Module``, ``nnx.Optimizer`` and more.
+      form: A flax ``TrainState``, a tuple of ``nnx.Module``, ``nnx.Optimizer`` and more, or another
+        pytree.
       stage, compute_dtype, mesh, axis, devices, processes: Of the run that saved the step.
       config: The fields of its :class:`ZeroConfig`.
       leaves: The arrays, by orbax's name.
@@ -93,7 +94,7 @@ class Record(_Strict):
     step: int
     saved: str
     versions: dict[str, str]
-    form: Literal["linen", "nnx"]
+    form: Literal["linen", "nnx", "pytree"]
     stage: int
     compute_dtype: str | None
     mesh: dict[str, int]

@@ -76,7 +76,6 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
     }
     restored |= _to_disk(saved, here.chosen, wanted, zero, name)
     if len(restored) < len(wanted.leaves):
-        assert here.form is not None
         restored |= _fresh(wanted, restored, here.form, zero)
     return wanted.close([restored[path] for path in wanted.leaves])
 
@@ -86,7 +85,7 @@ class _Begun(NamedTuple):
 
     Attributes:
       saved: The step.
-      form: Of the state; None for parameters alone.
+      form: Of the state, or of what is restored of it.
       wanted: The arrays to restore.
       chosen, in_memory: The saved arrays by path, all and those that do not belong on a disk.
       arrays: The latter's values, by path in the checkpoint.
@@ -94,7 +93,7 @@ class _Begun(NamedTuple):
     """
 
     saved: SavedStep
-    form: state_tree.Form | None
+    form: state_tree.Form
     wanted: _Wanted
     chosen: dict[Path, SavedArray]
     in_memory: dict[Path, SavedArray]
@@ -106,10 +105,13 @@ def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
-    if form is None:
-        _check_params(abstract_state)
+    optimizer = None
+    if form == "pytree" and saved.record and saved.record.form == "pytree":
+        _check_arrays(abstract_state)
+        wanted = _any_pytree(abstract_state, zero)
+    elif form == "pytree":
+        _check_arrays(abstract_state)
         wanted = _params_alone(abstract_state, present, zero)
-        optimizer = None
     else:
         wanted = _whole_state(abstract_state, form, zero)
         optimizer = state_tree.OPTIMIZER[form]
@@ -159,13 +161,27 @@ def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, L
     return {path: leaf for path, leaf in planned if leaf.place == DISK}
 
 
-def _check_params(params: Any) -> None:
+def _check_arrays(params: Any) -> None:
     leaves = jax.tree.leaves(params)
     if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
         raise CheckpointError(
             f"restore takes an abstract state, as zero.abstract_state makes it, or the parameters "
             f"of one, not {params!r:.100}"
         )
+
+
+def _any_pytree(state: Any, zero: Zero) -> _Wanted:
+    """All of a state, which lies as planned where it does not say itself how."""
+    leaves, tree = jax.tree.flatten(state)
+    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
+        opened = zero.states.open((state,))
+        leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)).rest)
+    paths = state_tree.below((), state)
+    return _Wanted(
+        {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
+        lambda arrays: jax.tree.unflatten(tree, arrays),
+        {},
+    )
 
 
 def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:

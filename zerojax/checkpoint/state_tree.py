@@ -1,7 +1,8 @@
 """A training state as the tree that orbax writes, and the path of each array in it.
 
-A flax ``TrainState`` is written as it is, and NNX as ``nnx.state((model, optimizer, ...))``: names
-begin with ``0`` for the model, ``1`` for the optimizer, and ``2`` and so on for other objects.
+A flax ``TrainState``, and any other pytree, is written as it is, and NNX as
+``nnx.state((model, optimizer, ...))``: names begin with ``0`` for the model, ``1`` for the
+optimizer, and ``2`` and so on for other objects.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import MODEL, ordered
 from zerojax.train_state.state_parts import Parts
 
 Path = tuple[str, ...]
-Form = Literal["linen", "nnx"]
+Form = Literal["linen", "nnx", "pytree"]
 
-PARAMS: dict[Form, Path] = {"linen": ("params",), "nnx": ("0",)}
-OPTIMIZER: dict[Form, Path] = {"linen": ("opt_state",), "nnx": ("1", "opt_state")}
+PARAMS: dict[Form, Path] = {"linen": ("params",), "nnx": ("0",), "pytree": ("params",)}
+OPTIMIZER: dict[Form, Path] = {
+    "linen": ("opt_state",),
+    "nnx": ("1", "opt_state"),
+    "pytree": ("opt_state",),
+}
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
-def form_of(state: Any) -> Form | None:
-    """The kind of a state: a TrainState, or a tuple of NNX; None for others, such as parameters."""
+def form_of(state: Any) -> Form:
+    """The kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such as
+    parameters alone."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
         return "nnx"
-    return "linen" if hasattr(state, "params") and hasattr(state, "opt_state") else None
+    return "linen" if is_train_state(state) else "pytree"
 
 
 def tree_of(state: Any) -> Any:

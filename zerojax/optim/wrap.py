@@ -19,8 +19,8 @@ from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
 
 UNKNOWN = float(np.finfo(np.float32).min)
-"""The learning rate of an optimizer that tells none, and the norm of gradients that zerojax does not
-see. No NaN, on which ``jax_debug_nans`` stops."""
+"""The learning rate of an optimizer that tells none, and the norm of gradients that zerojax does
+not see. No NaN, on which ``jax_debug_nans`` stops."""
 
 
 class ZeroOptState(NamedTuple):

@@ -1,0 +1,65 @@
+"""Any pytree is saved, and restored at any stage, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from equal import zero_for
+from flax.training.train_state import TrainState
+from train_state.test_pytree import BATCH, FORMS, new_state, train_state
+
+from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.plan import rule
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def same(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("form", ["arguments", "dict", "NamedTuple", "TrainStates"])
+def test_is_restored_at_another_stage(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+    step, create = FORMS[form]
+    zero, made = zero_for(3), create()
+    state = new_state(form, zero(step)(*made, BATCH), len(made))
+    saved = state if len(state) > 1 else state[0]
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, saved)
+    other = zero_for(1)
+
+    def start() -> Any:
+        made = create()
+        return made if len(made) > 1 else made[0]
+
+    with Checkpointer(tmp_path, other) as checkpointer:
+        # Where the arrays lie is told by the shapes, or by the plan.
+        for like in (other.abstract_state(start), jax.eval_shape(start)):
+            restored = checkpointer.restore(like)
+            same(restored, saved)
+            shapes = jax.tree.leaves(other.abstract_state(start))
+            for x, y in zip(jax.tree.leaves(restored), shapes, strict=True):
+                assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, zero_for(1)) as checkpointer:
+        for wrong in ({"params": "mlp"}, {}, None):
+            with pytest.raises(CheckpointError, match="save takes a state"):
+                checkpointer.save(1, wrong)
+
+
+def test_another_form_is_refused(tmp_path: Path) -> None:
+    zero = zero_for(1)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, {"weights": train_state(0).params})
+        with pytest.raises(CheckpointError):
+            checkpointer.restore(zero.abstract_state(lambda: train_state(0)))
+    assert isinstance(train_state(0), TrainState)

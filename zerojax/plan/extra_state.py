@@ -1,7 +1,8 @@
 """State beside the parameters: an average, a frozen base, a second network and its moments.
 
 A copy of the parameters lies as they do. Of the rest, each array of more than ``SMALL`` elements
-is sharded by the rule for parameters: at stage 3 all, at stages 1 and 2 what an optimizer owns.
+is sharded by the rule for parameters: at stage 3 all, at stages 1 and 2 what an optimizer owns. Of
+a state of which zerojax knows nothing all is here, and sharded at each of these stages.
 Statistics, counters and keys stay whole.
 """
 

@@ -52,7 +52,9 @@ def make_plan(
     form = ParameterForm(
         jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
     )
-    rest_tree = ExtraState(form, at_rest, mesh, config.stage).leaves(parts.rest)
+    # A state of which nothing is known has all its arrays here.
+    stage = config.stage if params else min(3, 3 * config.stage)
+    rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
 
     def specs(tree: Any, name: str = "spec") -> Any:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)

@@ -78,8 +78,9 @@ class Zero:
         state_argnums: int | Sequence[int] | None = None,
     ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
-        ``TrainState``, or ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
-        objects in any order.
+        ``TrainState``; ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
+        objects in any order; or a step of any other pytrees that comes back among its results,
+        such as ``(params, opt_state, batch) -> (params, opt_state, loss)``.
 
         Args:
           train_step: The step. A ``jax.jit`` or ``nnx.jit`` around the step is taken off, and its
@@ -163,9 +164,9 @@ class Zero:
         """Makes a state whose arrays are sharded from the start.
 
         Args:
-          create_state: ``create_state(*args)`` returns a ``TrainState``, or a tuple of an
+          create_state: ``create_state(*args)`` returns a ``TrainState``; a tuple of an
             ``nnx.Module``, its ``nnx.Optimizer`` and further NNX objects (metrics, ``nnx.Rngs``) in
-            any order. It runs under ``jit``.
+            any order; or any other pytree of arrays. It runs under ``jit``.
           *args: Usually a PRNG key.
 
         Returns:
@@ -182,8 +183,8 @@ class Zero:
         """How a state lies over the devices, and why.
 
         Args:
-          *state: A ``TrainState``, or NNX objects as :meth:`init` makes them (or their tuple),
-            abstract or not.
+          *state: A ``TrainState``, NNX objects as :meth:`init` makes them (or their tuple), or
+            another pytree, abstract or not.
 
         Returns:
           Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of the plan

@@ -1,7 +1,7 @@
 """Any pytree is a state: plain jit's numbers, sharded as the stage says, or an error that says what
 to write."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -142,8 +142,16 @@ def arrays(tree: Any) -> Any:
     return [host(x) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 1), (2, 4), (3, 1), (3, 4)])
-@pytest.mark.parametrize("form", FORMS)
+def cells() -> Iterator[Any]:
+    """Each form at stage 3, and in turn at another stage or by micro-batch; the rest in the sweep."""
+    others = [(0, 1), (1, 1), (2, 4), (3, 4)]
+    for i, form in enumerate(FORMS):
+        for j, (stage, k) in enumerate([(3, 1), *others]):
+            core = j == 0 or j - 1 == i % len(others)
+            yield pytest.param(form, stage, k, marks=() if core else pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(("form", "stage", "k"), list(cells()))
 def test_the_numbers_of_plain_jit(
     form: str, stage: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,3 +307,16 @@ def test_an_optimizer_of_the_config() -> None:
     figures = zerojax.telemetry((params, opt_state))
     assert figures["grad_norm"] > 0.01
     assert figures["step"] == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_is_evaluated(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+    zero = zero_for(stage)
+    params, _ = zero.init(params_and_opt_state)
+    got = zero.evaluate(lambda params, batch: output(params, batch["x"]))(params, BATCH)
+    np.testing.assert_allclose(got, output(network(0), BATCH["x"]), rtol=1e-5, atol=1e-6)
+    loss = zero.evaluate(lambda state, batch: loss_of(state[0], batch))(
+        params_and_opt_state(), BATCH
+    )
+    assert float(loss) == pytest.approx(float(loss_of(network(0), BATCH)), rel=1e-5)

@@ -1,4 +1,4 @@
-"""The state of an evaluated function, a ``TrainState`` or NNX objects, taken apart."""
+"""The state of an evaluated function, a ``TrainState``, NNX objects or any pytree, taken apart."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from zerojax.train_state.linen import open_state
+from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import apply_settings, is_nnx, open_objects, settings
+from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 
@@ -58,7 +59,7 @@ def subject_of(objects: tuple[Any, ...]) -> Subject:
 
 
 def _of_state(state: Any) -> Subject:
-    opened = open_state(state)
+    opened = open_state(state) if is_train_state(state) else open_pytree((state,))
 
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
         return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []

@@ -46,9 +46,9 @@ class Step(Decorated[P, R]):
     """A decorated step, made by ``@zero``; called as the function that it decorates.
 
     Args:
-      arguments: The arguments of the function ``(state, batch, ...) -> (state, anything)``, or the
-        state alone, with a flax ``TrainState``; or ``(model, optimizer, batch, ...) -> anything``
-        with NNX objects in any order, updated in place.
+      arguments: The arguments of the function, whose results have the new state among them: a
+        flax ``TrainState`` or other pytrees; or ``(model, optimizer, batch, ...) -> anything`` with
+        NNX objects in any order, updated in place.
       states: What the config makes of a state.
       donate: Reuse the memory of the state that is passed in.
       guard: Looks whether a step fits, before it runs for the first time; None leaves that out.

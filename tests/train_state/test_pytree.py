@@ -143,7 +143,7 @@ def arrays(tree: Any) -> Any:
 
 
 def cells() -> Iterator[Any]:
-    """Each form at stage 3, and in turn at another stage or by micro-batch; the rest in the sweep."""
+    """Each form at stage 3, and in turn at another stage or by micro-batch; the sweep has all."""
     others = [(0, 1), (1, 1), (2, 4), (3, 4)]
     for i, form in enumerate(FORMS):
         for j, (stage, k) in enumerate([(3, 1), *others]):
